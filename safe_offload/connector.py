@@ -1,0 +1,359 @@
+"""`SafeCPUOffloadConnector`: vLLM's hooks, one line each, and the frame that contains errors.
+
+vLLM builds the connector twice, and the role is decided once, here: beside the scheduler it is a
+`Planner`, in a worker a `WorkerBridge`. An exception from a hook kills the engine or the worker, so
+none leaves this file: it is logged, counted, and the connector switches itself off and goes on as a
+cache that always misses. Bad configuration is the exception: it is an error when the engine starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from safe_offload import compat
+from safe_offload.compat import (
+    GpuBlocks,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
+from safe_offload.protocol import EMPTY_PLAN, StepPlan
+from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.planner import Planner, PlannerOptions
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from safe_offload.worker.bridge import WorkerBridge
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def contained(
+    default: Callable[[], R],
+) -> Callable[
+    [Callable[Concatenate[SafeCPUOffloadConnector, P], R]],
+    Callable[Concatenate[SafeCPUOffloadConnector, P], R],
+]:
+    """Keep a hook's exceptions from vLLM; the hook then answers `default()`."""
+
+    def decorate(
+        hook: Callable[Concatenate[SafeCPUOffloadConnector, P], R],
+    ) -> Callable[Concatenate[SafeCPUOffloadConnector, P], R]:
+        @functools.wraps(hook)
+        def guarded(self: SafeCPUOffloadConnector, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                self._contain(hook.__name__, error)
+                return default()
+
+        return guarded
+
+    return decorate
+
+
+class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV cache in host memory and brings it back instead of recomputing it.
+
+    Args:
+        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`
+            (docs/configuration.md).
+        role: which half this is.
+        kv_cache_config: layers, groups and sizes of the GPU's KV cache.
+
+    Raises:
+        ConfigError: a setting is wrong or cannot be met.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        world_size = vllm_config.parallel_config.world_size
+        extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
+        self._counters = Counters()
+        self._planner: Planner | None = None
+        self._worker: WorkerBridge | None = None
+        if not vllm_config.cache_config.enable_prefix_caching:
+            logger.warning(
+                "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its cache by "
+                "and does nothing. Remove --no-enable-prefix-caching to use it."
+            )
+        elif role is KVConnectorRole.SCHEDULER:
+            compat.warn_if_untested()
+            self._warn_about_failure_policy()
+            self._planner = self._make_planner()
+        else:
+            self._worker = self._make_worker()
+
+    def _make_planner(self) -> Planner:
+        vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
+        slot_bytes = compat.block_bytes(kv_cache_config)
+        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // max(slot_bytes, 1)
+        if num_slots < 1:
+            raise ConfigError(
+                f'"{self._config.capacity_key}" gives each rank '
+                f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
+                f"{format_bytes(slot_bytes)}. Fix: give more, or shorten the block size."
+            )
+        index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots)
+        options = PlannerOptions(
+            num_ranks=vllm_config.parallel_config.world_size,
+            lazy=self._config.lazy_offload,
+            lazy_num_blocks=_lazy_num_blocks(vllm_config, index),
+            blocks_written_early=compat.uses_v2_model_runner(vllm_config),
+        )
+        return Planner(index, options, self._counters)
+
+    def _make_worker(self) -> WorkerBridge:
+        # Only a worker may pull in the copying code (DESIGN: two processes).
+        from safe_offload.worker.bridge import WorkerBridge
+
+        parallel = self._vllm_config.parallel_config
+        return WorkerBridge(
+            self._config,
+            self._kv_cache_config,
+            rank=parallel.rank,
+            num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
+        )
+
+    def _warn_about_failure_policy(self) -> None:
+        if self._kv_transfer_config.kv_load_failure_policy == "fail":
+            logger.warning(
+                'kv_load_failure_policy is "fail": a load that fails ends its request with an '
+                "error. Recommended, so that its tokens are recomputed instead: "
+                '--kv-transfer-config \'{"kv_connector":"SafeCPUOffloadConnector",'
+                '"kv_load_failure_policy":"recompute"}\''
+            )
+
+    def _contain(self, hook: str, error: Exception) -> None:
+        if self._config.verify_invariants and isinstance(error, InvariantError):
+            raise error
+        self._counters[Count.CONTAINED_ERRORS] += 1
+        logger.error(
+            "%s failed in SafeCPUOffloadConnector and was kept from the engine. Until the next "
+            "restart the connector only finishes what is in flight. Please report this.",
+            hook,
+            exc_info=error,
+        )
+        if self._planner is not None:
+            self._planner.disable()
+
+    def _check(self) -> None:
+        if self._config.verify_invariants and self._planner is not None:
+            self._planner.check_invariants()
+
+    # ---- scheduler side ------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that is lost is a cache miss, not a reason to recompute a request."""
+        return False
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See KVConnectorBase_V1."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._planner is not None:
+            self._planner.bind(GpuBlocks(kv_cache_manager))
+
+    @contained(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        """See KVConnectorBase_V1."""
+        if self._planner is not None:
+            self._planner.see(request)
+
+    @contained(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See KVConnectorBase_V1; never None, so that no request waits for an answer."""
+        if self._planner is None:
+            return 0, False
+        num_tokens = self._planner.match(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See KVConnectorBase_V1."""
+        if self._planner is None:
+            return
+        try:
+            self._planner.allocated(request, blocks, num_external_tokens)
+        except Exception as error:
+            if num_external_tokens > 0:
+                self._planner.owe_failure(request)  # vLLM waits for this load (I7)
+            self._contain("update_state_after_alloc", error)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See KVConnectorBase_V1."""
+        if self._planner is None:
+            return EMPTY_PLAN
+        try:
+            plan = self._planner.plan(scheduler_output)
+            self._check()
+            return plan
+        except Exception as error:
+            self._contain("build_connector_meta", error)
+            return self._planner.plan_nothing()
+
+    @contained(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See KVConnectorBase_V1."""
+        if self._planner is not None:
+            self._planner.settle(connector_output)
+            self._check()
+
+    @contained(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See KVConnectorBase_V1; always (False, None): no block is kept (I2)."""
+        if self._planner is not None:
+            self._planner.finish(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SupportsHMA; always (False, None): no block is kept (I2)."""
+        return self.request_finished(request, [])
+
+    @contained(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping until transfers have settled."""
+        return self._planner is not None and self._planner.has_work
+
+    @contained(lambda: True)
+    def reset_cache(self) -> bool:
+        """Forget everything; True, because nothing that was stored can be hit any more."""
+        if self._planner is not None:
+            self._planner.reset()
+        return True
+
+    # ---- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    @contained(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """See KVConnectorBase_V1."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
+            self._worker.before_step(kv_connector_metadata)
+
+    @contained(lambda: None)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """See KVConnectorBase_V1."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.begin(connector_metadata)
+
+    @contained(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See KVConnectorBase_V1."""
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous, the request is not scheduled before they end."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: stores are of whole blocks, behind the forward."""
+
+    @contained(lambda: None)
+    def wait_for_save(self) -> None:
+        """See KVConnectorBase_V1; starts the stores, waits for nothing."""
+        if self._worker is not None:
+            self._worker.start_stores()
+
+    @contained(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See KVConnectorBase_V1; only loads that failed are named here (DESIGN section 2)."""
+        failed = set(self._worker.collect_failures()) if self._worker is not None else set()
+        return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
+
+    @contained(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See KVConnectorBase_V1."""
+        return self._worker.report() if self._worker is not None else None
+
+    @contained(lambda: None)
+    def clear_connector_metadata(self) -> None:
+        """See KVConnectorBase_V1."""
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.end()
+
+    @contained(lambda: None)
+    def shutdown(self) -> None:
+        """End the worker's thread and free its memory; a second call does nothing."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # ---- observation ---------------------------------------------------------------------------
+
+    @contained(lambda: None)
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        """Counts since the last call, with the state of the host pool; None if nothing happened."""
+        counts = self._counters.take()
+        if self._planner is None or not counts:
+            return None
+        return OffloadStats.of(counts, self._planner.gauges())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        """See KVConnectorBase_V1."""
+        return OffloadStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        """See KVConnectorBase_V1."""
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @contained(tuple)
+    def take_events(self) -> Iterable[Any]:
+        """None: the host cache publishes no KV events."""
+        return ()
+
+
+def _lazy_num_blocks(vllm_config: VllmConfig, index: HostIndex) -> int:
+    """Blocks that the next step may allocate, twice over: what the lazy mode looks at."""
+    num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    per_group = (-(-num_tokens // size) + 1 for size in index.group_block_sizes)
+    return 2 * sum(per_group)

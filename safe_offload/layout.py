@@ -1,0 +1,111 @@
+"""Where the bytes of a GPU block lie, and where they go in host memory.
+
+A GPU block is a set of byte ranges, one or more for each layer. vLLM describes them by placements;
+cache groups overlay one another, so the same range may be described many times. A `Geometry` lists
+every distinct range once. In host memory each range has an array of its own, one row for each slot,
+so that a run of blocks that goes to a run of slots is one contiguous copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from safe_offload.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """One byte range of every block: block `b` has `length_bytes` at `offset + b * stride`.
+
+    Attributes:
+        stride_bytes: distance between the ranges of consecutive blocks.
+        offset_bytes: of block 0, from the start of the KV cache's storage.
+        length_bytes: at most `stride_bytes`.
+    """
+
+    stride_bytes: int
+    offset_bytes: int
+    length_bytes: int
+
+    def end_bytes(self, num_blocks: int) -> int:
+        """First byte behind the last block's range."""
+        return self.offset_bytes + (num_blocks - 1) * self.stride_bytes + self.length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Every byte of a block, once.
+
+    Attributes:
+        segments: disjoint.
+        num_blocks: GPU blocks in the storage.
+    """
+
+    segments: tuple[Segment, ...]
+    num_blocks: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block, which is what a host slot holds."""
+        return sum(segment.length_bytes for segment in self.segments)
+
+    def host_offsets(self, num_slots: int) -> tuple[int, ...]:
+        """Where each segment's array of `num_slots` rows begins in host memory, in bytes."""
+        offsets, offset = [], 0
+        for segment in self.segments:
+            offsets.append(offset)
+            offset += num_slots * segment.length_bytes
+        return tuple(offsets)
+
+
+def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:
+    """Join segments that touch or repeat one another.
+
+    Args:
+        segments: in any order, any number of times.
+        num_blocks: GPU blocks in the storage.
+        storage_bytes: size of the storage that all offsets point into.
+
+    Raises:
+        ConfigError: a segment lies outside the storage, or two different strides share bytes, which
+            means that a block has no bytes of its own.
+    """
+    joined: list[Segment] = []
+    for segment in sorted(set(segments)):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and segment.stride_bytes == last.stride_bytes
+            and segment.offset_bytes <= last.offset_bytes + last.length_bytes
+        ):
+            end = max(
+                segment.offset_bytes + segment.length_bytes, last.offset_bytes + last.length_bytes
+            )
+            joined[-1] = Segment(last.stride_bytes, last.offset_bytes, end - last.offset_bytes)
+        else:
+            joined.append(segment)
+    if not joined or num_blocks < 1:
+        raise ConfigError("the KV cache has no blocks or no layers, so there is nothing to offload")
+    _check(joined, num_blocks, storage_bytes)
+    return Geometry(tuple(joined), num_blocks)
+
+
+def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None:
+    by_offset = sorted(segments, key=lambda segment: segment.offset_bytes)
+    for segment, following in zip(by_offset, [*by_offset[1:], None], strict=True):
+        end = segment.end_bytes(num_blocks)
+        if segment.length_bytes > segment.stride_bytes or not 0 <= end <= storage_bytes:
+            raise ConfigError(
+                f"unsupported KV cache layout: {segment} does not fit {num_blocks} blocks in a "
+                f"storage of {storage_bytes} bytes"
+            )
+        if (
+            following is not None
+            and following.offset_bytes < end
+            and following.stride_bytes != segment.stride_bytes
+        ):
+            raise ConfigError(
+                f"unsupported KV cache layout: {segment} and {following} share bytes, so that one "
+                "block cannot be copied without another"
+            )

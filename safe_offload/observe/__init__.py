@@ -1,0 +1,1 @@
+"""What an operator sees: counters, vLLM's connector statistics, Prometheus metrics."""

@@ -1,0 +1,59 @@
+"""Counters that explain what the connector did, by name.
+
+Both processes count into a `Counters`; `observe/metrics.py` carries them to vLLM's log line and to
+Prometheus. A name is an attribute of `Count`, so that a misspelt one cannot exist.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+
+
+class Count(enum.StrEnum):
+    """What is counted; the value is the metric's name and the docstring its help text."""
+
+    doc: str
+
+    def __new__(cls, name: str, doc: str) -> Count:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.doc = doc
+        return member
+
+    HIT_TOKENS = "hit_tokens", "Tokens that were found on the host and are being loaded."
+    LOADED_BLOCKS = "loaded_blocks", "Blocks that were loaded from the host."
+    STORED_BLOCKS = "stored_blocks", "Blocks that were stored on the host and can be hit."
+    RESCUED_BLOCKS = (
+        "rescued_blocks",
+        "Blocks of preempted requests stored before they were reused.",
+    )
+    FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
+    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored, for want of a free host slot."
+    UNPUBLISHED_BLOCKS = (
+        "unpublished_blocks",
+        "Blocks stored but not kept: the cache was reset, or another store was first.",
+    )
+    FAILED_STORES = "failed_stores", "Stores that failed; their blocks are not kept."
+    FAILED_LOADS = "failed_loads", "Loads that failed; their tokens are recomputed."
+    UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
+    STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
+    DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
+    DROPPED_UNKNOWN_IDS = "dropped_unknown_ids", "Finished ids of requests that do not exist."
+    DROPPED_PREMATURE_IDS = "dropped_premature_ids", "Finished ids of requests still being loaded."
+    DROPPED_DUPLICATE_IDS = "dropped_duplicate_ids", "Finished ids that had been reported before."
+    DROPPED_UNOWNED_IDS = (
+        "dropped_unowned_ids",
+        "Finished ids of requests that are not waiting, or whose blocks are free already.",
+    )
+    CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
+
+
+class Counters(Counter[str]):
+    """Counts since the last `take`."""
+
+    def take(self) -> dict[str, int]:
+        """Return what was counted since the last call, and start again from zero."""
+        taken = {str(name): number for name, number in self.items() if number}
+        self.clear()
+        return taken

@@ -1,0 +1,91 @@
+"""The connector's counts on their way to vLLM's log line and to Prometheus.
+
+Metrics are named `vllm:safe_offload_<name>`; docs/operations.md lists them. Every count is there
+from the start with value 0, so that an alert can be written before the first failure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from safe_offload.observe.counters import Count
+
+GAUGES = {
+    "slots": "Host slots, each as large as one GPU block.",
+    "leased_slots": "Host slots that may not be evicted now.",
+    "stores_in_flight": "Stores that not all ranks have finished.",
+    "loads_in_flight": "Loads that not all ranks have finished.",
+}
+
+_COUNTS, _GAUGES = "counts", "gauges"
+
+
+class OffloadStats(KVConnectorStats):
+    """Counts of an interval and the last state; `data` is {"counts": {...}, "gauges": {...}}."""
+
+    @classmethod
+    def of(cls, counts: dict[str, int], gauges: dict[str, int]) -> OffloadStats:
+        """Wrap what was counted and how things stand."""
+        return cls(data={_COUNTS: counts, _GAUGES: gauges})
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> OffloadStats:
+        """Add the counts of a later interval, take over its state."""
+        counts = self.data.setdefault(_COUNTS, {})
+        for name, number in other.data.get(_COUNTS, {}).items():
+            counts[name] = counts.get(name, 0) + number
+        self.data.setdefault(_GAUGES, {}).update(other.data.get(_GAUGES, {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs: every count that is not 0, and the state."""
+        return {**self.data.get(_COUNTS, {}), **self.data.get(_GAUGES, {})}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data.get(_COUNTS)
+
+
+class OffloadPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of the connector, one set for each engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters: dict[str, Any] = {
+            str(count): self._make(self._counter_cls, f"{count}_total", count.doc)
+            for count in Count
+        }
+        self._gauges: dict[str, Any] = {
+            name: self._make(self._gauge_cls, name, doc, multiprocess_mode="mostrecent")
+            for name, doc in GAUGES.items()
+        }
+
+    def _make(self, cls: type[Counter | Gauge] | Any, name: str, doc: str, **kwargs: Any) -> Any:
+        metric = cls(
+            name=f"vllm:safe_offload_{name}",
+            documentation=doc,
+            labelnames=self._labelnames,
+            **kwargs,
+        )
+        return {
+            engine_idx: metric.labels(*labels)
+            for engine_idx, labels in self.per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's counts; names that this version does not know are left out."""
+        for name, number in transfer_stats_data.get(_COUNTS, {}).items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(number)
+        for name, value in transfer_stats_data.get(_GAUGES, {}).items():
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)

@@ -1,0 +1,125 @@
+"""The messages between the engine-core process and the worker processes, and their lifecycle.
+
+vLLM builds the connector twice, once beside the scheduler and once in every worker. The two sides
+share nothing but the messages below.
+
+A *transfer* is one unit of copying between GPU blocks and host slots, named by a `transfer_id` that
+is never used twice. Its life:
+
+1. The scheduler side decides on it, takes or leases the host slots, and puts it into the `StepPlan`
+   of the step: a load, a store that runs before the forward, or a store that runs after it.
+2. Every rank runs its own share of it (its layers' bytes of the same blocks and slots).
+3. While it runs, a later plan may *fence* it: some of its source blocks were given to somebody
+   else, and no kernel or load of that step may write before the copy has read them.
+4. Every rank reports it exactly once, as done or as failed with a reason, in a `StepReport`.
+5. When all ranks have reported, the scheduler side settles it: publishes the slots of a store that
+   went well, completes a load that went well, announces a load that failed through
+   `StepPlan.failures` of the next step.
+
+Reports are keyed by (rank, transfer_id), so that a report that arrives twice is seen as such and
+cannot stand in for the report of another rank (DESIGN: invariants I3, I6, I7).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from safe_offload.errors import ProtocolError
+
+
+class FailureReason(enum.Enum):
+    """Why a transfer failed on a rank."""
+
+    COPY_FAILED = "copy_failed"
+    """The copy raised."""
+    BAD_PLAN = "bad_plan"
+    """A block or slot id lies outside the memory of this rank."""
+    FENCE_TIMEOUT = "fence_timeout"
+    """The copy had not read its source when the source had to be given away."""
+    NOT_RUNNING = "not_running"
+    """The transfer engine of this rank is not running (it died, or was shut down)."""
+    CANCELLED = "cancelled"
+    """The transfer was cancelled before it was issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One unit of copying.
+
+    Attributes:
+        transfer_id: unique over the life of the engine, growing.
+        block_ids: GPU blocks, one for each slot.
+        slot_ids: host slots; `slot_ids[i]` is the partner of `block_ids[i]`.
+    """
+
+    transfer_id: int
+    block_ids: tuple[int, ...]
+    slot_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.slot_ids) or not self.block_ids:
+            raise ProtocolError(
+                f"transfer {self.transfer_id}: expected as many blocks as slots and at least one, "
+                f"found {len(self.block_ids)} blocks and {len(self.slot_ids)} slots"
+            )
+
+
+@dataclass(frozen=True)
+class StepPlan(KVConnectorMetadata):
+    """What the workers do in one step; travels as vLLM's connector metadata.
+
+    Attributes:
+        loads: host to GPU, into blocks of requests that wait for them.
+        stores_before_forward: GPU to host, ahead of everything this step writes.
+        stores_after_forward: GPU to host, behind the forward of this step.
+        fences: ids of stores in flight, or of `stores_before_forward`, whose source was given away:
+            nothing of this step may write before they have read it.
+        failures: ids of requests whose load failed; every rank reports them to vLLM as received and
+            failed, and vLLM recomputes them.
+    """
+
+    loads: tuple[Transfer, ...] = ()
+    stores_before_forward: tuple[Transfer, ...] = ()
+    stores_after_forward: tuple[Transfer, ...] = ()
+    fences: tuple[int, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+EMPTY_PLAN = StepPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one transfer on one rank; `failure` is None if its bytes are in place."""
+
+    rank: int
+    transfer_id: int
+    failure: FailureReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many host slots a rank can use, told once when its memory is ready."""
+
+    rank: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """What settled on the workers since the last step; travels as vLLM's worker metadata."""
+
+    outcomes: tuple[Outcome, ...] = ()
+    capacities: tuple[Capacity, ...] = ()
+
+    def __bool__(self) -> bool:
+        """True: vLLM drops a worker output whose parts are all false (vLLM outputs.py, is_empty)."""
+        return True
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Join the reports of several ranks; nothing is counted here, so nothing can be lost."""
+        if not isinstance(other, StepReport):
+            raise ProtocolError(f"expected a StepReport to aggregate, found {type(other).__name__}")
+        return StepReport(self.outcomes + other.outcomes, self.capacities + other.capacities)

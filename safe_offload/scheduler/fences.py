@@ -1,0 +1,143 @@
+"""Stores in flight, and whether their source blocks changed hands.
+
+No store holds a reference on a GPU block (I2). While the request runs, its own reference protects
+its blocks; once they are free their bytes stay intact until vLLM gives them to somebody and a kernel
+or a load of a later step writes them. What tells is the block's hash *object*: vLLM resets it when
+it reallocates the block and builds a new object when it caches the block again, so
+`block.block_hash is not witness` says that the block was given away, whoever took it: a request, a
+load, a copy-on-write, another connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from safe_offload.errors import InvariantError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from safe_offload.scheduler.leases import Lease
+    from safe_offload.scheduler.requests import RequestState
+
+
+@dataclass(slots=True)
+class Source:
+    """One GPU block that a store reads.
+
+    Attributes:
+        block: vLLM's block object.
+        keys: the hashes under which the bytes are published, the block's own hash first.
+        num_tokens: tokens of the prefix that ends with this block; None if vLLM does not say.
+        witness: the block's hash object when the store was planned; None if the block had none or
+            had been given away already: then nothing can tell when it is overwritten, and the store
+            is fenced in the step that plans it.
+    """
+
+    block: KVCacheBlock
+    keys: tuple[bytes, ...]
+    num_tokens: int | None
+    witness: bytes | None
+
+    @property
+    def given_away(self) -> bool:
+        """Whether somebody else may own the block by now."""
+        return self.witness is None or self.block.block_hash is not self.witness
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """A store from its planning until every rank has reported it.
+
+    Attributes:
+        lease: the slots it writes, one for each source.
+        owner: the request whose prefix it extends; None if it belongs to nobody's.
+        epoch: of the host index when it was planned; a store from before a reset is not published.
+        ranks_left: ranks that have not reported it.
+        poisoned: its bytes cannot be trusted; it is never published.
+        fenced: a plan has ordered the compute stream behind it, so it needs no further watching.
+    """
+
+    transfer_id: int
+    sources: list[Source]
+    lease: Lease
+    owner: RequestState | None
+    epoch: int
+    ranks_left: set[int]
+    poisoned: bool = False
+    fenced: bool = False
+
+    def source_given_away(self) -> bool:
+        """Whether any of its blocks changed hands."""
+        return any(source.given_away for source in self.sources)
+
+
+@dataclass(slots=True)
+class StoresInFlight:
+    """The stores that a plan has named and that not all ranks have reported."""
+
+    _stores: dict[int, Store] = field(default_factory=dict)
+    _unfenced: dict[int, Store] = field(default_factory=dict)
+    _keys: set[bytes] = field(default_factory=set)
+
+    def add(self, store: Store) -> None:
+        """Watch a store from now on."""
+        self._stores[store.transfer_id] = store
+        self._unfenced[store.transfer_id] = store
+        self._keys.update(source.keys[0] for source in store.sources)
+
+    def remove(self, transfer_id: int) -> Store:
+        """Stop watching a store that has settled."""
+        store = self._stores.pop(transfer_id)
+        self._unfenced.pop(transfer_id, None)
+        self._keys.difference_update(source.keys[0] for source in store.sources)
+        return store
+
+    def get(self, transfer_id: int) -> Store | None:
+        """The store of that id, if it is in flight."""
+        return self._stores.get(transfer_id)
+
+    def stores_key(self, key: bytes) -> bool:
+        """Whether a store of this block hash is in flight."""
+        return key in self._keys
+
+    def fence(self, early_written: Collection[int]) -> list[int]:
+        """Ids of the stores whose source changed hands since the last call.
+
+        Args:
+            early_written: blocks that the workers write before they can honour a fence of this
+                step; a store that reads one of them is poisoned instead.
+        """
+        fenced = [store for store in self._unfenced.values() if store.source_given_away()]
+        for store in fenced:
+            store.fenced = True
+            del self._unfenced[store.transfer_id]
+            if early_written:
+                self.poison_if_reading(store, early_written)
+        return [store.transfer_id for store in fenced]
+
+    @staticmethod
+    def poison_if_reading(store: Store, block_ids: Collection[int]) -> None:
+        """Never publish a store that reads one of these blocks."""
+        if any(source.block.block_id in block_ids for source in store.sources):
+            store.poisoned = True
+
+    def __iter__(self) -> Iterator[Store]:
+        return iter(self._stores.values())
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def check_invariants(self) -> None:
+        """An unfenced store still owns its sources' bytes.
+
+        Raises:
+            InvariantError: a store in flight reads a block that was given away, without a fence.
+        """
+        for store in self._unfenced.values():
+            if store.source_given_away():
+                raise InvariantError(
+                    "I6", f"store {store.transfer_id} reads a block that was given away, unfenced"
+                )

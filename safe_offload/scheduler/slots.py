@@ -1,0 +1,110 @@
+"""Taking, leasing and giving back host slots.
+
+A slot is one position in the host memory of every rank, as large as one GPU block. The slots are
+the blocks of a `BlockPool` of vLLM's, so that its prefix-hit rules for hybrid models work on them;
+its reference count is the number of leases. The pool's block 0 is vLLM's null block, so slot `s` is
+the pool's block `s + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from safe_offload.errors import InvariantError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+def slot_id(slot: KVCacheBlock) -> int:
+    """Position of a slot in host memory, from 0."""
+    return slot.block_id - 1
+
+
+class SlotPool:
+    """Host slots, least recently used first; every operation is one step that cannot half happen.
+
+    Slots become usable when all ranks have said how many they have (`open`); before that, and when
+    the pool is full of leased slots, a smaller grant is the normal answer.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._num_usable = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool, usable or not."""
+        return self._pool.num_gpu_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nothing leases; they may hold cached prefixes, which a grant then evicts."""
+        return self._pool.get_num_free_blocks() if self._num_usable else 0
+
+    @property
+    def num_leased(self) -> int:
+        """Slots under at least one lease."""
+        return self._num_usable - self.num_free if self._num_usable else 0
+
+    def open(self, num_usable: int) -> None:
+        """Allow the first `num_usable` slots; the others are withheld for good.
+
+        Called once, when the capacity of every rank is known; a later call changes nothing.
+        """
+        if self._num_usable or num_usable <= 0:
+            return
+        self._num_usable = min(num_usable, self.num_slots)
+        for slot in self._pool.blocks[self._num_usable + 1 :]:
+            self._pool.free_block_queue.remove(slot)
+            slot.ref_cnt = 1
+
+    def grant(self, count: int) -> list[KVCacheBlock]:
+        """Take up to `count` slots, each under one lease of the caller's.
+
+        Returns:
+            Possibly fewer than asked for, possibly none: full is normal, and then nothing else has
+            changed. What a granted slot held before is forgotten.
+        """
+        count = min(count, self.num_free)
+        return self._pool.get_new_blocks(count) if count > 0 else []
+
+    def lease(self, slots: Sequence[KVCacheBlock]) -> None:
+        """Add one lease to each slot: none of them can be evicted until it is released."""
+        self._pool.touch(slots)
+
+    def release(self, slots: Sequence[KVCacheBlock]) -> None:
+        """Take one lease from each slot, given in prefix order.
+
+        Slots that nobody else leases become evictable, the tail of the prefix before its head: a
+        prefix without its head can never be hit.
+        """
+        for slot in slots:
+            if slot.ref_cnt <= 0:
+                raise InvariantError(
+                    "I8", f"slot {slot_id(slot)} released more often than it was leased"
+                )
+        self._pool.free_blocks(reversed(slots))
+
+    def check_invariants(self, leases: Iterable[Sequence[KVCacheBlock]]) -> None:
+        """Compare every slot's reference count with the leases that exist (I1, I8).
+
+        Raises:
+            InvariantError: a count differs, or the free count does not match.
+        """
+        expected: dict[int, int] = {}
+        for slots in leases:
+            for slot in slots:
+                expected[slot.block_id] = expected.get(slot.block_id, 0) + 1
+        usable = self._pool.blocks[1 : self._num_usable + 1]
+        for slot in usable:
+            if slot.ref_cnt != expected.get(slot.block_id, 0):
+                raise InvariantError(
+                    "I8",
+                    f"slot {slot_id(slot)} has {slot.ref_cnt} references and "
+                    f"{expected.get(slot.block_id, 0)} leases",
+                )
+        if self._num_usable and self.num_free != sum(slot.ref_cnt == 0 for slot in usable):
+            raise InvariantError("I8", "the free queue does not hold exactly the unleased slots")

@@ -1,0 +1,1 @@
+"""Ways to copy between GPU blocks and host slots."""

@@ -1,0 +1,88 @@
+"""What the transfer engine asks of a backend.
+
+The engine decides when a copy may start and what its end means; a backend only copies and orders.
+Every backend passes the same contract suite (tests/worker/backends/contract.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Direction(enum.Enum):
+    """Which way the bytes go."""
+
+    LOAD = "load"
+    """Host slots to GPU blocks."""
+    STORE = "store"
+    """GPU blocks to host slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Whole blocks to or from whole slots.
+
+    Attributes:
+        block_ids: shape (n,), int64.
+        slot_ids: shape (n,), int64; partner of `block_ids`, no slot twice in a store.
+    """
+
+    direction: Direction
+    block_ids: npt.NDArray[np.int64]
+    slot_ids: npt.NDArray[np.int64]
+
+
+class Completion(Protocol):
+    """A copy that has been issued."""
+
+    async def wait(self) -> None:
+        """Return when all its bytes are in place.
+
+        Raises:
+            TransferError: it failed; nothing of it is running any more.
+        """
+
+
+class Backend(Protocol):
+    """Copies between one rank's GPU blocks and its host slots.
+
+    Attributes:
+        slot_bytes: bytes of one slot.
+        num_slots: slots of the host memory.
+    """
+
+    slot_bytes: int
+    num_slots: int
+
+    def mark(self) -> Any:
+        """The compute stream as it stands now. Called on the engine's thread."""
+
+    def issue(self, copy: Copy, after: Any) -> Completion:
+        """Start a copy that begins when the compute stream has passed `after`, without waiting.
+
+        Called on the loop thread. Copies of the two directions do not wait for one another.
+
+        Raises:
+            TransferError: an id lies outside the memory; nothing was started.
+        """
+
+    def fence(self, completion: Completion, timeout_s: float) -> bool:
+        """Order everything that the engine does next behind the reads of a copy.
+
+        Called on the engine's thread. A backend with streams makes the streams wait and returns at
+        once; one without waits.
+
+        Returns:
+            False if the copy may still be reading: its source is about to change under it.
+        """
+
+    def close(self) -> None:
+        """Wait for copies that have started, start no other, free the host memory.
+
+        Copies that have been issued and not started fail. A second call does nothing.
+        """

@@ -1,0 +1,223 @@
+"""From vLLM's synchronous worker hooks to the transfer engine and back.
+
+The hooks are on the engine's critical path. They enqueue, order and collect; nothing here waits for
+a copy except a fence on a backend without streams.
+
+Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
+`before_step` ahead of the forward, `begin` with the same plan, then `start_loads` behind the
+forward (ahead of it if another connector loads synchronously), `start_stores` and `collect` in
+either order, `end`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from safe_offload import compat
+from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.errors import ConfigError
+from safe_offload.layout import Geometry, make_geometry
+from safe_offload.protocol import (
+    EMPTY_PLAN,
+    Capacity,
+    FailureReason,
+    Outcome,
+    StepPlan,
+    StepReport,
+    Transfer,
+)
+from safe_offload.worker.backends.base import Backend, Direction
+from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class WorkerBridge:
+    """The worker side of one rank.
+
+    Args:
+        config: of the connector.
+        kv_cache_config: of this rank.
+        rank: from 0 to the number of ranks of this engine.
+        num_ranks_on_host: ranks that share this machine's memory.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        rank: int,
+        num_ranks_on_host: int,
+    ) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._num_ranks_on_host = num_ranks_on_host
+        self._engine: TransferEngine | None = None
+        self._plan: StepPlan = EMPTY_PLAN
+        self._loads: tuple[Transfer, ...] = ()
+        self._stores: tuple[Transfer, ...] = ()
+        self._failures: tuple[str, ...] = ()
+        self._outcomes: list[Outcome] = []
+        self._capacities: list[Capacity] = []
+        self._storage: Any = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
+        """Take the host memory and start the engine, once vLLM has allocated its KV cache.
+
+        Args:
+            kv_caches: by layer name; views of one storage.
+
+        Raises:
+            ConfigError: the layout is not supported, or the memory is not to be had.
+        """
+        if self._engine is not None or not kv_caches:
+            return
+        self._storage, device = _one_storage(kv_caches.values())
+        geometry = make_geometry(
+            compat.segments(self._kv_cache_config),
+            self._kv_cache_config.num_blocks,
+            self._storage.nbytes(),
+        )
+        host = self._take_host_memory(geometry)
+        backend = _make_backend(device, self._storage.data_ptr(), geometry, host, self._config)
+        self._engine = TransferEngine(backend, self._config.max_inflight_bytes)
+        self._engine.start()
+        self._capacities.append(Capacity(self._rank, backend.num_slots))
+        logger.info(
+            "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",
+            self._rank,
+            format_bytes(host.size_bytes),
+            backend.num_slots,
+            backend.slot_bytes,
+        )
+
+    def _take_host_memory(self, geometry: Geometry) -> HostMemory:
+        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // geometry.slot_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f'"{self._config.capacity_key}" gives each rank '
+                f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
+                f"{format_bytes(geometry.slot_bytes)}. Fix: give more, or shorten the block size."
+            )
+        check_host_bytes(
+            self._config,
+            pool_bytes_per_rank=num_slots * geometry.slot_bytes,
+            num_ranks_on_host=self._num_ranks_on_host,
+            available_bytes=available_host_bytes(),
+        )
+        return HostMemory.allocate(num_slots * geometry.slot_bytes)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """handle_preemptions: rescue and fence what this step is about to overwrite."""
+        for transfer in plan.stores_before_forward:
+            self._submit(Direction.STORE, transfer)
+        if plan.fences and self._engine is not None:
+            self._engine.fence(plan.fences)
+
+    def begin(self, plan: StepPlan) -> None:
+        """bind_connector_metadata: the plan of this step."""
+        self._plan = plan
+        self._loads, self._stores = plan.loads, plan.stores_after_forward
+        self._failures = plan.failures
+
+    def start_loads(self) -> None:
+        """start_load_kv."""
+        loads, self._loads = self._loads, ()
+        for transfer in loads:
+            self._submit(Direction.LOAD, transfer)
+
+    def start_stores(self) -> None:
+        """wait_for_save: the forward has been issued, its bytes can be stored."""
+        stores, self._stores = self._stores, ()
+        for transfer in stores:
+            self._submit(Direction.STORE, transfer)
+
+    def collect_failures(self) -> tuple[str, ...]:
+        """get_transfer_results: ids of requests whose load failed, to be given once."""
+        failures, self._failures = self._failures, ()
+        return failures
+
+    def report(self) -> StepReport | None:
+        """build_connector_worker_meta: what settled since the last call, None if nothing did."""
+        if self._engine is not None:
+            self._outcomes += [
+                Outcome(self._rank, transfer_id, failure)
+                for transfer_id, failure in self._engine.drain()
+            ]
+        if not (self._outcomes or self._capacities):
+            return None
+        report = StepReport(tuple(self._outcomes), tuple(self._capacities))
+        self._outcomes, self._capacities = [], []
+        return report
+
+    def end(self) -> None:
+        """clear_connector_metadata: whatever no hook has started will never be."""
+        for transfer in (*self._loads, *self._stores):
+            self._fail(transfer, FailureReason.CANCELLED)
+        self._loads = self._stores = ()
+        self._plan = EMPTY_PLAN
+
+    def shutdown(self) -> None:
+        """End the engine's thread and give the host memory back; a second call does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None and not engine.close():
+            logger.error(
+                "A copy did not end within 5 s of shutdown; its thread is left to die with the "
+                "process. If this repeats, look for a hanging device."
+            )
+        self._storage = None
+
+    def _submit(self, direction: Direction, transfer: Transfer) -> None:
+        if self._engine is None:
+            self._fail(transfer, FailureReason.NOT_RUNNING)
+            return
+        try:
+            self._engine.submit(direction, transfer)
+        except Exception:
+            logger.exception("Transfer %d could not be queued", transfer.transfer_id)
+            self._fail(transfer, FailureReason.COPY_FAILED)
+
+    def _fail(self, transfer: Transfer, reason: FailureReason) -> None:
+        self._outcomes.append(Outcome(self._rank, transfer.transfer_id, reason))
+
+
+def _one_storage(caches: Iterable[torch.Tensor | list[torch.Tensor]]) -> tuple[Any, torch.device]:
+    """The storage that all layers' caches are views of, and its device.
+
+    Raises:
+        ConfigError: they do not share one.
+    """
+    tensors = [t for cache in caches for t in (cache if isinstance(cache, list) else [cache])]
+    storage = tensors[0].untyped_storage()
+    if any(t.untyped_storage().data_ptr() != storage.data_ptr() for t in tensors):
+        raise ConfigError(
+            "unsupported KV cache layout: expected one backing allocation for all layers, found "
+            "several. vLLM 0.32 and later use one; please report the model and the vLLM version."
+        )
+    return storage, tensors[0].device
+
+
+def _make_backend(
+    device: torch.device,
+    base_address: int,
+    geometry: Geometry,
+    host: HostMemory,
+    config: OffloadConfig,
+) -> Backend:
+    if device.type == "cpu":
+        return CpuBackend(base_address, geometry, host, config.copy_threads)
+    host.close()
+    raise ConfigError(
+        f"there is no backend for a KV cache on {device.type!r}; expected 'cpu'. "
+        "Fix: remove --kv-transfer-config on this machine."
+    )
