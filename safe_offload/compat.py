@@ -71,15 +71,15 @@ def warn_if_untested() -> None:
     version = vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
-            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d; it runs if vLLM's connector "
-            "hooks have not changed. If something is off, switch it off with "
-            "--kv-transfer-config unset and report the version.",
+            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d; it runs if the hooks of "
+            "vLLM's connectors have not changed. If something is off, run without "
+            "--kv-transfer-config and report the version.",
             *version,
         )
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
-    """Whether workers run vLLM's Model Runner V2; True, the careful answer, if it cannot be told."""
+    """Whether workers run vLLM's Model Runner V2; if it cannot be told True, the careful answer."""
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
 
 
@@ -109,7 +109,7 @@ class GpuBlocks:
         self._pool = kv_cache_manager.block_pool
 
     def of_request(self, request_id: str, group_idx: int) -> Sequence[KVCacheBlock]:
-        """The request's block table in a group; the same growing list while the request holds it."""
+        """The request's block table in a group; one growing list for as long as it holds blocks."""
         blocks: Sequence[KVCacheBlock] | None = self._managers[group_idx].req_to_blocks.get(
             request_id
         )
@@ -160,7 +160,8 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     (vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor).
     """
     tensors = kv_cache_config.kv_cache_tensors
-    return int(max((t.size for t in tensors), default=0)) // max(kv_cache_config.num_blocks, 1)
+    size_bytes: int = max((t.size for t in tensors), default=0)
+    return size_bytes // max(int(kv_cache_config.num_blocks), 1)
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:

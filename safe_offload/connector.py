@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -46,30 +46,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def contained(
-    default: Callable[[], R],
-) -> Callable[
-    [Callable[Concatenate[SafeCPUOffloadConnector, P], R]],
-    Callable[Concatenate[SafeCPUOffloadConnector, P], R],
-]:
+def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
     """Keep a hook's exceptions from vLLM; the hook then answers `default()`."""
 
-    def decorate(
-        hook: Callable[Concatenate[SafeCPUOffloadConnector, P], R],
-    ) -> Callable[Concatenate[SafeCPUOffloadConnector, P], R]:
+    def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def guarded(self: SafeCPUOffloadConnector, *args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(self: SafeCPUOffloadConnector, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:
                 self._contain(hook.__name__, error)
                 return default()
 
-        return guarded
+        return cast("Hook", guarded)
 
     return decorate
 
@@ -97,6 +89,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
         self._counters = Counters()
+        self._last_gauges: dict[str, int] = {}
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -124,8 +117,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
-            lazy=self._config.lazy_offload,
-            lazy_num_blocks=_lazy_num_blocks(vllm_config, index),
+            lazy_num_blocks=(
+                _lazy_num_blocks(vllm_config, index) if self._config.lazy_offload else None
+            ),
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
         )
         return Planner(index, options, self._counters)
@@ -324,11 +318,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        """Counts since the last call, with the state of the host pool; None if nothing happened."""
+        """Counts since the last call and the state of the host pool; None if neither changed."""
         counts = self._counters.take()
-        if self._planner is None or not counts:
+        gauges = self._planner.gauges() if self._planner is not None else {}
+        if not counts and gauges == self._last_gauges:
             return None
-        return OffloadStats.of(counts, self._planner.gauges())
+        self._last_gauges = gauges
+        return OffloadStats.of(counts, gauges)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
@@ -356,4 +352,4 @@ def _lazy_num_blocks(vllm_config: VllmConfig, index: HostIndex) -> int:
     """Blocks that the next step may allocate, twice over: what the lazy mode looks at."""
     num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     per_group = (-(-num_tokens // size) + 1 for size in index.group_block_sizes)
-    return 2 * sum(per_group)
+    return int(2 * sum(per_group))

@@ -115,7 +115,7 @@ class StepReport(KVConnectorWorkerMetadata):
     capacities: tuple[Capacity, ...] = ()
 
     def __bool__(self) -> bool:
-        """True: vLLM drops a worker output whose parts are all false (vLLM outputs.py, is_empty)."""
+        """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
         return True
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:

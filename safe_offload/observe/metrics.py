@@ -29,6 +29,8 @@ _COUNTS, _GAUGES = "counts", "gauges"
 class OffloadStats(KVConnectorStats):
     """Counts of an interval and the last state; `data` is {"counts": {...}, "gauges": {...}}."""
 
+    data: dict[str, Any]
+
     @classmethod
     def of(cls, counts: dict[str, int], gauges: dict[str, int]) -> OffloadStats:
         """Wrap what was counted and how things stand."""
@@ -51,8 +53,8 @@ class OffloadStats(KVConnectorStats):
         return {**self.data.get(_COUNTS, {}), **self.data.get(_GAUGES, {})}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not self.data.get(_COUNTS)
+        """Whether there is nothing to tell."""
+        return not self.data.get(_COUNTS) and not self.data.get(_GAUGES)
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):

@@ -1,9 +1,9 @@
 """Stores in flight, and whether their source blocks changed hands.
 
 No store holds a reference on a GPU block (I2). While the request runs, its own reference protects
-its blocks; once they are free their bytes stay intact until vLLM gives them to somebody and a kernel
-or a load of a later step writes them. What tells is the block's hash *object*: vLLM resets it when
-it reallocates the block and builds a new object when it caches the block again, so
+its blocks; once they are free their bytes stay intact until vLLM gives them to somebody and a
+kernel or a load of a later step writes them. What tells is the block's hash *object*: vLLM resets
+it when it reallocates the block and builds a new object when it caches the block again, so
 `block.block_hash is not witness` says that the block was given away, whoever took it: a request, a
 load, a copy-on-write, another connector.
 """

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
 from safe_offload import compat
 from safe_offload.scheduler.slots import SlotPool
 
@@ -82,9 +84,9 @@ class HostIndex:
         host_config = replace(kv_cache_config, num_blocks=num_slots + 1)
         block_sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
         chunk_sizes = [
-            size
+            group.kv_cache_spec.attention_chunk_size
             for group in kv_cache_config.kv_cache_groups
-            if (size := getattr(group.kv_cache_spec, "attention_chunk_size", None))
+            if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
         ]
         return cls(
             compat.make_coordinator(vllm_config, host_config, *block_sizes),

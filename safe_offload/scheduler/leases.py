@@ -76,7 +76,7 @@ class LeaseBook:
         return self._hold(kind, list(slots))
 
     def grant(self, kind: LeaseKind, count: int) -> Lease | None:
-        """Lease up to `count` slots to be overwritten; None, and nothing changed, if none is free."""
+        """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free."""
         slots = self._pool.grant(count)
         return self._hold(kind, slots) if slots else None
 

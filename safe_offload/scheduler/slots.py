@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def slot_id(slot: KVCacheBlock) -> int:
     """Position of a slot in host memory, from 0."""
-    return slot.block_id - 1
+    return int(slot.block_id) - 1
 
 
 class SlotPool:
@@ -37,12 +37,12 @@ class SlotPool:
     @property
     def num_slots(self) -> int:
         """Slots in the pool, usable or not."""
-        return self._pool.num_gpu_blocks - 1
+        return int(self._pool.num_gpu_blocks) - 1
 
     @property
     def num_free(self) -> int:
         """Slots that nothing leases; they may hold cached prefixes, which a grant then evicts."""
-        return self._pool.get_num_free_blocks() if self._num_usable else 0
+        return int(self._pool.get_num_free_blocks()) if self._num_usable else 0
 
     @property
     def num_leased(self) -> int:

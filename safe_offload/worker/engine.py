@@ -141,7 +141,7 @@ class Turnstile:
 class TransferEngine:
     """Runs transfers on a thread of its own.
 
-    `submit`, `fence`, `drain` and `close` belong to one thread, the one that vLLM calls its hooks on.
+    `submit`, `fence`, `drain` and `close` belong to one thread, the one vLLM calls its hooks on.
 
     Args:
         backend: copies and orders; closed when the engine ends.
@@ -286,8 +286,8 @@ class TransferEngine:
             failure = FailureReason.CANCELLED
         except TransferError as error:
             logger.warning("Transfer %d failed: %s", transfer_id, error)
-            is_known = isinstance(error.reason, FailureReason)
-            failure = error.reason if is_known else FailureReason.COPY_FAILED  # type: ignore[assignment]
+            reason = error.reason
+            failure = reason if isinstance(reason, FailureReason) else FailureReason.COPY_FAILED
         except Exception:
             logger.exception("Transfer %d failed", transfer_id)
             failure = FailureReason.COPY_FAILED

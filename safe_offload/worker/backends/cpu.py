@@ -118,7 +118,7 @@ class CpuBackend:
 
     @staticmethod
     def _check(ids: npt.NDArray[np.int64], count: int, what: str) -> None:
-        if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < count):
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < count):
             raise TransferError(
                 FailureReason.BAD_PLAN,
                 f"expected {what} ids from 0 to {count - 1}, "

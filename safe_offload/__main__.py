@@ -1,0 +1,8 @@
+"""`python -m safe_offload` is the `safe-offload` command."""
+
+import sys
+
+from safe_offload.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

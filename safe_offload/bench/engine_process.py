@@ -1,0 +1,198 @@
+"""One vLLM engine in a process of its own, asked for one answer at a time.
+
+A benchmark compares two engines on one machine, so each has to have the machine to itself while
+it is timed. Both are kept alive, an idle engine sleeps in `poll`, and only one is asked at a time.
+vLLM logs much and ends its process on an error, which is the other reason for a process: its output
+goes to a file, whose tail is shown when it dies.
+"""
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from safe_offload.errors import SafeOffloadError
+
+_LOG_TAIL_LINES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is started: vLLM's arguments, and the environment that they depend on."""
+
+    arguments: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine's own figures, known once it has started."""
+
+    start_s: float
+    num_gpu_blocks: int
+    max_concurrency: float  # requests of max_model_len tokens that the KV pool holds
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One greedy request."""
+
+    prompt_token_ids: tuple[int, ...]
+    num_answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request gave, with where its prompt tokens came from."""
+
+    ttft_s: float
+    total_s: float
+    token_ids: tuple[int, ...]
+    num_gpu_tokens: int
+    num_host_tokens: int
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Died:
+    traceback: str
+
+
+class EngineProcess:
+    """A handle on the process; use it as a context manager, which ends the engine."""
+
+    def __init__(self, name: str, options: EngineOptions, log_path: Path) -> None:
+        self.name = name
+        self._log_path = log_path
+        context = mp.get_context("spawn")
+        self._connection, child_connection = context.Pipe()
+        # Not a daemon: those may not have children, and vLLM's engine runs in one.
+        self._process = context.Process(
+            target=_serve, args=(child_connection, options, str(log_path)), name=name
+        )
+        self._process.start()
+        child_connection.close()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until_started(self, timeout_s: float) -> Started:
+        """Return the engine's figures; raise SafeOffloadError if it does not start."""
+        started = self._receive(timeout_s)
+        assert isinstance(started, Started)
+        return started
+
+    def ask(self, question: Question, timeout_s: float) -> Answer:
+        """Return the answer to one request; raise SafeOffloadError if the engine dies over it."""
+        self._connection.send(question)
+        answer = self._receive(timeout_s)
+        assert isinstance(answer, Answer)
+        return answer
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """End the engine and every process that it started, by force what does not go."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(timeout_s)
+        # The child leads a process group of its own, in which the engine and its workers are.
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _receive(self, timeout_s: float) -> object:
+        if not self._connection.poll(timeout_s):
+            raise SafeOffloadError(
+                f"engine {self.name!r}: no answer within {timeout_s:.0f} s. {self._log_tail()}"
+            )
+        try:
+            message = self._connection.recv()
+        except EOFError:
+            message = _Died("its process ended without a word")
+        if isinstance(message, _Died):
+            raise SafeOffloadError(f"engine {self.name!r}: {message.traceback}\n{self._log_tail()}")
+        return message
+
+    def _log_tail(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return "The end of its log:\n" + "\n".join(lines)
+
+
+def _serve(connection: Connection, options: EngineOptions, log_path: str) -> None:
+    """Run in the child: start the engine, then answer questions until told to stop."""
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.environ.update(options.environment)
+    print("engine arguments:", json.dumps(options.arguments), flush=True)
+    try:
+        from vllm import LLM
+
+        start = time.perf_counter()
+        engine = LLM(**options.arguments)
+        cache_config = engine.llm_engine.vllm_config.cache_config
+        connection.send(
+            Started(
+                start_s=time.perf_counter() - start,
+                num_gpu_blocks=cache_config.num_gpu_blocks or 0,
+                max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
+            )
+        )
+        while (question := connection.recv()) is not None:
+            connection.send(_answer(engine, question))
+        engine.llm_engine.engine_core.shutdown()
+    except EOFError:
+        pass  # the benchmark is gone
+    except BaseException:
+        connection.send(_Died(traceback.format_exc()))
+        raise
+
+
+def _answer(engine: Any, question: Question) -> Answer:
+    """Run one request alone and measure it."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=question.num_answer_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    before = _count_prompt_tokens(engine)
+    start = time.perf_counter()
+    (output,) = engine.generate(
+        [{"prompt_token_ids": list(question.prompt_token_ids)}], sampling, use_tqdm=False
+    )
+    total_s = time.perf_counter() - start
+    after = _count_prompt_tokens(engine)
+    return Answer(
+        ttft_s=output.metrics.first_token_latency,
+        total_s=total_s,
+        token_ids=tuple(output.outputs[0].token_ids),
+        num_gpu_tokens=after["local_cache_hit"] - before["local_cache_hit"],
+        num_host_tokens=after["external_kv_transfer"] - before["external_kv_transfer"],
+        num_computed_tokens=after["local_compute"] - before["local_compute"],
+    )
+
+
+def _count_prompt_tokens(engine: Any) -> dict[str, int]:
+    """Return the engine's counters of prompt tokens so far, by where they came from.
+
+    Source: `PromptTokenStats` in vllm/v1/metrics/stats.py (0.32.0).
+    """
+    counts = {"local_cache_hit": 0, "external_kv_transfer": 0, "local_compute": 0}
+    for metric in engine.get_metrics():
+        if metric.name == "vllm:prompt_tokens_by_source":
+            counts[metric.labels["source"]] += metric.value
+    return counts

@@ -1,0 +1,48 @@
+"""The `safe-offload` command: reads arguments and makes one call for each subcommand."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from safe_offload.bench import engine
+from safe_offload.errors import SafeOffloadError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status.
+
+    Args:
+        argv: the arguments without the program's name, `sys.argv[1:]` if not given.
+
+    Returns:
+        0 if all is well, 1 if what was asked for failed or showed a defect.
+    """
+    arguments = _make_parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except SafeOffloadError as error:
+        print(f"safe-offload: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser("bench", help="measure")
+    benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    bench_engine = benchmarks.add_parser(
+        "engine",
+        help="time to first token in a real vLLM engine, with the connector and without",
+        description=engine.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    engine.add_arguments(bench_engine)
+    bench_engine.set_defaults(run=engine.run_command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The one error tree: every error that safe_offload raises on purpose is in this file.
+
+A message says what was expected, what was found, and how to mend it. Nothing is imported here, so
+that every other module may import this one.
+"""
+
+
+class SafeOffloadError(Exception):
+    """Anything that safe_offload itself reports as wrong."""
+
+
+class ConfigError(SafeOffloadError, ValueError):
+    """A setting that cannot be used.
+
+    It is raised while the engine starts, never later. It is also a `ValueError`, because that is
+    what vLLM and its users expect from a bad setting.
+    """
+
+
+class ProtocolError(SafeOffloadError):
+    """The two processes, or vLLM and the connector, disagree about what a message means."""
+
+
+class TransferError(SafeOffloadError):
+    """A copy between device and host that did not deliver the right bytes.
+
+    It ends at the outermost frame of its transfer, where it becomes a failed transfer with
+    `reason`, and the tokens are recomputed (I6, I7).
+
+    Args:
+        reason: why, as a member of an enum (`FailureReason` in protocol.py) or its name.
+        detail: what was expected and what was found.
+    """
+
+    def __init__(self, reason: object, detail: str) -> None:
+        # Both go into args, so that the error survives pickling between processes.
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        """Return `reason: detail`, the reason by its enum name where it has one."""
+        return f"{getattr(self.reason, 'name', self.reason)}: {self.detail}"
+
+
+class InvariantError(SafeOffloadError):
+    """One of the numbered promises I1 to I8 does not hold: a defect of safe_offload itself.
+
+    Args:
+        invariant: the number of the promise, "I1" to "I8".
+        detail: what was expected and what was found.
+    """
+
+    def __init__(self, invariant: str, detail: str) -> None:
+        super().__init__(invariant, detail)
+        self.invariant = invariant
+        self.detail = detail
+
+    def __str__(self) -> str:
+        """Return the message, which starts with the number of the invariant."""
+        return f"{self.invariant}: {self.detail}"

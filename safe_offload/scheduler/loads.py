@@ -1,0 +1,211 @@
+"""Loads: from a leased hit to a request that may run, or to the news that it must recompute.
+
+vLLM waits for a load by the id of its request, and what it is told cannot be taken back. So the id
+is told once, when every rank has the bytes; and a load that failed anywhere is withheld, announced
+to all workers by the next plan, and reported by each of them as received and failed, which is the
+only road on which vLLM recomputes with several KV cache groups (DESIGN section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.protocol import Transfer
+from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.requests import Phase, RequestState
+from safe_offload.scheduler.slots import slot_id
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load from its planning until every rank has reported it.
+
+    Attributes:
+        lease: the slots it reads.
+        owner: the request that waits for it.
+        ranks_left: ranks that have not reported it.
+        failed: a rank reported that it failed.
+    """
+
+    transfer: Transfer
+    lease: Lease
+    owner: RequestState
+    ranks_left: set[int]
+    failed: bool = False
+
+
+class Loads:
+    """All loads that are planned or in flight, and the failures that vLLM has not been told.
+
+    Args:
+        index: where hits are found.
+        leases: where hits are protected.
+        transfer_ids: never gives the same twice.
+        num_ranks: workers that report.
+        counters: what happens is counted here.
+    """
+
+    def __init__(
+        self,
+        index: HostIndex,
+        leases: LeaseBook,
+        transfer_ids: Iterable[int],
+        num_ranks: int,
+        counters: Counters,
+    ) -> None:
+        self._index = index
+        self._leases = leases
+        self._transfer_ids = iter(transfer_ids)
+        self._num_ranks = num_ranks
+        self._counters = counters
+        self._new: list[Load] = []
+        self._in_flight: dict[int, Load] = {}
+        self._failures: list[RequestState] = []
+
+    def match(self, state: RequestState, num_computed_tokens: int) -> int:
+        """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
+        request = state.request
+        # The last token is always computed, for its logits.
+        hit = self._index.find_hit(
+            request.block_hashes, num_computed_tokens, request.num_tokens - 1
+        )
+        if hit is None:
+            return 0
+        state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
+        state.move(Phase.MATCHED)
+        return hit.num_tokens
+
+    def begin(
+        self,
+        state: RequestState,
+        blocks_by_group: Sequence[Sequence[KVCacheBlock]],
+        num_tokens: int,
+    ) -> None:
+        """Turn the request's hit into a load of its first `num_tokens` tokens.
+
+        vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
+        announced.
+        """
+        pairs = self._pair(state, blocks_by_group, num_tokens)
+        if pairs:
+            lease = self._leases.lease(LeaseKind.LOAD, [slot for _, slot in pairs])
+            transfer = Transfer(
+                next(self._transfer_ids),
+                tuple(block.block_id for block, _ in pairs),
+                tuple(slot_id(slot) for _, slot in pairs),
+            )
+            self._new.append(Load(transfer, lease, state, set(range(self._num_ranks))))
+            self._counters[Count.HIT_TOKENS] += num_tokens
+        else:
+            self._counters[Count.UNUSABLE_HITS] += 1
+            self._failures.append(state)
+        state.drop_hit()
+        state.move(Phase.LOADING)
+        state.num_loads += 1
+
+    def _pair(
+        self,
+        state: RequestState,
+        blocks_by_group: Sequence[Sequence[KVCacheBlock]],
+        num_tokens: int,
+    ) -> list[tuple[KVCacheBlock, KVCacheBlock]]:
+        """GPU block and host slot for every block of the first `num_tokens` tokens of the hit.
+
+        Returns:
+            Empty if the hit cannot fill every block that vLLM allocated for these tokens: loading
+            the rest would leave bytes in the window of attention that nobody wrote (I6).
+        """
+        hit = state.hit
+        if hit is None or num_tokens > hit.num_tokens:
+            return []
+        pairs = []
+        for group_idx in self._index.group_ids:
+            block_size = self._index.group_block_sizes[group_idx]
+            first = hit.num_computed_tokens // block_size
+            last = -(-(hit.num_computed_tokens + num_tokens) // block_size)
+            blocks = blocks_by_group[group_idx][first:last]
+            slots = hit.slots_by_group[group_idx][: len(blocks)]
+            if len(slots) < len(blocks):
+                return []
+            for block, slot in zip(blocks, slots, strict=True):
+                if block.is_null:
+                    continue
+                if slot.is_null:
+                    return []
+                pairs.append((block, slot))
+        return pairs
+
+    def owe_failure(self, state: RequestState) -> None:
+        """Something went wrong after vLLM began to wait: tell it to recompute."""
+        if state.num_loads == 0:
+            state.num_loads = 1
+            self._failures.append(state)
+
+    def take_new(self) -> list[Load]:
+        """The loads that have begun since the last call; they are in flight from now on."""
+        new, self._new = self._new, []
+        self._in_flight.update((load.transfer.transfer_id, load) for load in new)
+        return new
+
+    def fail_new(self) -> None:
+        """The loads that have begun since the last `take_new` will never be planned."""
+        for load in self._new:
+            load.lease.release()
+            self._failures.append(load.owner)
+        self._new = []
+
+    def announce_failures(self) -> tuple[str, ...]:
+        """Ids of requests whose load failed; from now on only the workers' echo ends their wait."""
+        failures, self._failures = self._failures, []
+        for state in failures:
+            state.num_loads -= 1
+            state.failing = True
+            if state.phase is Phase.LOADING:
+                state.move(Phase.WAITING)
+        self._counters[Count.FAILED_LOADS] += len(failures)
+        return tuple(state.request.request_id for state in failures)
+
+    def get(self, transfer_id: int) -> Load | None:
+        """The load of that id, if it is in flight."""
+        return self._in_flight.get(transfer_id)
+
+    def settle(self, load: Load) -> RequestState | None:
+        """Every rank has reported a load.
+
+        Returns:
+            The request that may run now; None if the load failed, which is announced later.
+        """
+        del self._in_flight[load.transfer.transfer_id]
+        state = load.owner
+        if load.failed:
+            # The same hit must not be offered again (FAULTS: H4).
+            self._index.forget(load.lease.slots)
+            self._failures.append(state)
+            load.lease.release()
+            return None
+        self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
+        load.lease.release()
+        state.num_loads -= 1
+        if state.phase is Phase.LOADING:
+            state.move(Phase.WAITING)
+        return state
+
+    @property
+    def owners_of_new(self) -> list[RequestState]:
+        """The requests whose load begins in this step."""
+        return [load.owner for load in self._new]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is planned or in flight, or a failure is to be announced."""
+        return bool(self._new or self._in_flight or self._failures)
+
+    def __len__(self) -> int:
+        return len(self._in_flight)

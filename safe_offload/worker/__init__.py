@@ -1,0 +1,1 @@
+"""What runs in the worker process: host memory and the copies to and from it."""

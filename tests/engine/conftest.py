@@ -1,0 +1,31 @@
+"""What the tests with a real engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safe_offload.bench.tiny_models import ModelKind, write_tiny_model
+from tests.engine.engines import Report, make_job, run
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelKind], Path]:
+    """The folder of a tiny model, written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def get(kind: ModelKind) -> Path:
+        return folder / kind if (folder / kind).exists() else write_tiny_model(kind, folder / kind)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plain_llama(
+    model: Callable[[ModelKind], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Report:
+    """A, B, C, A, B, C answered by an engine without connector, in a pool of 1.6 prompts."""
+    (report,) = run(tmp_path_factory.mktemp("plain-llama"), make_job(model("llama"), num_blocks=102))
+    return report

@@ -1,0 +1,236 @@
+"""Starts real vLLM engines, each in a process of its own, and reads what they report.
+
+Two vLLM engines in one process share state (distributed groups, forward context, metrics), so every
+engine runs in a child (`children/`), which does the turns of a `Job` and writes its report as JSON. When a child
+fails, the test shows the end of what it printed.
+
+An engine computes with one thread, so that two of them can run beside each other on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHILDREN = Path(__file__).with_name("children")
+CHILD_TIMEOUT_S = 270
+MAX_CHILDREN = 2
+
+RESET_GPU_CACHE = "reset the GPU's prefix cache"
+ABC_TWICE = ("A", "B", "C", "A", "B", "C")
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+TROUBLE = (
+    "contained_errors",
+    "failed_loads",
+    "failed_stores",
+    "unusable_hits",
+    "stale_reports",
+    "duplicate_reports",
+    "dropped_unknown_ids",
+    "dropped_premature_ids",
+    "dropped_duplicate_ids",
+    "dropped_unowned_ids",
+)
+"""Counters that stay 0 as long as nothing goes wrong."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one engine is to do.
+
+    Attributes:
+        arguments: of `vllm.LLM`.
+        turns: names of prompts, answered one after the other, or `RESET_GPU_CACHE`.
+        in_process: the scheduler runs in the child itself, so that it can be looked at.
+        force_prefix_caching: keep vLLM from switching prefix caching off for MLA on this CPU.
+        options: what else a particular child takes.
+    """
+
+    arguments: dict[str, Any]
+    turns: tuple[str, ...] = ABC_TWICE
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    num_answer_tokens: int = 8
+    in_process: bool = True
+    force_prefix_caching: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request: its greedy tokens, and where the tokens of its prompt came from."""
+
+    token_ids: list[int]
+    num_cached: int
+    num_gpu: int
+    num_host: int
+    num_computed: int
+
+
+class Report:
+    """What an engine reported."""
+
+    def __init__(self, data: dict[str, Any], log: str) -> None:
+        self.data = data
+        self.log = log
+        self.answers = [Answer(**answer) for answer in data.get("answers", ())]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The greedy tokens of every answer."""
+        return [answer.token_ids for answer in self.answers]
+
+    def count(self, name: str) -> float:
+        """A counter or gauge of the connector, as vLLM publishes it; 0 if nothing was counted."""
+        return self.data["metrics"].get(f"vllm:safe_offload_{name}", 0)
+
+    def check_no_trouble(self) -> None:
+        """Nothing was contained, failed or dropped on the way."""
+        found = {name: self.count(name) for name in TROUBLE if self.count(name)}
+        assert not found, found
+
+    def check_everything_is_free(self) -> None:
+        """No GPU block, host slot, lease or transfer is held."""
+        audit = self.data["audit"]
+        assert audit["num_free_blocks"] == audit["num_blocks"] - 1, audit
+        assert audit["referenced_blocks"] == {}, audit
+        gauges = audit["gauges"]
+        assert gauges["leased_slots"] == 0, audit
+        assert gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0, audit
+        assert audit["num_leases"] == 0, audit
+
+
+def make_prompts(num_tokens: int, names: str = "ABC") -> dict[str, list[int]]:
+    """Distinct prompts of random bytes, the same in every run."""
+    return {
+        name: [random.Random(f"{name} {i}").randrange(256) for i in range(num_tokens)]
+        for name in names
+    }
+
+
+def make_job(
+    model: Path,
+    *,
+    num_blocks: int,
+    num_prompt_tokens: int = 2000,
+    kv_transfer_config: dict[str, Any] | None = None,
+    turns: tuple[str, ...] = ABC_TWICE,
+    in_process: bool = True,
+    force_prefix_caching: bool = False,
+    **arguments: Any,
+) -> Job:
+    """A job with the settings that all engines here have in common.
+
+    Args:
+        model: folder.
+        num_blocks: of the GPU's pool, vLLM's null block included.
+        kv_transfer_config: None for an engine without connector.
+        arguments: more arguments of `vllm.LLM`.
+    """
+    common: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",  # in bfloat16 a hit may round differently and flip a greedy choice
+        "max_model_len": num_prompt_tokens + 64,
+        "num_gpu_blocks_override": num_blocks,
+        "block_size": 32,
+        "max_num_batched_tokens": 512,  # several chunks for a prompt
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    if kv_transfer_config is not None:
+        common["kv_transfer_config"] = kv_transfer_config
+    return Job(
+        arguments=common | arguments,
+        turns=turns,
+        prompts=make_prompts(num_prompt_tokens),
+        in_process=in_process,
+        force_prefix_caching=force_prefix_caching,
+    )
+
+
+def connector(num_slots: int = 2000, **extra: Any) -> dict[str, Any]:
+    """The `kv_transfer_config` of our connector, checking itself after every step."""
+    return {
+        "kv_connector": "SafeCPUOffloadConnector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "num_cpu_blocks": num_slots,
+            "check_invariants": True,
+            **extra,
+        },
+    }
+
+
+def run(
+    folder: Path,
+    *jobs: Job,
+    child: str = "turns.py",
+    environment: dict[str, str] | None = None,
+) -> list[Report]:
+    """Run the jobs, two at a time, each in a child process.
+
+    Args:
+        folder: for what the children write.
+        child: script in `children/`.
+        environment: on top of `ENVIRONMENT`.
+
+    Raises:
+        AssertionError: a child failed or took too long; the message has the end of its output.
+    """
+    environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
+    with ThreadPoolExecutor(MAX_CHILDREN) as executor:
+        futures = [
+            executor.submit(_run_one, folder / str(index), job, child, environment)
+            for index, job in enumerate(jobs)
+        ]
+        return [future.result() for future in futures]
+
+
+def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) -> Report:
+    folder.mkdir(parents=True)
+    job_path, report_path, log_path = (folder / n for n in ("job.json", "report.json", "log"))
+    job_path.write_text(json.dumps(asdict(job)))
+    environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not job.in_process))}
+    command = [sys.executable, str(CHILDREN / child), str(job_path), str(report_path)]
+    with log_path.open("wb") as log:
+        # A session of its own: vLLM's workers are in it, and end with it.
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            status: object = process.wait(CHILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = f"none within {CHILD_TIMEOUT_S} s"
+        finally:
+            _kill_group(process.pid)
+            process.wait()
+    text = log_path.read_text(errors="replace")
+    if status != 0 or not report_path.exists():
+        raise AssertionError(f"{child}: exit status {status}; the end of its output:\n{_tail(text)}")
+    return Report(json.loads(report_path.read_text()), text)
+
+
+def _kill_group(group_id: int) -> None:
+    try:
+        os.killpg(group_id, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _tail(text: str, num_lines: int = 80) -> str:
+    return "\n".join(text.splitlines()[-num_lines:])

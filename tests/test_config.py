@@ -1,0 +1,350 @@
+"""What users write in kv_connector_extra_config: what it means, and what is refused how."""
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_offload.config import (
+    GIB,
+    KIB,
+    MAX_BYTES_PER_RANK,
+    MAX_COPY_THREADS,
+    MAX_NUM_SLOTS,
+    MIB,
+    MIN_SIZE_BYTES,
+    VALID_KEYS,
+    OffloadConfig,
+    format_bytes,
+)
+from safe_offload.errors import ConfigError
+
+SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "max_inflight_bytes")
+
+
+def read(world_size: int = 1, /, **settings: object) -> OffloadConfig:
+    return OffloadConfig.from_extra_config(settings, world_size=world_size)
+
+
+def refusal(key: object, value: object, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_extra_config({key: value}, world_size=world_size)  # type: ignore[dict-item]
+    return str(caught.value)
+
+
+def test_nothing_set_means_the_defaults_of_simple_cpu_offload_connector():
+    config = read()
+    assert config.cpu_bytes_per_rank == 8 * GIB
+    assert config.num_slots is None
+    assert config.capacity_key == "cpu_bytes_to_use"
+    assert config.lazy_offload is False
+    assert config.max_inflight_bytes == 256 * MIB
+    assert config.copy_threads == 1
+    assert config.verify_invariants is False
+
+
+def test_no_mapping_at_all_is_an_empty_one():
+    assert OffloadConfig.from_extra_config(None, world_size=1) == read()
+
+
+def test_server_wide_bytes_are_divided_by_the_world_size():
+    assert read(4, cpu_bytes_to_use=64 * GIB).cpu_bytes_per_rank == 16 * GIB
+    assert read(3, cpu_bytes_to_use=64 * GIB).cpu_bytes_per_rank == 64 * GIB // 3
+    assert read(8).cpu_bytes_per_rank == 1 * GIB
+    assert read(8).world_size == 8
+
+
+def test_bytes_per_rank_override_the_server_wide_bytes():
+    config = read(4, cpu_bytes_to_use=64 * GIB, cpu_bytes_to_use_per_rank="2GiB")
+    assert config.cpu_bytes_per_rank == 2 * GIB
+    assert config.capacity_key == "cpu_bytes_to_use_per_rank"
+
+
+def test_an_exact_number_of_blocks_overrides_bytes():
+    config = read(num_cpu_blocks=100, cpu_bytes_to_use_per_rank="2GiB")
+    assert config.num_slots == 100
+    assert config.capacity_key == "num_cpu_blocks"
+
+
+def test_a_value_that_another_key_overrides_is_checked_all_the_same():
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        read(cpu_bytes_to_use="junk", cpu_bytes_to_use_per_rank="2GiB", num_cpu_blocks=7)
+
+
+def test_every_other_key_reaches_its_field():
+    config = read(
+        lazy_offload=True,
+        max_inflight_bytes="64MiB",
+        copy_threads=4,
+        check_invariants=True,
+        kv_offload_backend="cpu",
+    )
+    assert config.lazy_offload is True
+    assert config.max_inflight_bytes == 64 * MIB
+    assert config.copy_threads == 4
+    assert config.verify_invariants is True
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"),
+    [
+        (8589934592, 8 * GIB),
+        (8e9, 8_000_000_000),
+        ("8589934592", 8 * GIB),
+        ("8_589_934_592", 8 * GIB),
+        ("8e9", 8_000_000_000),
+        ("64GiB", 64 * GIB),
+        ("64 GiB", 64 * GIB),
+        (" 64gib ", 64 * GIB),
+        ("64Gi", 64 * GIB),
+        ("64GB", 64 * 10**9),
+        ("512MiB", 512 * MIB),
+        ("512 MB", 512 * 10**6),
+        ("2TiB", 2048 * GIB),
+        ("1.5GiB", 3 * GIB // 2),
+        ("0.1GiB", int(0.1 * GIB)),
+        ("8192B", 8192),
+        ("16KiB", 16 * KIB),
+        (MIN_SIZE_BYTES, MIN_SIZE_BYTES),
+        (MAX_BYTES_PER_RANK, MAX_BYTES_PER_RANK),
+    ],
+)
+@pytest.mark.parametrize("key", SIZE_KEYS)
+def test_a_size_is_read_in_every_way_that_has_one_meaning(key, written, size_bytes):
+    config = read(**{key: written})
+    field = "max_inflight_bytes" if key == "max_inflight_bytes" else "cpu_bytes_per_rank"
+    value = getattr(config, field)
+    assert value == size_bytes
+    assert type(value) is int
+
+
+@pytest.mark.parametrize("key", SIZE_KEYS)
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("64G", "ambiguous"),
+        ("64m", "ambiguous"),
+        ("64 Quux", "unknown"),
+        ("GiB", "not a size"),
+        ("", "not a size"),
+        ("64,000", "not a size"),
+        ("٣GiB", "not a size"),
+        ("64 GiB please", "not a size"),
+        ("0x10000", "not a size"),
+        ("nan", "not a size"),
+        ("1e999999999", "not a size"),
+        pytest.param("9" * 5000, "not a size", id="5000 nines"),
+        ("-64GiB", "negative"),
+        ("8192.5", "fraction"),
+        (8192.5, "fraction"),
+        (-1, "negative"),
+        (-1e9, "negative"),
+        (0, "zero"),
+        (0.0, "zero"),
+        ("0GiB", "zero"),
+        (64, "too small"),
+        ("1KiB", "too small"),
+        (MIN_SIZE_BYTES - 1, "too small"),
+        (MAX_BYTES_PER_RANK + 1, "too large"),
+        pytest.param(10**5000, "too large", id="5001 digits"),
+        pytest.param(-(10**5000), "negative", id="minus 5001 digits"),
+        ("999999PiB", "too large"),
+        (1e300, "too large"),
+        (float("nan"), "finite"),
+        (float("inf"), "finite"),
+        (True, "bool"),
+        (None, "null"),
+        ([1], "list"),
+        ({"bytes": 1}, "dict"),
+        (b"64GiB", "bytes"),
+    ],
+)
+def test_a_size_that_cannot_be_meant_is_refused_with_the_fix(key, written, problem):
+    message = refusal(key, written)
+    assert f'"{key}"' in message
+    assert problem in message
+    assert "Allowed: a whole number of bytes" in message
+    assert "Fix: " in message
+
+
+def test_a_number_without_its_unit_is_answered_with_the_unit():
+    assert '"64GiB"' in refusal("cpu_bytes_to_use", 64)
+
+
+def test_an_ambiguous_unit_is_answered_with_both_meanings():
+    message = refusal("cpu_bytes_to_use", "64G")
+    assert '"64GiB" or "64GB"' in message
+
+
+def test_a_share_per_rank_that_is_too_small_is_refused():
+    assert read(1, cpu_bytes_to_use="16KiB").cpu_bytes_per_rank == 16 * KIB
+    assert "8 ranks" in refusal("cpu_bytes_to_use", "16KiB", world_size=8)
+    assert read(8, cpu_bytes_to_use_per_rank="16KiB").cpu_bytes_per_rank == 16 * KIB
+
+
+def test_more_than_one_rank_can_address_is_allowed_for_many():
+    assert read(8, cpu_bytes_to_use="100TiB").cpu_bytes_per_rank == 12_800 * GIB
+    assert "too large" in refusal("cpu_bytes_to_use", "100TiB")
+
+
+@pytest.mark.parametrize(
+    ("key", "maximum"), [("num_cpu_blocks", MAX_NUM_SLOTS), ("copy_threads", MAX_COPY_THREADS)]
+)
+def test_a_count_must_be_a_whole_number_in_its_range(key, maximum):
+    field = {"num_cpu_blocks": "num_slots", "copy_threads": "copy_threads"}[key]
+    for written in (1, 2.0, maximum):
+        assert getattr(read(**{key: written}), field) == int(written)
+    for written in (0, -1, maximum + 1, 1.5, "4", "4GiB", True, None, float("nan"), [4]):
+        message = refusal(key, written)
+        assert f'"{key}"' in message
+        assert f"Allowed: a whole number of 1 to {maximum}" in message
+        assert "Fix: " in message
+
+
+@pytest.mark.parametrize("key", ["lazy_offload", "check_invariants"])
+@pytest.mark.parametrize("written", ["false", "True", 0, 1, None, 0.0, [], {}])
+def test_a_switch_must_be_a_boolean(key, written):
+    message = refusal(key, written)
+    assert f'"{key}": true' in message
+    assert "without quotes" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("cpu_bytes_to_uze", "cpu_bytes_to_use"),
+        ("cpu_bytes", "cpu_bytes_to_use"),
+        ("CPU-Bytes-To-Use-Per-Rank", "cpu_bytes_to_use_per_rank"),
+        ("num_blocks", "num_cpu_blocks"),
+        ("lazy", "lazy_offload"),
+        ("copy_thread", "copy_threads"),
+        ("max_bytes_inflight", "max_inflight_bytes"),
+        ("invariants", "check_invariants"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(key, nearest):
+    message = refusal(key, 123)
+    assert f'["{key}"] = 123' in message
+    assert f'Fix: write "{nearest}"' in message
+    assert all(valid in message for valid in VALID_KEYS)
+
+
+def test_a_key_that_is_near_to_nothing_is_refused_without_a_guess():
+    assert "Fix: remove it" in refusal("zzz", 1)
+    assert "Fix: remove it" in refusal(7, 1)
+    assert "Fix: remove it" in refusal("x" * 10_000_000, 1)
+
+
+def test_the_disk_tier_is_refused_with_what_to_do():
+    message = refusal("kv_offload_backend", "disk")
+    assert "there is no disk tier here" in message
+    assert "SimpleCPUOffloadConnector" in message
+    with pytest.raises(ConfigError, match="kv_offload_backend"):
+        read(disk_path="/mnt/kv", kv_offload_backend="disk")
+    for key in ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"):
+        message = refusal(key, "/mnt/kv")
+        assert "there is no disk tier here" in message
+        assert "Fix: remove it" in message
+
+
+@pytest.mark.parametrize("written", ["gpu", "CPU", "", None, True, 1, ["cpu"]])
+def test_another_backend_than_cpu_is_refused(written):
+    assert 'Allowed: "cpu"' in refusal("kv_offload_backend", written)
+
+
+def test_a_field_of_the_outer_config_is_sent_one_level_up():
+    assert "one level up" in refusal("kv_load_failure_policy", "recompute")
+    assert "one level up" in refusal("kv_role", "kv_both")
+
+
+@pytest.mark.parametrize("written", [[], "64GiB", 64, True, object()])
+def test_settings_that_are_no_mapping_are_refused(written):
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        OffloadConfig.from_extra_config(written, world_size=1)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 1.0, None, "2"])
+def test_a_world_size_that_is_not_a_number_of_ranks_is_refused(world_size):
+    with pytest.raises(ConfigError, match="world_size"):
+        OffloadConfig.from_extra_config({}, world_size=world_size)
+
+
+def test_a_value_that_cannot_be_rendered_is_refused_like_any_other():
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert "<Unprintable>" in refusal("cpu_bytes_to_use", Unprintable())
+    assert "<Unprintable>" in refusal("nonsense", Unprintable())
+
+
+def test_a_message_does_not_grow_with_the_value():
+    assert len(refusal("cpu_bytes_to_use", "x" * 1_000_000)) < 1000
+    assert len(refusal("y" * 1_000_000, "x" * 1_000_000)) < 1000
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        read().copy_threads = 2  # type: ignore[misc]
+
+
+def test_sizes_are_shown_in_units():
+    assert format_bytes(8 * GIB) == "8.00 GiB"
+    assert format_bytes(1536 * MIB) == "1.50 GiB"
+    assert format_bytes(MIB) == "1.00 MiB"
+    assert format_bytes(0) == "0 bytes"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=60),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3)
+    ),
+    max_leaves=5,
+)
+sizes_in_words = st.builds(
+    "{}{}{}".format,
+    st.integers() | st.floats() | st.sampled_from(["", "-", "1e3", "1_0", "٣", "1e99"]),
+    st.sampled_from(["", " ", "\t"]),
+    st.sampled_from(["", "B", "KiB", "GiB", "Gi", "gb", "G", "PB", "K", "quux"]),
+)
+any_values = (
+    json_values
+    | sizes_in_words
+    | st.binary(max_size=8)
+    | st.complex_numbers()
+    | st.decimals()
+    | st.integers(min_value=0, max_value=1 << 50)
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    extra=st.dictionaries(st.sampled_from(VALID_KEYS), any_values, max_size=4)
+    | st.dictionaries(json_values.filter(lambda v: v.__hash__ is not None), any_values, max_size=3)
+    | any_values,
+    world_size=st.integers(min_value=1, max_value=64),
+)
+def test_whatever_is_written_is_a_config_within_its_bounds_or_a_config_error(extra, world_size):
+    try:
+        config = OffloadConfig.from_extra_config(extra, world_size=world_size)
+    except ConfigError:
+        return
+    assert type(config.cpu_bytes_per_rank) is int
+    assert MIN_SIZE_BYTES <= config.cpu_bytes_per_rank <= MAX_BYTES_PER_RANK
+    assert MIN_SIZE_BYTES <= config.max_inflight_bytes <= MAX_BYTES_PER_RANK
+    assert config.num_slots is None or 1 <= config.num_slots <= MAX_NUM_SLOTS
+    assert 1 <= config.copy_threads <= MAX_COPY_THREADS
+    assert type(config.lazy_offload) is bool
+    assert type(config.verify_invariants) is bool
+
+
+@settings(max_examples=300, deadline=None)
+@given(size_bytes=st.integers(min_value=MIN_SIZE_BYTES, max_value=MAX_BYTES_PER_RANK))
+def test_a_size_means_the_same_as_number_as_string_and_through_json(size_bytes):
+    text = json.dumps({"cpu_bytes_to_use": size_bytes})
+    for extra in (json.loads(text), {"cpu_bytes_to_use": str(size_bytes)}):
+        config = OffloadConfig.from_extra_config(extra, world_size=1)
+        assert config.cpu_bytes_per_rank == size_bytes
