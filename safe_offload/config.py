@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from safe_offload.errors import ConfigError
 
@@ -182,7 +182,7 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
     )
 
 
-def _require_known_keys(settings: Mapping[str, object]) -> None:
+def _require_known_keys(settings: Mapping[Any, object]) -> None:
     """Accept settings that have no key but ours."""
     for key, value in settings.items():
         if not isinstance(key, str) or key not in VALID_KEYS:

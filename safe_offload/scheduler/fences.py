@@ -114,15 +114,9 @@ class StoresInFlight:
         for store in fenced:
             store.fenced = True
             del self._unfenced[store.transfer_id]
-            if early_written:
-                self.poison_if_reading(store, early_written)
+            if early_written and any(s.block.block_id in early_written for s in store.sources):
+                store.poisoned = True
         return [store.transfer_id for store in fenced]
-
-    @staticmethod
-    def poison_if_reading(store: Store, block_ids: Collection[int]) -> None:
-        """Never publish a store that reads one of these blocks."""
-        if any(source.block.block_id in block_ids for source in store.sources):
-            store.poisoned = True
 
     def __iter__(self) -> Iterator[Store]:
         return iter(self._stores.values())

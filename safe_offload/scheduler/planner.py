@@ -150,7 +150,7 @@ class Planner:
         )
         if not self._is_disabled:
             self._find_stores(scheduler_output)
-        before, after = self._stores.take_new(early_written)
+        before, after = self._stores.take_new()
         fences = self._stores.fence(early_written)
         loads = tuple(load.transfer for load in self._loads.take_new())
         failures = self._loads.announce_failures()

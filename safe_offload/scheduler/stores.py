@@ -1,8 +1,8 @@
 """Stores: what to keep, which slots it takes, and what becomes of them.
 
 A store is made when a block is found worth keeping and a slot is free for it, and is in flight from
-then on. Where it goes in the plan depends on its sources alone: behind the forward if they are still
-what they were, ahead of it if one was given away in this step.
+then on. Where it goes in the plan depends on its sources alone: behind the forward if they are
+still what they were, ahead of it if one was given away in this step.
 """
 
 from __future__ import annotations
@@ -175,23 +175,21 @@ class Stores:
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def take_new(self, early_written: Collection[int]) -> tuple[list[Transfer], list[Transfer]]:
-        """The stores made since the last call: those before the forward, those after it.
-
-        Args:
-            early_written: blocks that the workers write before either; see `StoresInFlight.fence`.
-        """
+    def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
+        """The stores made since the last call: those before the forward, those after it."""
         before: list[Transfer] = []
         after: list[Transfer] = []
         for store in self._new:
             (before if store.source_given_away() else after).append(_transfer(store))
-            if early_written:
-                self._in_flight.poison_if_reading(store, early_written)
         self._new = []
         return before, after
 
     def fence(self, early_written: Collection[int]) -> tuple[int, ...]:
-        """Ids of the stores that the writes of this step must wait for."""
+        """Ids of the stores that the writes of this step must wait for.
+
+        Args:
+            early_written: see `StoresInFlight.fence`.
+        """
         fences = self._in_flight.fence(early_written)
         self._counters[Count.FENCED_STORES] += len(fences)
         for state in list(self._short_of_slots):

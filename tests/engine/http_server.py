@@ -1,4 +1,4 @@
-"""A vLLM API server for a test: a process group of its own that ends with the test, however it ends."""
+"""A vLLM API server for a test, in a process group that ends with the test, however it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ def kill_group():
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 signal.signal(signal.SIGTERM, lambda *_: server.terminate())
 threading.Thread(target=kill_group, daemon=True).start()
-sys.exit(server.wait())
+os._exit(server.wait())
 """
 
 
@@ -100,10 +99,11 @@ class HttpServer:
 
     def is_healthy(self) -> bool:
         """Whether the server says that it and its engine are well."""
-        with contextlib.suppress(OSError, urllib.error.URLError):
+        try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30.0) as response:
                 return bool(response.status == 200)
-        return False
+        except OSError:  # nobody listens, or the answer is an error
+            return False
 
     def wait_until_healthy(self, timeout_s: float = 240.0) -> None:
         """Return when the server answers; fail with the end of its log if it does not."""
@@ -138,7 +138,7 @@ class HttpServer:
         return "\n".join(("The end of its log:", *self.log().splitlines()[-LOG_TAIL_LINES:]))
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End the server politely, then kill what is left of its group; a second call does nothing."""
+        """End the server politely, then kill its group; a second call does nothing."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.config import VllmConfig
@@ -68,8 +69,10 @@ def _base_config() -> VllmConfig:
     return args.create_engine_config()
 
 
-def _spec(kind: str) -> Any:
+def _spec(kind: str, *, half_precision: bool = False) -> Any:
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    if half_precision:
+        shape |= {"head_size": 16, "dtype": torch.float16}
     if kind == "full":
         return FullAttentionSpec(**shape)
     name, size = kind.split(":")
@@ -95,6 +98,8 @@ class Options:
     failure_rate: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     ignore_fences: bool = False
+    zeroes_early: bool = False
+    """Zero new blocks ahead of all hooks, as Model Runner V2 does, where vLLM asks for zeroing."""
 
 
 @dataclass(eq=False)
@@ -223,7 +228,11 @@ class Rig:
             **options.extra,
         }
         groups = [
-            KVCacheGroupSpec([f"layer.{index}"], _spec(kind))
+            KVCacheGroupSpec(
+                [f"layer.{index}"],
+                # vLLM zeroes new blocks where groups differ in precision.
+                _spec(kind, half_precision=options.zeroes_early and index == 1),
+            )
             for index, kind in enumerate(options.groups)
         ]
         page = groups[0].kv_cache_spec.page_size_bytes
@@ -238,14 +247,16 @@ class Rig:
         )
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         scheduler_class = AsyncScheduler if options.is_async else Scheduler
-        self.scheduler = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size,
-            hash_block_size=hash_block_size,
-            log_stats=True,
-        )
+        is_v2 = property(lambda _: options.zeroes_early)
+        with mock.patch.object(VllmConfig, "use_v2_model_runner", is_v2):
+            self.scheduler = scheduler_class(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+                log_stats=True,
+            )
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
@@ -346,6 +357,8 @@ class Rig:
         sampled = []
         connector_outputs = []
         for rank in self.ranks:
+            for block_id in scheduled.new_block_ids_to_zero or ():
+                rank.gpu[block_id] = [0] * BLOCK
             for transfer in plan.stores_before_forward:
                 rank.issue(transfer, True)
             rank.fence(plan.fences)
@@ -391,9 +404,10 @@ class Rig:
             table = managers[group_idx].req_to_blocks[request_id]
             for position in range(self._first_attended(kind, start), start):
                 block = table[position // BLOCK]
+                assert not block.is_null
                 found = rank.gpu[block.block_id][position % BLOCK]
                 expected = (group_idx, oracle.word(position))
-                assert not block.is_null and found == expected, (
+                assert found == expected, (
                     f"seed {self.options.seed}: rank {rank.rank} request {request_id} group "
                     f"{group_idx} position {position} of {start}: read {found}, not {expected}"
                 )

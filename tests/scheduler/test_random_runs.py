@@ -25,6 +25,12 @@ PROFILES: dict[str, dict[str, object]] = {
         "failure_rate": 0.1,
         "copy_steps": 4,
     },
+    "zeroed-early": {
+        "zeroes_early": True,
+        "groups": ("full", "full"),
+        "num_blocks": 50,
+        "copy_steps": 4,
+    },
     "lazy": {"extra": {"lazy_offload": True}, "copy_steps": 3},
 }
 

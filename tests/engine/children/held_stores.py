@@ -1,0 +1,107 @@
+"""Holds the worker's store copies back, to look at the engine while they are in flight.
+
+Two ways, by the job's option `until`: "told" holds every store until the request has finished and
+the GPU's pool has been read; "fenced" holds each store until the engine fences it, the last moment
+at which it may still read its source.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import engine
+
+WAIT_S = 120
+
+
+class Gates:
+    """One gate for each store copy; replaces methods of the backend by ones that wait."""
+
+    def __init__(self) -> None:
+        self._gates: dict[int, threading.Event] = {}
+        self._all_open = threading.Event()
+        self.opened_by_fence = 0
+
+    def install(self) -> None:
+        """Hold every store from now on."""
+        from safe_offload.worker.backends.base import Direction
+        from safe_offload.worker.backends.cpu import CpuBackend
+
+        run, issue, fence = CpuBackend._run, CpuBackend.issue, CpuBackend.fence
+
+        def held_run(backend: Any, copy: Any) -> None:
+            gate = self._gates.get(id(copy))
+            if gate is not None and not self._all_open.is_set():
+                assert gate.wait(WAIT_S), "nobody opened the gate of a store"
+            run(backend, copy)
+
+        def issue_held(backend: Any, copy: Any, after: Any) -> Any:
+            gate = threading.Event()
+            if copy.direction is Direction.STORE and not self._all_open.is_set():
+                self._gates[id(copy)] = gate
+            completion = issue(backend, copy, after)
+            completion.gate, completion.copy = gate, copy  # keeps the copy's id its own
+            return completion
+
+        def fence_and_open(backend: Any, completion: Any, timeout_s: float) -> bool:
+            self.opened_by_fence += not completion.gate.is_set()
+            completion.gate.set()
+            return fence(backend, completion, timeout_s)
+
+        CpuBackend._run, CpuBackend.issue = held_run, issue_held
+        CpuBackend.fence = fence_and_open
+
+    def open_all(self) -> None:
+        """Hold nothing any more."""
+        self._all_open.set()
+        for gate in self._gates.values():
+            gate.set()
+
+
+def finish_under_held_stores(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Run the first prompt to its end, step by step, while no store can complete.
+
+    Returns:
+        Its tokens, the highest reference count of any block on the way, and what is held right after
+        the step that finished it.
+    """
+    llm_engine = llm.llm_engine
+    prompt = {"prompt_token_ids": job["prompts"][job["turns"][0]]}
+    llm_engine.add_request("held", prompt, engine.sampling(job["num_answer_tokens"]))
+    highest_ref_cnt, outputs = 0, []
+    while llm_engine.has_unfinished_requests():
+        outputs += llm_engine.step()
+        counts = engine.audit(llm)["referenced_blocks"].values()
+        highest_ref_cnt = max([highest_ref_cnt, *counts])
+    (output,) = (output for output in outputs if output.finished)
+    return {
+        "token_ids": list(output.outputs[0].token_ids),
+        "highest_ref_cnt": highest_ref_cnt,
+        "audit": engine.audit(llm),
+    }
+
+
+def scenario(job: dict[str, Any]) -> dict[str, Any]:
+    """See the module's docstring."""
+    gates = Gates()
+    gates.install()
+    llm = engine.start(job)
+    report: dict[str, Any] = {}
+    if job["options"]["until"] == "told":
+        report["held"] = finish_under_held_stores(llm, job)
+        gates.open_all()
+        engine.drain(llm)
+        report["drained"] = engine.audit(llm)
+        job["turns"] = job["turns"][1:]
+    report["answers"] = engine.take_turns(llm, job)
+    report["opened_by_fence"] = gates.opened_by_fence
+    gates.open_all()
+    engine.drain(llm)
+    report["audit"] = engine.audit(llm)
+    report["metrics"] = engine.connector_metrics(llm)
+    return report
+
+
+if __name__ == "__main__":
+    engine.main(scenario)
