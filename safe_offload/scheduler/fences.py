@@ -80,19 +80,21 @@ class StoresInFlight:
 
     _stores: dict[int, Store] = field(default_factory=dict)
     _unfenced: dict[int, Store] = field(default_factory=dict)
-    _keys: set[bytes] = field(default_factory=set)
+    _keys: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, store: Store) -> None:
         """Watch a store from now on."""
         self._stores[store.transfer_id] = store
         self._unfenced[store.transfer_id] = store
-        self._keys.update(source.keys[0] for source in store.sources)
+        self._keys.update((source.keys[0], store.transfer_id) for source in store.sources)
 
     def remove(self, transfer_id: int) -> Store:
         """Stop watching a store that has settled."""
         store = self._stores.pop(transfer_id)
         self._unfenced.pop(transfer_id, None)
-        self._keys.difference_update(source.keys[0] for source in store.sources)
+        for source in store.sources:
+            if self._keys.get(source.keys[0]) == transfer_id:
+                del self._keys[source.keys[0]]
         return store
 
     def get(self, transfer_id: int) -> Store | None:
@@ -100,8 +102,12 @@ class StoresInFlight:
         return self._stores.get(transfer_id)
 
     def stores_key(self, key: bytes) -> bool:
-        """Whether a store of this block hash is in flight."""
+        """Whether a store of this block hash is in flight, to be published."""
         return key in self._keys
+
+    def forget_keys(self) -> None:
+        """What is in flight now will not be published."""
+        self._keys.clear()
 
     def fence(self, early_written: Collection[int]) -> list[int]:
         """Ids of the stores whose source changed hands since the last call.

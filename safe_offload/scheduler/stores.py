@@ -261,6 +261,7 @@ class Stores:
             self._in_flight.remove(store.transfer_id)
             self._return_slots(store)
         self._new = []
+        self._in_flight.forget_keys()
 
     def check_invariants(self) -> None:
         """See `StoresInFlight.check_invariants`."""
