@@ -25,6 +25,13 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from safe_offload.layout import Segment
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_HIT_SOURCE: Any = CacheHitSource.HOST
+except ImportError:  # vLLM 0.31 does not tell the tiers of a hit apart
+    HOST_HIT_SOURCE = None
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
+    "HOST_HIT_SOURCE",
     "GpuBlocks",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",

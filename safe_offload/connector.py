@@ -13,8 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from safe_offload import compat
 from safe_offload.compat import (
     GpuBlocks,
@@ -79,7 +77,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError: a setting is wrong or cannot be met.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = compat.HOST_HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -154,7 +154,8 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
         )
         while (question := connection.recv()) is not None:
             connection.send(_answer(engine, question))
-        engine.llm_engine.engine_core.shutdown()
+        # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
+        engine.llm_engine.engine_core.shutdown(timeout=30.0)
     except EOFError:
         pass  # the benchmark is gone
     except BaseException:

@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,12 +116,13 @@ class Report:
         assert audit["num_leases"] == 0, audit
 
 
-def make_prompts(num_tokens: int, names: str = "ABC") -> dict[str, list[int]]:
+def make_prompts(num_tokens: int, names: Iterable[str] = "ABC") -> dict[str, list[int]]:
     """Distinct prompts of random bytes, the same in every run."""
-    return {
-        name: [random.Random(f"{name} {i}").randrange(256) for i in range(num_tokens)]
-        for name in names
-    }
+    prompts = {}
+    for name in names:
+        rng = random.Random(name)
+        prompts[name] = [rng.randrange(256) for _ in range(num_tokens)]
+    return prompts
 
 
 def make_job(

@@ -33,8 +33,8 @@ NUM_REQUESTS = 300
 NUM_CUT_OFF = 100
 NUM_PROMPTS = 80
 NUM_PREFIXES = 8
-NUM_ANSWER_TOKENS_MIN, NUM_ANSWER_TOKENS_MAX = 40, 72
-NUM_IN_FLIGHT = 24
+NUM_ANSWER_TOKENS_MIN, NUM_ANSWER_TOKENS_MAX = 64, 112
+NUM_IN_FLIGHT = 16
 """Requests that the clients keep open at one time."""
 CUT_OFF_DELAY_MAX_S = 1.0
 REQUEST_TIMEOUT_S = 300.0
@@ -42,9 +42,9 @@ REQUEST_TIMEOUT_S = 300.0
 BLOCK_SIZE = 32
 SLIDING_WINDOW = 96
 LARGE_GPU_POOL_BLOCKS = 2000
-NUM_GPU_BLOCKS: dict[ModelKind, int] = {"llama": 64, "gemma3": 110}
+NUM_GPU_BLOCKS: dict[ModelKind, int] = {"llama": 48, "gemma3": 100}
 """Enough for one request of the longest kind, and far from enough for all that may run."""
-NUM_HOST_SLOTS: dict[ModelKind, int] = {"llama": 200, "gemma3": 400}
+NUM_HOST_SLOTS: dict[ModelKind, int] = {"llama": 120, "gemma3": 240}
 
 MARGIN_MIN = 1e-3
 """Nearer than this (in log-probability) the two likeliest tokens are a tie, which rounding decides.
@@ -159,9 +159,9 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
     def some_tokens(fewest: int, most: int) -> list[int]:
         return rng.choices(range(256), k=rng.randint(fewest, most))
 
-    prefixes = [some_tokens(64, 320) for _ in range(NUM_PREFIXES)]
+    prefixes = [some_tokens(64, 256) for _ in range(NUM_PREFIXES)]
     return [
-        [*rng.choice(prefixes), *some_tokens(8, 120)] if idx % 4 else some_tokens(40, 400)
+        [*rng.choice(prefixes), *some_tokens(8, 96)] if idx % 4 else some_tokens(40, 320)
         for idx in range(NUM_PROMPTS)
     ]
 
@@ -174,10 +174,13 @@ def make_asks(rng: random.Random) -> list[Ask]:
         num_tokens = rng.randint(NUM_ANSWER_TOKENS_MIN, NUM_ANSWER_TOKENS_MAX)
         cut_off_tokens = cut_off_s = None
         if number in cut_off:
-            if rng.random() < 0.5:
-                cut_off_tokens = rng.choice((0, rng.randrange(num_tokens // 2)))
-            else:
+            moment = rng.random()
+            if moment < 0.2:
+                cut_off_tokens = 0
+            elif moment < 0.4:
                 cut_off_s = rng.uniform(0.0, CUT_OFF_DELAY_MAX_S)
+            else:
+                cut_off_tokens = rng.randrange(1, num_tokens - 1)
         prompt_idx = rng.randrange(NUM_PROMPTS)
         asks.append(Ask(number, prompt_idx, num_tokens, cut_off_tokens, cut_off_s))
     return asks

@@ -25,6 +25,8 @@ class Gates:
 
     def install(self) -> None:
         """Hold every store from now on."""
+        import vllm.config  # noqa: F401  (first: the plugin's default of kv_role comes with it)
+
         from safe_offload.worker.backends.base import Direction
         from safe_offload.worker.backends.cpu import CpuBackend
 

@@ -1,0 +1,201 @@
+"""A backend that copies nothing: the test says when each copy ends, and how.
+
+Every wait in here ends in an error after `PATIENCE_S`, so that a test that would hang says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from safe_offload.protocol import Transfer
+from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.worker.engine import TransferEngine
+
+PATIENCE_S = 20.0
+SLOT_BYTES = 100
+
+
+class LoopKilled(BaseException):
+    """What no transfer catches: it ends the engine's loop."""
+
+
+class FakeCompletion:
+    """A copy that the test ends."""
+
+    def __init__(self, copy: Copy, after: Any) -> None:
+        self.copy = copy
+        self.after = after
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()
+
+    @property
+    def name(self) -> int:
+        """The first block, by which a test tells copies apart."""
+        return int(self.copy.block_ids[0])
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts against the bound."""
+        return len(self.copy.block_ids) * SLOT_BYTES
+
+    async def wait(self) -> None:
+        """See `Completion.wait`."""
+        await asyncio.wrap_future(self.future)
+
+
+class FakeBackend:
+    """See `Backend`; without streams, as the CPU's is.
+
+    Attributes:
+        issued: every copy so far, in the order of issue.
+        on_issue: called on the loop thread before a copy is issued; may raise.
+        on_fence: called on the engine's thread with a copy that is fenced, answers for `fence`; None
+            waits for the copy, as the CPU backend does.
+        on_close: called on the loop thread when `close` begins; may raise.
+        closing: set when `close` begins.
+        is_closed: whether `close` has returned.
+    """
+
+    slot_bytes = SLOT_BYTES
+    num_slots = 1_000_000
+
+    def __init__(self) -> None:
+        self.issued: list[FakeCompletion] = []
+        self.fenced: list[int] = []
+        self.on_mark: Callable[[], Any] | None = None
+        self.on_issue: Callable[[Copy], None] | None = None
+        self.on_fence: Callable[[FakeCompletion], bool] | None = None
+        self.on_close: Callable[[], None] | None = None
+        self.closing = threading.Event()
+        self.is_closed = False
+        self._marks = itertools.count()
+        self._changed = threading.Condition()
+
+    def mark(self) -> int:
+        """A number that grows."""
+        return next(self._marks) if self.on_mark is None else self.on_mark()
+
+    def issue(self, copy: Copy, after: int) -> FakeCompletion:
+        """See `Backend.issue`; the copy runs until the test ends it."""
+        if self.on_issue is not None:
+            self.on_issue(copy)
+        completion = FakeCompletion(copy, after)
+        with self._changed:
+            self.issued.append(completion)
+            self._changed.notify_all()
+        return completion
+
+    def fence(self, completion: Completion, timeout_s: float) -> bool:
+        """See `Backend.fence`."""
+        assert isinstance(completion, FakeCompletion)
+        self.fenced.append(completion.name)
+        if self.on_fence is not None:
+            return self.on_fence(completion)
+        try:
+            completion.future.exception(timeout_s)
+        except FutureTimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """See `Backend.close`: waits for the copies that run."""
+        self.closing.set()
+        if self.on_close is not None:
+            self.on_close()
+        for completion in self.issued:
+            completion.future.exception(PATIENCE_S)
+        self.is_closed = True
+
+    # ---- what the test does --------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[int]:
+        """The first block of every copy, in the order of issue."""
+        return [completion.name for completion in self.issued]
+
+    @property
+    def running(self) -> list[FakeCompletion]:
+        """The copies that have not ended."""
+        return [completion for completion in self.issued if not completion.future.done()]
+
+    def wait_for(self, name: int) -> FakeCompletion:
+        """Wait until the copy whose first block is `name` has been issued."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: name in self.names, PATIENCE_S)
+        assert found, f"copy {name} was not issued; issued: {self.names}"
+        return self.issued[self.names.index(name)]
+
+    def complete(self, name: int) -> None:
+        """Wait for a copy to be issued, then end it well."""
+        self.wait_for(name).future.set_result(None)
+
+    def fail(self, name: int, error: BaseException) -> None:
+        """Wait for a copy to be issued, then end it by an error."""
+        self.wait_for(name).future.set_exception(error)
+
+    def complete_all(self) -> None:
+        """End every copy that runs."""
+        for completion in self.running:
+            completion.future.set_result(None)
+
+
+def transfer(transfer_id: int, num_blocks: int = 1) -> Transfer:
+    """A transfer of `num_blocks * SLOT_BYTES` bytes, whose copy is named as it is."""
+    ids = tuple(range(transfer_id, transfer_id + num_blocks))
+    return Transfer(transfer_id, ids, ids)
+
+
+def submit(
+    engine: TransferEngine, direction: Direction, *transfer_ids: int, num_blocks: int = 1
+) -> None:
+    """Submit transfers of equal size."""
+    for transfer_id in transfer_ids:
+        engine.submit(direction, transfer(transfer_id, num_blocks))
+
+
+def flush(engine: TransferEngine) -> None:
+    """Wait until the loop has done what it can do without another copy ending.
+
+    From an end of a copy to the issue of the next there are fewer turns of the loop than are waited
+    for here. A loop that has ended has nothing left to do.
+    """
+    for _ in range(12):
+        turned = threading.Event()
+        try:
+            assert engine._loop is not None
+            engine._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:
+            return
+        while not turned.wait(0.05):
+            if not engine._thread.is_alive() or engine._ended.is_set():
+                return
+
+
+def join(engine: TransferEngine) -> None:
+    """Wait until the engine's thread has ended."""
+    engine._thread.join(PATIENCE_S)
+    assert not engine._thread.is_alive()
+
+
+def kill_main(engine: TransferEngine, error: BaseException | None = None) -> None:
+    """Make the coroutine that the loop runs raise."""
+    loop, closing = engine._loop, engine._closing
+    assert loop is not None
+    assert closing is not None
+
+    def raise_in_main() -> None:
+        next(iter(closing._waiters)).set_exception(error or RuntimeError("injected"))
+
+    loop.call_soon_threadsafe(raise_in_main)
+
+
+def stop_loop(engine: TransferEngine) -> None:
+    """Make the loop stop under its main coroutine."""
+    assert engine._loop is not None
+    engine._loop.call_soon_threadsafe(engine._loop.stop)
