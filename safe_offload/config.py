@@ -35,6 +35,9 @@ MIN_SIZE_BYTES: Final = 4 * KIB
 # Half of the 128 TiB that a process can address on x86-64 with four-level page tables.
 # Source: Linux kernel, Documentation/arch/x86/x86_64/mm.rst.
 MAX_BYTES_PER_RANK: Final = 64 * TIB
+# The same for a server of 1024 ranks. It does not depend on the world size, so that settings can
+# be checked before that is known.
+MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 
@@ -119,7 +122,8 @@ class OffloadConfig:
 
         Args:
             extra: what the user wrote; None is an empty mapping, as in vLLM.
-            world_size: number of workers of the engine, at least 1.
+            world_size: number of workers of the engine, at least 1. Where it is not known yet, 1
+                refuses nothing that any other number would accept.
 
         Raises:
             ConfigError: the first thing that cannot be used, with what is allowed and the fix.
@@ -133,7 +137,9 @@ class OffloadConfig:
 
         server_bytes = DEFAULT_CPU_BYTES
         if "cpu_bytes_to_use" in settings:
-            server_bytes = _read_size(settings, "cpu_bytes_to_use", num_shares=world_size)
+            server_bytes = _read_size(
+                settings, "cpu_bytes_to_use", num_shares=world_size, maximum=MAX_BYTES_PER_SERVER
+            )
         bytes_per_rank = server_bytes // world_size
         num_slots: int | None = None
         capacity_key: CapacityKey = "cpu_bytes_to_use"
@@ -227,15 +233,22 @@ def _require_cpu_backend(settings: Mapping[str, object]) -> None:
     )
 
 
-def _read_size(settings: Mapping[str, object], key: str, *, num_shares: int = 1) -> int:
+def _read_size(
+    settings: Mapping[str, object],
+    key: str,
+    *,
+    num_shares: int = 1,
+    maximum: int = MAX_BYTES_PER_RANK,
+) -> int:
     """Return a size in bytes: an integer, a float without fraction, or a string with a unit.
 
     Args:
         num_shares: number of ranks among which the size is divided; each must get enough.
+        maximum: the largest size in bytes.
     """
     value = settings[key]
     size_bytes = _size_from_string(key, value) if isinstance(value, str) else _integer(key, value)
-    minimum, maximum = MIN_SIZE_BYTES * num_shares, MAX_BYTES_PER_RANK * num_shares
+    minimum = MIN_SIZE_BYTES * num_shares
     if minimum <= size_bytes <= maximum:
         return size_bytes
     among = f" for {num_shares} ranks" if num_shares > 1 else ""
@@ -254,8 +267,8 @@ def _read_size(settings: Mapping[str, object], key: str, *, num_shares: int = 1)
                 f'such as "{size_bytes}GiB" or "{size_bytes}MiB"'
             )
     else:
-        problem = f"it is too large{among}"
-    bounds = f"{format_bytes(minimum)} to {format_bytes(maximum)}{among}"
+        problem = "it is too large"
+    bounds = f"{format_bytes(minimum)}{among} to {format_bytes(maximum)}"
     raise _value_error(key, value, problem=problem, allowed=f"{_SIZE_FORMS}, {bounds}", fix=fix)
 
 

@@ -8,6 +8,7 @@ so that a run of blocks that goes to a run of slots is one contiguous copy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Segment:
     Attributes:
         stride_bytes: distance between the ranges of consecutive blocks.
         offset_bytes: of block 0, from the start of the KV cache's storage.
-        length_bytes: at most `stride_bytes`.
+        length_bytes: at most `stride_bytes`, if there is more than one block.
     """
 
     stride_bytes: int
@@ -68,8 +69,8 @@ def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: i
         storage_bytes: size of the storage that all offsets point into.
 
     Raises:
-        ConfigError: a segment lies outside the storage, or two different strides share bytes, which
-            means that a block has no bytes of its own.
+        ConfigError: a segment lies outside the storage, or two segments share bytes otherwise than
+            within each block, which means that a block has no bytes of its own.
     """
     joined: list[Segment] = []
     for segment in sorted(set(segments)):
@@ -93,19 +94,35 @@ def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: i
 
 def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None:
     by_offset = sorted(segments, key=lambda segment: segment.offset_bytes)
-    for segment, following in zip(by_offset, [*by_offset[1:], None], strict=True):
+    for index, segment in enumerate(by_offset):
         end = segment.end_bytes(num_blocks)
-        if segment.length_bytes > segment.stride_bytes or not 0 <= end <= storage_bytes:
+        overlaps_itself = num_blocks > 1 and segment.length_bytes > segment.stride_bytes
+        is_inside = 0 <= segment.offset_bytes < end <= storage_bytes
+        if overlaps_itself or not is_inside or segment.length_bytes < 1:
             raise ConfigError(
                 f"unsupported KV cache layout: {segment} does not fit {num_blocks} blocks in a "
                 f"storage of {storage_bytes} bytes"
             )
-        if (
-            following is not None
-            and following.offset_bytes < end
-            and following.stride_bytes != segment.stride_bytes
-        ):
-            raise ConfigError(
-                f"unsupported KV cache layout: {segment} and {following} share bytes, so that one "
-                "block cannot be copied without another"
-            )
+        for following in itertools.islice(by_offset, index + 1, None):
+            if following.offset_bytes >= end:
+                break
+            if _shares_bytes(segment, following, num_blocks):
+                raise ConfigError(
+                    f"unsupported KV cache layout: {segment} and {following} share bytes, so that "
+                    "one block cannot be copied without another"
+                )
+
+
+def _shares_bytes(segment: Segment, following: Segment, num_blocks: int) -> bool:
+    """Whether two segments that lie in the same part of the storage have a byte in common.
+
+    Two strides are taken to have one. With one stride, block `b` of the segment that begins later
+    lies `shift` blocks further on in the other, `rest` bytes behind the beginning of that block.
+    """
+    stride = segment.stride_bytes
+    if following.stride_bytes != stride:
+        return True
+    shift, rest = divmod(following.offset_bytes - segment.offset_bytes, stride)
+    return (shift < num_blocks and rest < segment.length_bytes) or (
+        shift + 1 < num_blocks and rest + following.length_bytes > stride
+    )

@@ -5,9 +5,9 @@ and in every worker, before any of them needs the connector. After that,
 `{"kv_connector": "SafeCPUOffloadConnector"}` is a complete `--kv-transfer-config`.
 
 One road leads to `KVTransferConfig` before `register` has run: `LLM(kv_transfer_config={...})`
-builds it from the dict first, and only then loads the general plugins. So the default of `kv_role`
-is also set while vLLM finds out its platform, which happens when `vllm.config` is imported
-(entry point group `vllm.platform_plugins`, function `register_early`).
+builds it from the dict first, and only then loads the general plugins. So the part that concerns
+`KVTransferConfig` is also done while vLLM finds out its platform, which happens when `vllm.config`
+is imported (entry point group `vllm.platform_plugins`, function `register_early`).
 
 Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/entrypoints/llm.py,
 vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
@@ -17,6 +17,8 @@ import functools
 import logging
 import sys
 from typing import Any, Final
+
+from safe_offload.config import OffloadConfig
 
 CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"
 CONNECTOR_MODULE: Final = "safe_offload.connector"
@@ -37,7 +39,7 @@ def register() -> None:
     """
     try:
         _register_name()
-        _default_kv_role()
+        _wrap_kv_transfer_config()
     except Exception:
         _logger.exception(
             "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
@@ -50,7 +52,7 @@ def register() -> None:
 
 
 def register_early() -> None:
-    """Set the default of `kv_role` while vLLM finds out its platform; never raises.
+    """Wrap `KVTransferConfig` while vLLM finds out its platform; never raises.
 
     vLLM asks every platform plugin for a platform, and None, which this returns, says that it is
     none. The call comes out of the import of `vllm.config`; where it does not (a script that
@@ -60,10 +62,10 @@ def register_early() -> None:
     if "vllm.config" not in sys.modules:
         return
     try:
-        _default_kv_role()
+        _wrap_kv_transfer_config()
     except Exception:
         # register() meets the same failure and reports it.
-        _logger.debug("kv_role has no default yet", exc_info=True)
+        _logger.debug("KVTransferConfig is not wrapped yet", exc_info=True)
 
 
 def _register_name() -> None:
@@ -86,11 +88,13 @@ def _register_name() -> None:
     _is_registered = True
 
 
-def _default_kv_role() -> None:
-    """Let a KVTransferConfig that names our connector do without `kv_role`.
+def _wrap_kv_transfer_config() -> None:
+    """Give `kv_role` a default and check our settings, in a KVTransferConfig that names us.
 
-    vLLM demands a role of every connector; ours has only one. The check is in `__post_init__`,
-    which pydantic calls as well, so it is wrapped; other connectors' configs are left alone.
+    vLLM demands a role of every connector; ours has only one. And a wrong setting is refused here,
+    in the process that reads the command line, rather than by a worker that has loaded the model.
+    Both belong into `__post_init__`, which pydantic calls as well; configs that name another
+    connector are left alone. A `ConfigError` is a `ValueError`, so pydantic reports it as its own.
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -100,8 +104,10 @@ def _default_kv_role() -> None:
 
     @functools.wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.kv_connector == CONNECTOR_NAME and self.kv_role is None:
-            self.kv_role = DEFAULT_KV_ROLE
+        if self.kv_connector == CONNECTOR_NAME:
+            if self.kv_role is None:
+                self.kv_role = DEFAULT_KV_ROLE
+            OffloadConfig.from_extra_config(self.kv_connector_extra_config, world_size=1)
         original(self, *args, **kwargs)
 
     setattr(post_init, _WRAPPED_MARK, True)

@@ -11,6 +11,7 @@ from safe_offload.config import (
     GIB,
     KIB,
     MAX_BYTES_PER_RANK,
+    MAX_BYTES_PER_SERVER,
     MAX_COPY_THREADS,
     MAX_NUM_SLOTS,
     MIB,
@@ -147,7 +148,7 @@ def test_a_size_is_read_in_every_way_that_has_one_meaning(key, written, size_byt
         (64, "too small"),
         ("1KiB", "too small"),
         (MIN_SIZE_BYTES - 1, "too small"),
-        (MAX_BYTES_PER_RANK + 1, "too large"),
+        (MAX_BYTES_PER_SERVER + 1, "too large"),
         pytest.param(10**5000, "too large", id="5001 digits"),
         pytest.param(-(10**5000), "negative", id="minus 5001 digits"),
         ("999999PiB", "too large"),
@@ -184,9 +185,11 @@ def test_a_share_per_rank_that_is_too_small_is_refused():
     assert read(8, cpu_bytes_to_use_per_rank="16KiB").cpu_bytes_per_rank == 16 * KIB
 
 
-def test_more_than_one_rank_can_address_is_allowed_for_many():
+def test_a_server_may_have_more_than_one_rank_can_address():
     assert read(8, cpu_bytes_to_use="100TiB").cpu_bytes_per_rank == 12_800 * GIB
-    assert "too large" in refusal("cpu_bytes_to_use", "100TiB")
+    read(cpu_bytes_to_use=MAX_BYTES_PER_SERVER)
+    assert "too large" in refusal("cpu_bytes_to_use_per_rank", MAX_BYTES_PER_RANK + 1)
+    assert "too large" in refusal("max_inflight_bytes", MAX_BYTES_PER_RANK + 1)
 
 
 @pytest.mark.parametrize(
@@ -333,12 +336,14 @@ def test_whatever_is_written_is_a_config_within_its_bounds_or_a_config_error(ext
     except ConfigError:
         return
     assert type(config.cpu_bytes_per_rank) is int
-    assert MIN_SIZE_BYTES <= config.cpu_bytes_per_rank <= MAX_BYTES_PER_RANK
+    assert MIN_SIZE_BYTES <= config.cpu_bytes_per_rank <= MAX_BYTES_PER_SERVER
     assert MIN_SIZE_BYTES <= config.max_inflight_bytes <= MAX_BYTES_PER_RANK
     assert config.num_slots is None or 1 <= config.num_slots <= MAX_NUM_SLOTS
     assert 1 <= config.copy_threads <= MAX_COPY_THREADS
     assert type(config.lazy_offload) is bool
     assert type(config.verify_invariants) is bool
+    # So the plugin may check before the world size is known.
+    OffloadConfig.from_extra_config(extra, world_size=1)
 
 
 @settings(max_examples=300, deadline=None)

@@ -24,7 +24,7 @@ GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 # A connector module of the test's own: what is tested is how vLLM gets to it.
 PREAMBLE = """
-import json, sys, types
+import io, json, sys, types
 
 module = types.ModuleType("safe_offload.connector")
 
@@ -119,6 +119,21 @@ facts["sizes"] = parse(
     "--kv-transfer-config.kv_connector_extra_config.num_cpu_blocks", "128",
 ).kv_connector_extra_config
 
+def parse_error(extra):
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        parse("--kv-transfer-config",
+              json.dumps({"kv_connector": NAME, "kv_connector_extra_config": extra}))
+    except SystemExit:
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = stderr
+
+facts["wrong_key"] = parse_error({"cpu_bytes_to_uze": "1GiB"})
+facts["many_ranks"] = parse_error({"cpu_bytes_to_use": "100TiB"})
+facts["other_keys"] = outcome(lambda: KVTransferConfig(
+    kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"any": 1}))
+
 facts["other"] = outcome(lambda: KVTransferConfig(kv_connector="SimpleCPUOffloadConnector"))
 facts["none"] = outcome(KVTransferConfig)
 children = [{"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}}]
@@ -163,6 +178,16 @@ def test_settings_written_as_separate_flags_arrive_with_their_types(general):
         "lazy_offload": True,
         "num_cpu_blocks": 128,
     }
+
+
+def test_a_wrong_setting_ends_the_parsing_of_the_command_line(general):
+    assert "argument --kv-transfer-config" in general["wrong_key"]
+    assert 'Fix: write "cpu_bytes_to_use"' in general["wrong_key"]
+    assert general["many_ranks"] is None
+
+
+def test_settings_of_other_connectors_are_none_of_our_business(general):
+    assert general["other_keys"] == ["ExampleConnector", "kv_both"]
 
 
 def test_other_connectors_still_need_a_role(general):

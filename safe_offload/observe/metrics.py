@@ -41,11 +41,16 @@ class OffloadStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> OffloadStats:
-        """Add the counts of a later interval, take over its state."""
-        counts = self.data.setdefault(_COUNTS, {})
+        """Add the counts of a later interval, take over its state.
+
+        What `data` was made of stays as it is: vLLM hands the payload of one interval to several
+        loggers, and the connector compares its gauges with the last that it gave away.
+        """
+        counts = dict(self.data.get(_COUNTS, {}))
         for name, number in other.data.get(_COUNTS, {}).items():
             counts[name] = counts.get(name, 0) + number
-        self.data.setdefault(_GAUGES, {}).update(other.data.get(_GAUGES, {}))
+        gauges = {**self.data.get(_GAUGES, {}), **other.data.get(_GAUGES, {})}
+        self.data = {_COUNTS: counts, _GAUGES: gauges}
         return self
 
     def reduce(self) -> dict[str, int | float]:

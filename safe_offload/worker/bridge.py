@@ -125,10 +125,15 @@ class WorkerBridge:
             self._engine.fence(plan.fences)
 
     def begin(self, plan: StepPlan) -> None:
-        """bind_connector_metadata: the plan of this step."""
+        """bind_connector_metadata: the plan of this step.
+
+        Nothing of a step that did not come to its end is lost: its transfers are cancelled, its
+        failures are named in this one.
+        """
+        self.end()
         self._plan = plan
         self._loads, self._stores = plan.loads, plan.stores_after_forward
-        self._failures = plan.failures
+        self._failures += plan.failures
 
     def start_loads(self) -> None:
         """start_load_kv."""
@@ -150,10 +155,7 @@ class WorkerBridge:
     def report(self) -> StepReport | None:
         """build_connector_worker_meta: what settled since the last call, None if nothing did."""
         if self._engine is not None:
-            self._outcomes += [
-                Outcome(self._rank, transfer_id, failure)
-                for transfer_id, failure in self._engine.drain()
-            ]
+            self._drain(self._engine)
         if not (self._outcomes or self._capacities):
             return None
         report = StepReport(tuple(self._outcomes), tuple(self._capacities))
@@ -170,12 +172,21 @@ class WorkerBridge:
     def shutdown(self) -> None:
         """End the engine's thread and give the host memory back; a second call does nothing."""
         engine, self._engine = self._engine, None
-        if engine is not None and not engine.close():
+        if engine is None:
+            return
+        if engine.close():
+            self._storage = None
+        else:  # the storage is kept: the copy may still touch it
             logger.error(
                 "A copy did not end within 5 s of shutdown; its thread is left to die with the "
                 "process. If this repeats, look for a hanging device."
             )
-        self._storage = None
+        self._drain(engine)
+
+    def _drain(self, engine: TransferEngine) -> None:
+        self._outcomes += [
+            Outcome(self._rank, transfer_id, failure) for transfer_id, failure in engine.drain()
+        ]
 
     def _submit(self, direction: Direction, transfer: Transfer) -> None:
         if self._engine is None:

@@ -199,7 +199,7 @@ class TransferEngine:
                 job.poisoned = True
             elif job.completion is not None and job.state is not JobState.SETTLED:
                 left_s = max(0.0, deadline_s - time.monotonic())
-                job.poisoned |= not self._backend.fence(job.completion, left_s)
+                job.poisoned |= not self._fence(job.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
         """What has settled since the last call: transfer id, and why it failed or None."""
@@ -228,11 +228,20 @@ class TransferEngine:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _fence(self, completion: Completion, timeout_s: float) -> bool:
+        try:
+            return self._backend.fence(completion, timeout_s)
+        except Exception:
+            # Not a reason to leave the other stores of the step without their fences.
+            logger.exception("A store could not be fenced; it is given up")
+            return False
+
     # ---- on the loop thread --------------------------------------------------------------------
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop; if the loop has ended, `drain` fails the job."""
-        assert self._loop is not None
+        if self._loop is None:
+            return  # it could not be made
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -250,11 +259,15 @@ class TransferEngine:
         finally:
             # Nothing may still be copying when the transfers are reported as failed: vLLM then
             # gives their blocks to somebody else.
-            self._backend.close()
-            self._ended.set()
-            for job in list(self._jobs.values()):
-                job.decided.set()
-            self._started.set()
+            try:
+                self._backend.close()
+            except Exception:
+                logger.exception("The copies of this worker could not be ended in good order")
+            finally:
+                self._ended.set()
+                for job in list(self._jobs.values()):
+                    job.decided.set()
+                self._started.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -262,13 +275,21 @@ class TransferEngine:
         async with asyncio.TaskGroup() as self._group:
             self._started.set()
             await self._closing.wait()
-            for job in self._jobs.values():
+            for job in list(self._jobs.values()):
                 if job.turn is not None and not job.turn.done():
                     job.turn.cancel()
 
     def _spawn(self, transfer_id: int, job: Job) -> None:
         assert self._group is not None
-        self._group.create_task(self._transfer(transfer_id, job))
+        assert self._closing is not None
+        if not self._closing.is_set():
+            running = self._transfer(transfer_id, job)
+            try:
+                self._group.create_task(running)
+                return
+            except RuntimeError:  # the group is shutting down
+                running.close()
+        self._settle(transfer_id, job, FailureReason.NOT_RUNNING)
 
     async def _transfer(self, transfer_id: int, job: Job) -> None:
         """A transfer from its turn to its end; no exception leaves this frame."""
@@ -283,6 +304,11 @@ class TransferEngine:
             finally:
                 self._turnstile.leave(job)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # The loop dies, and the copy may go on: `drain` fails the job once the backend has
+                # been closed and nothing is copying any more.
+                raise
             failure = FailureReason.CANCELLED
         except TransferError as error:
             logger.warning("Transfer %d failed: %s", transfer_id, error)
@@ -291,6 +317,9 @@ class TransferEngine:
         except Exception:
             logger.exception("Transfer %d failed", transfer_id)
             failure = FailureReason.COPY_FAILED
+        self._settle(transfer_id, job, failure)
+
+    def _settle(self, transfer_id: int, job: Job, failure: FailureReason | None) -> None:
         job.state = JobState.SETTLED
         job.decided.set()
         self._settled.append((transfer_id, failure))

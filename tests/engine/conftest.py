@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from safe_offload.bench.tiny_models import ModelKind, write_tiny_model
-from tests.engine.engines import Report, make_job, run
+from tests.engine.engines import Report, make_job, num_pool_blocks, run
+
+GetModel = Callable[[ModelKind], Path]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelKind], Path]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     """The folder of a tiny model, written when it is first asked for."""
     folder = tmp_path_factory.mktemp("models")
 
@@ -23,9 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelKind], Pat
 
 
 @pytest.fixture(scope="session")
-def plain_llama(
-    model: Callable[[ModelKind], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Report:
+def plain_llama(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """A, B, C, A, B, C answered by an engine without connector, in a pool of 1.6 prompts."""
-    (report,) = run(tmp_path_factory.mktemp("plain-llama"), make_job(model("llama"), num_blocks=102))
+    job = make_job(model("llama"), num_blocks=num_pool_blocks("llama"))
+    (report,) = run(tmp_path_factory.mktemp("plain"), job)
     return report

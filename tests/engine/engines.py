@@ -1,8 +1,8 @@
 """Starts real vLLM engines, each in a process of its own, and reads what they report.
 
 Two vLLM engines in one process share state (distributed groups, forward context, metrics), so every
-engine runs in a child (`children/`), which does the turns of a `Job` and writes its report as JSON. When a child
-fails, the test shows the end of what it printed.
+engine runs in a child (`children/`), which does the turns of a `Job` and writes its report as JSON.
+When a child fails, the test shows the end of what it printed.
 
 An engine computes with one thread, so that two of them can run beside each other on two cores.
 """
@@ -21,11 +21,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks
+
 CHILDREN = Path(__file__).with_name("children")
 CHILD_TIMEOUT_S = 270
 MAX_CHILDREN = 2
 
+NUM_PROMPT_TOKENS = 2000
+NUM_ANSWER_TOKENS = 8
+CHUNK_TOKENS = 512
+"""Tokens of a step: a prompt takes several."""
+
+# Turns that are no prompts; children/engine.py knows them by the same names.
 RESET_GPU_CACHE = "reset the GPU's prefix cache"
+EMPTY_FOLDER = "empty a folder"
+
 ABC_TWICE = ("A", "B", "C", "A", "B", "C")
 
 ENVIRONMENT = {
@@ -57,16 +67,17 @@ class Job:
 
     Attributes:
         arguments: of `vllm.LLM`.
-        turns: names of prompts, answered one after the other, or `RESET_GPU_CACHE`.
+        turns: names of prompts, answered one after the other; `RESET_GPU_CACHE`, or `EMPTY_FOLDER`,
+            which is the one that `options["folder"]` names.
         in_process: the scheduler runs in the child itself, so that it can be looked at.
         force_prefix_caching: keep vLLM from switching prefix caching off for MLA on this CPU.
-        options: what else a particular child takes.
+        options: what only some jobs need.
     """
 
     arguments: dict[str, Any]
     turns: tuple[str, ...] = ABC_TWICE
     prompts: dict[str, list[int]] = field(default_factory=dict)
-    num_answer_tokens: int = 8
+    num_answer_tokens: int = NUM_ANSWER_TOKENS
     in_process: bool = True
     force_prefix_caching: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +85,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: its greedy tokens, and where the tokens of its prompt came from."""
+    """One request: its greedy tokens, and where the tokens of its prompt came from.
+
+    The numbers are vLLM's own: `RequestOutput.num_cached_tokens`, and the growth of its metric
+    prompt_tokens_by_source (GPU's prefix cache, connector, computed).
+    """
 
     token_ids: list[int]
     num_cached: int
@@ -101,7 +116,7 @@ class Report:
         return self.data["metrics"].get(f"vllm:safe_offload_{name}", 0)
 
     def check_no_trouble(self) -> None:
-        """Nothing was contained, failed or dropped on the way."""
+        """No error was contained, no transfer failed, no report or finished id was dropped."""
         found = {name: self.count(name) for name in TROUBLE if self.count(name)}
         assert not found, found
 
@@ -115,6 +130,22 @@ class Report:
         assert gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0, audit
         assert audit["num_leases"] == 0, audit
 
+    def check_second_round_hits(self, num_hit_tokens: int) -> None:
+        """A, B, C, then each of them again with this many tokens from the host, none of the GPU's.
+
+        That the GPU has none is what makes it the host's doing: the pool is so small that the two
+        prompts in between have taken every block of the first.
+        """
+        first, second = self.answers[:3], self.answers[3:]
+        assert len(second) == 3
+        for answer in first:
+            assert (answer.num_gpu, answer.num_host) == (0, 0), self.answers
+        for answer in second:
+            assert (answer.num_gpu, answer.num_host) == (0, num_hit_tokens), self.answers
+            assert answer.num_cached == num_hit_tokens
+        assert self.count("hit_tokens") == 3 * num_hit_tokens
+        assert self.count("loaded_blocks") > 0
+
 
 def make_prompts(num_tokens: int, names: Iterable[str] = "ABC") -> dict[str, list[int]]:
     """Distinct prompts of random bytes, the same in every run."""
@@ -125,11 +156,33 @@ def make_prompts(num_tokens: int, names: Iterable[str] = "ABC") -> dict[str, lis
     return prompts
 
 
+def num_hit_tokens(num_prompt_tokens: int, block_size: int = 32) -> int:
+    """What of a prompt can be hit: whole blocks, without the last token, which is computed."""
+    return (num_prompt_tokens - 1) // block_size * block_size
+
+
+def num_pool_blocks(
+    kind: ModelKind,
+    num_prompt_tokens: int = NUM_PROMPT_TOKENS,
+    *,
+    block_size: int = 32,
+    num_prompts: float = 1.6,
+) -> int:
+    """Blocks of a GPU pool that holds so many prompts, with their answers and the null block."""
+    num_blocks = count_prompt_blocks(
+        kind,
+        num_prompt_tokens + NUM_ANSWER_TOKENS,
+        block_size=block_size,
+        max_num_batched_tokens=CHUNK_TOKENS,
+    )
+    return int(num_prompts * num_blocks) + 1
+
+
 def make_job(
     model: Path,
     *,
     num_blocks: int,
-    num_prompt_tokens: int = 2000,
+    num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     kv_transfer_config: dict[str, Any] | None = None,
     turns: tuple[str, ...] = ABC_TWICE,
     in_process: bool = True,
@@ -150,7 +203,7 @@ def make_job(
         "max_model_len": num_prompt_tokens + 64,
         "num_gpu_blocks_override": num_blocks,
         "block_size": 32,
-        "max_num_batched_tokens": 512,  # several chunks for a prompt
+        "max_num_batched_tokens": CHUNK_TOKENS,
         "enforce_eager": True,
         "disable_log_stats": False,
     }
@@ -223,7 +276,9 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
             process.wait()
     text = log_path.read_text(errors="replace")
     if status != 0 or not report_path.exists():
-        raise AssertionError(f"{child}: exit status {status}; the end of its output:\n{_tail(text)}")
+        raise AssertionError(
+            f"{child}: exit status {status}; the end of its output:\n{_tail(text)}"
+        )
     return Report(json.loads(report_path.read_text()), text)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -58,12 +60,16 @@ class HttpServer:
             *arguments,
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket_folder: str | None = None
 
     def __enter__(self) -> HttpServer:
+        # vLLM leaves its sockets behind. A path of a socket is short, one of a test is long.
+        self._socket_folder = tempfile.mkdtemp(prefix="vllm-")
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": self._socket_folder,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("wb") as log:
@@ -150,6 +156,8 @@ class HttpServer:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
+        assert self._socket_folder is not None
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
 
 
 def _find_free_port() -> int:

@@ -13,12 +13,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from safe_offload.protocol import Transfer
+from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.engine import TransferEngine
 
 PATIENCE_S = 20.0
 SLOT_BYTES = 100
+ONE_COPY = SLOT_BYTES
+"""A bound that lets one copy of one block run at a time."""
 
 
 class LoopKilled(BaseException):
@@ -54,9 +56,11 @@ class FakeBackend:
 
     Attributes:
         issued: every copy so far, in the order of issue.
+        fenced: first blocks of the copies that were fenced.
+        on_mark: called for a mark in place of the count; may raise.
         on_issue: called on the loop thread before a copy is issued; may raise.
-        on_fence: called on the engine's thread with a copy that is fenced, answers for `fence`; None
-            waits for the copy, as the CPU backend does.
+        on_fence: called on the engine's thread with a copy that is fenced, answers for `fence`;
+            without it the fence waits for the copy, as the CPU backend's does.
         on_close: called on the loop thread when `close` begins; may raise.
         closing: set when `close` begins.
         is_closed: whether `close` has returned.
@@ -199,3 +203,9 @@ def stop_loop(engine: TransferEngine) -> None:
     """Make the loop stop under its main coroutine."""
     assert engine._loop is not None
     engine._loop.call_soon_threadsafe(engine._loop.stop)
+
+
+def drained(engine: TransferEngine) -> list[tuple[int, FailureReason | None]]:
+    """What has settled when the loop has done what it can."""
+    flush(engine)
+    return engine.drain()

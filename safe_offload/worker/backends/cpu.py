@@ -16,6 +16,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -106,14 +107,17 @@ class CpuBackend:
             completion.future.exception(timeout_s)
         except FutureTimeoutError:
             return False
-        except asyncio.CancelledError:
+        except FutureCancelledError:  # not asyncio's: they are two classes
             pass
         return True
 
     def close(self) -> None:
         """See `Backend.close`."""
+        # All queues first: one direction must not go on while the other is waited for.
         for executor in self._threads.values():
-            executor.shutdown(wait=True, cancel_futures=True)
+            executor.shutdown(wait=False, cancel_futures=True)
+        for executor in self._threads.values():
+            executor.shutdown(wait=True)
         self._host.close()
 
     @staticmethod

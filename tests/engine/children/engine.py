@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RESET_GPU_CACHE = "reset the GPU's prefix cache"
+EMPTY_FOLDER = "empty a folder"
 MAX_IDLE_STEPS = 1_000_000
 
 
@@ -52,6 +54,8 @@ def take_turns(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     for turn in job["turns"]:
         if turn == RESET_GPU_CACHE:
             assert llm.reset_prefix_cache(), "the GPU's prefix cache could not be reset"
+        elif turn == EMPTY_FOLDER:
+            shutil.rmtree(job["options"]["folder"])
         else:
             answers.append(ask(llm, job["prompts"][turn], job["num_answer_tokens"]))
     return answers

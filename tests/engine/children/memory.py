@@ -42,8 +42,8 @@ def scheduler_bytes(planner: Any) -> int:
 
     Every object that can be reached from the planner counts with `sys.getsizeof`, vLLM's index over
     the host's slots and its hashes included. Not counted are vLLM's `KVCacheBlock` objects, one for
-    each slot; not entered are the engine's own objects that the planner only looks at: requests, the
-    GPU's block tables and the configuration.
+    each slot; not entered are the engine's own objects that the planner only looks at: requests,
+    the GPU's block tables and the configuration.
     """
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec

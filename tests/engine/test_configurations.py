@@ -1,0 +1,102 @@
+"""Settings under which the connector does less, and the engine as much as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import (
+    ABC_TWICE,
+    NUM_PROMPT_TOKENS,
+    RESET_GPU_CACHE,
+    Report,
+    connector,
+    make_job,
+    num_hit_tokens,
+    num_pool_blocks,
+    run,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def test_without_prefix_caching_the_engine_serves_and_says_so_once(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """There are no block hashes to key a cache by: nothing is stored, found or counted."""
+    job = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama"),
+        kv_transfer_config=connector(),
+        enable_prefix_caching=False,
+    )
+    (report,) = run(tmp_path, job)
+    assert report.tokens == plain_llama.tokens
+    assert [answer.num_cached for answer in report.answers] == [0] * 6
+    assert not any(report.data["metrics"].values())
+    assert report.data["audit"]["num_free_blocks"] == job.arguments["num_gpu_blocks_override"] - 1
+    assert report.log.count("Prefix caching is off") == 1
+
+
+def test_a_host_pool_smaller_than_a_prompt_keeps_the_head_of_the_last_one(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """20 slots, prompts of 62 blocks: all are served, and the last one's first 20 blocks are hit.
+
+    A, B and C in turn take the whole pool from one another, so none of them is hit in the second
+    round. Once the GPU's prefix cache is reset, C comes back, and nothing came in between: what was
+    kept is the head, since a prefix without its head could never be hit.
+    """
+    num_slots, block_size = 20, 32
+    job = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama"),
+        kv_transfer_config=connector(num_slots),
+        turns=(*ABC_TWICE, RESET_GPU_CACHE, "C"),
+    )
+    (report,) = run(tmp_path, job)
+    assert report.tokens == [*plain_llama.tokens, plain_llama.tokens[2]]
+    assert [answer.num_cached for answer in report.answers[:6]] == [0] * 6
+    assert report.answers[6].num_host == num_slots * block_size
+    assert report.answers[6].num_computed == NUM_PROMPT_TOKENS - num_slots * block_size
+    assert report.count("loaded_blocks") == num_slots
+    report.check_no_trouble()
+    report.check_everything_is_free()
+
+
+def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(
+    model: GetModel, tmp_path: Path
+) -> None:
+    """Blocks of three groups compete for 40 slots; a prompt of them needs 94."""
+    num_blocks = num_pool_blocks("gemma3")
+    ours, plain = run(
+        tmp_path,
+        make_job(model("gemma3"), num_blocks=num_blocks, kv_transfer_config=connector(40)),
+        make_job(model("gemma3"), num_blocks=num_blocks),
+    )
+    assert ours.tokens == plain.tokens
+    assert ours.count("stored_blocks") > 0
+    assert ours.count("skipped_blocks") > 0
+    ours.check_no_trouble()
+    ours.check_everything_is_free()
+
+
+def test_in_lazy_mode_prompts_come_back_from_the_host(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """Only what is about to be evicted is stored, which is the head of each prompt at least."""
+    job = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama"),
+        max_num_batched_tokens=NUM_PROMPT_TOKENS + 64,
+        kv_transfer_config=connector(lazy_offload=True),
+    )
+    (report,) = run(tmp_path, job)
+    assert report.tokens == plain_llama.tokens
+    for answer in report.answers[3:]:
+        assert answer.num_gpu == 0, report.answers
+        assert 0 < answer.num_host <= num_hit_tokens(NUM_PROMPT_TOKENS), report.answers
+    report.check_no_trouble()
+    report.check_everything_is_free()

@@ -1,0 +1,75 @@
+"""No block of the GPU's pool is ever held for the connector, also while its stores run (I2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import (
+    NUM_PROMPT_TOKENS,
+    Job,
+    Report,
+    connector,
+    make_job,
+    num_hit_tokens,
+    num_pool_blocks,
+    run,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
+
+
+def make_held_job(model: GetModel, until: str) -> Job:
+    """An engine whose stores are held back: see children/held_stores.py."""
+    job = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama"),
+        kv_transfer_config=connector(copy_threads=64),  # one for each store that is held
+    )
+    return replace(job, options={"until": until})
+
+
+def test_a_finished_request_leaves_every_block_free_while_its_stores_are_in_flight(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """Read from vLLM's block pool, right after the step that finished the request.
+
+    No store can complete before that: each copy waits for the child's word. While the request runs
+    no block has more references than the request's own one. The stores then still deliver the right
+    bytes: B and C take the request's blocks, and it comes back from the host with the same tokens.
+    """
+    job = replace(make_held_job(model, "told"), turns=("A", "B", "C", "A"))
+    (report,) = run(tmp_path, job, child="held_stores.py")
+    held = report.data["held"]
+    audit = held["audit"]
+    assert audit["gauges"]["stores_in_flight"] > 0
+    assert audit["gauges"]["leased_slots"] == NUM_HIT_TOKENS // 32
+    assert audit["num_free_blocks"] == audit["num_blocks"] - 1
+    assert audit["referenced_blocks"] == {}
+    assert held["highest_ref_cnt"] == 1
+    drained = report.data["drained"]
+    assert drained["gauges"]["stores_in_flight"] == drained["gauges"]["leased_slots"] == 0
+    assert report.answers[2].num_host == NUM_HIT_TOKENS
+    assert [held["token_ids"], *report.tokens] == plain_llama.tokens[:4]
+    report.check_no_trouble()
+    report.check_everything_is_free()
+
+
+def test_a_store_that_runs_as_late_as_its_fence_allows_stores_the_right_bytes(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """Each copy starts when the engine fences it, that is when its source has been given away.
+
+    Without the fence it would read what the next prompt wrote there (FAULTS: K3).
+    """
+    (report,) = run(tmp_path, make_held_job(model, "fenced"), child="held_stores.py")
+    assert report.data["opened_by_fence"] == report.count("fenced_stores") > 0
+    report.check_second_round_hits(NUM_HIT_TOKENS)
+    assert report.tokens == plain_llama.tokens
+    report.check_no_trouble()
+    report.check_everything_is_free()

@@ -1,0 +1,86 @@
+"""What the connector takes of the host's memory, and that it gives it back.
+
+One engine with the connector and one without answer the same prompts, which are 1.01 times what the
+host pool of 256 MiB holds. The engines run in their children's own processes, so that each child's
+resident memory is that of scheduler and worker together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import Report, connector, make_job, make_prompts, num_pool_blocks, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+NUM_SLOTS = 8192
+SLOT_BYTES = 32 * 1024  # 32 tokens, 2 layers, keys and values, 2 heads of 32 floats
+POOL_BYTES = NUM_SLOTS * SLOT_BYTES
+NUM_TOKENS = 2000
+NUM_PROMPTS = 134  # of 62 full blocks each
+
+SCHEDULER_BYTES_PER_SLOT_MAX = 400
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Reports of children/memory.py."""
+
+    ours: Report
+    plain: Report
+
+
+@pytest.fixture(scope="module")
+def measured(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Both engines, having answered all prompts."""
+    prompts = make_prompts(NUM_TOKENS, [f"prompt {index}" for index in range(NUM_PROMPTS)])
+    jobs = []
+    # Without check_invariants, which looks at every slot in every step.
+    for config in (connector(NUM_SLOTS, check_invariants=False), None):
+        job = make_job(
+            model("llama"), num_blocks=num_pool_blocks("llama"), kv_transfer_config=config
+        )
+        jobs.append(replace(job, prompts=prompts, turns=tuple(prompts), num_answer_tokens=2))
+    return Measured(*run(tmp_path_factory.mktemp("memory"), *jobs, child="memory.py"))
+
+
+def test_resident_memory_grows_by_the_host_pool_and_at_most_five_percent(
+    measured: Measured,
+) -> None:
+    """Every slot is in use and every page of the pool resident; compared with no connector."""
+    ours = measured.ours.data
+    assert ours["pool_bytes"] == POOL_BYTES
+    assert ours["num_held_slots"] == ours["num_slots"] == NUM_SLOTS
+    assert ours["pool_mapped_bytes"] == [POOL_BYTES, POOL_BYTES]
+    growth_bytes = ours["resident_bytes"] - measured.plain.data["resident_bytes"]
+    assert growth_bytes <= 1.05 * POOL_BYTES
+
+
+def test_the_scheduler_side_needs_at_most_400_bytes_a_slot(measured: Measured) -> None:
+    """With all slots in use, idle, and at its largest after any step of one more request.
+
+    Method: `sys.getsizeof` of every object that can be reached from the planner, each once, divided
+    by the number of slots. That counts the planner's fixed part, leases, requests and stores in
+    flight, and of vLLM's index over the slots its hash table with the hashes. It leaves out vLLM's
+    own objects: one `KVCacheBlock` for each slot, the requests, the GPU's block tables and the
+    configuration (children/memory.py, `scheduler_bytes`).
+    """
+    ours = measured.ours.data
+    idle, running = ours["scheduler_bytes"], ours["running"]["scheduler_bytes"]
+    assert ours["running"]["leased_slots"] > 0
+    assert idle > 0
+    assert max(idle, running) <= SCHEDULER_BYTES_PER_SLOT_MAX * NUM_SLOTS
+
+
+def test_an_engine_that_is_deleted_leaves_no_thread_and_no_host_memory(
+    measured: Measured,
+) -> None:
+    """The pool's addresses are unmapped, and its pages are back with the system."""
+    ours = measured.ours.data
+    assert "safe-offload-loop" in ours["threads"]
+    assert ours["threads_after"] == []
+    assert ours["pool_mapped_bytes_after"] == [0, 0]
+    assert ours["resident_bytes"] - ours["resident_bytes_after"] >= 0.95 * POOL_BYTES

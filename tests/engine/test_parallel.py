@@ -1,0 +1,51 @@
+"""Several worker processes, each with its share of the layers or heads and of the host pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import (
+    NUM_PROMPT_TOKENS,
+    connector,
+    make_job,
+    num_hit_tokens,
+    num_pool_blocks,
+    run,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TENSOR_PARALLEL = {"tensor_parallel_size": 2}
+PIPELINE_PARALLEL = {
+    "pipeline_parallel_size": 2,
+    # vLLM's CPU engine 0.32.0 asserts `intermediate_tensors is not None` in the second stage with
+    # enforce_eager, also without any connector, because it then skips the run that makes them.
+    # This compiles nothing either, but does that run.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager", "cudagraph_mode": "NONE"},
+}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
+)
+def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
+    parallel: dict[str, Any], model: GetModel, tmp_path: Path
+) -> None:
+    """Scheduler and ranks in processes of their own, which all end with the engine."""
+    settings = {"num_blocks": num_pool_blocks("llama"), "in_process": False, **parallel}
+    ours, plain = run(
+        tmp_path,
+        make_job(model("llama"), kv_transfer_config=connector(), **settings),
+        make_job(model("llama"), **settings),
+    )
+    ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
+    assert [answer.num_cached for answer in plain.answers] == [0] * 6
+    assert ours.tokens == plain.tokens
+    ours.check_no_trouble()
+    assert ours.data["left_processes"] == []

@@ -1,0 +1,198 @@
+"""Counts on their way to vLLM's log line and to Prometheus."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import VllmConfig
+
+from safe_offload.connector import SafeCPUOffloadConnector
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.metrics import GAUGES, OffloadPromMetrics, OffloadStats
+from tests.scheduler.rig import _base_config
+
+LABELS = ["model_name", "engine"]
+
+
+# ---- counters ----------------------------------------------------------------------------------
+
+
+def test_what_is_taken_is_not_taken_again():
+    counters = Counters()
+    counters[Count.HIT_TOKENS] += 5
+    counters[Count.FAILED_LOADS] += 1
+    counters[Count.HIT_TOKENS] += 2
+    assert counters.take() == {"hit_tokens": 7, "failed_loads": 1}
+    assert counters.take() == {}
+    counters[Count.HIT_TOKENS] += 1
+    assert counters.take() == {"hit_tokens": 1}
+
+
+def test_what_was_counted_as_zero_is_not_told():
+    counters = Counters()
+    counters[Count.STORED_BLOCKS] += 0
+    assert counters[Count.FAILED_STORES] == 0
+    assert counters.take() == {}
+
+
+def test_what_is_taken_is_plain_so_that_every_process_can_read_it():
+    counters = Counters()
+    counters[Count.HIT_TOKENS] += 1
+    taken = counters.take()
+    assert type(taken) is dict
+    assert [type(name) for name in taken] == [str]
+
+
+@pytest.mark.parametrize("count", Count)
+def test_a_count_has_a_metric_name_and_a_sentence(count):
+    assert str(count) == count.name.lower()
+    assert Count(str(count)) is count
+    assert count.doc[0].isupper()
+    assert count.doc.endswith(".")
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+def stats(counts: dict[str, int], gauges: dict[str, int] | None = None) -> OffloadStats:
+    return OffloadStats.of(counts, gauges or {})
+
+
+def test_counts_of_later_intervals_are_added_and_their_state_taken_over():
+    total = stats({"a": 1, "b": 2}, {"slots": 10, "leased_slots": 4})
+    assert total.aggregate(stats({"b": 3, "c": 4}, {"leased_slots": 1})) is total
+    assert total.data == {
+        "counts": {"a": 1, "b": 5, "c": 4},
+        "gauges": {"slots": 10, "leased_slots": 1},
+    }
+
+
+def test_statistics_of_an_interval_in_which_nothing_happened_can_be_added():
+    empty = OffloadStats()
+    assert empty.aggregate(stats({"a": 1})).reduce() == {"a": 1}
+    assert stats({"a": 1}).aggregate(OffloadStats()).reduce() == {"a": 1}
+
+
+def test_adding_leaves_what_was_added_as_it_was():
+    added = stats({"a": 1}, {"slots": 3})
+    total = OffloadStats().aggregate(added).aggregate(added)
+    assert total.data["counts"] == {"a": 2}
+    assert added.data == {"counts": {"a": 1}, "gauges": {"slots": 3}}
+
+
+def test_adding_leaves_what_the_first_interval_was_made_of_as_it_was():
+    """The connector compares its gauges with the last; vLLM adds to the statistics meanwhile."""
+    counts, gauges = {"a": 1}, {"slots": 3}
+    OffloadStats.of(counts, gauges).aggregate(stats({"a": 5}, {"slots": 9}))
+    assert counts == {"a": 1}
+    assert gauges == {"slots": 3}
+
+
+def test_two_logs_of_the_same_interval_do_not_add_into_one_another():
+    """vLLM hands the payload of one interval to several loggers, and each adds to its own."""
+    payload = stats({"a": 1}, {"slots": 3}).to_dict()
+    logs = [SafeCPUOffloadConnector.build_kv_connector_stats(payload) for _ in range(2)]
+    for log in logs:
+        log.aggregate(stats({"a": 10}))
+    assert [log.reduce() for log in logs] == [{"a": 11, "slots": 3}] * 2
+    assert payload == {"counts": {"a": 1}, "gauges": {"slots": 3}}
+
+
+def test_what_is_logged_is_every_count_and_the_state():
+    assert stats({"a": 1}, {"slots": 3}).reduce() == {"a": 1, "slots": 3}
+    assert OffloadStats().reduce() == {}
+
+
+def test_statistics_are_empty_if_there_is_nothing_to_tell():
+    assert OffloadStats().is_empty()
+    assert stats({}).is_empty()
+    assert not stats({"a": 1}).is_empty()
+    assert not stats({}, {"slots": 0}).is_empty()
+
+
+def test_a_reset_forgets_everything():
+    total = stats({"a": 1}, {"slots": 3})
+    total.reset()
+    assert total.is_empty()
+    assert total.aggregate(stats({"a": 2})).reduce() == {"a": 2}
+
+
+def test_statistics_survive_the_way_between_processes():
+    sent = stats({"a": 1}, {"slots": 3})
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    rebuilt = SafeCPUOffloadConnector.build_kv_connector_stats(sent.to_dict())
+    assert isinstance(rebuilt, OffloadStats)
+    assert rebuilt == sent
+    assert SafeCPUOffloadConnector.build_kv_connector_stats().is_empty()
+
+
+# ---- Prometheus --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
+    config: VllmConfig = _base_config()
+    types = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    values: dict[int, list[object]] = {0: ["m", "0"], 3: ["m", "3"]}
+    return SafeCPUOffloadConnector.build_prom_metrics(config, types, LABELS, values)
+
+
+def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
+    labels = {"model_name": "m", "engine": str(engine)}
+    return registry.get_sample_value(f"vllm:safe_offload_{name}", labels)
+
+
+def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry):
+    names = [f"{count}_total" for count in Count] + list(GAUGES)
+    for engine in (0, 3):
+        assert {name: value(registry, name, engine) for name in names} == dict.fromkeys(names, 0.0)
+
+
+def test_every_metric_says_what_it_is(metrics, registry):
+    text = generate_latest(registry).decode()
+    for count in Count:
+        assert f"# HELP vllm:safe_offload_{count}_total {count.doc}" in text
+    for name, doc in GAUGES.items():
+        assert f"# HELP vllm:safe_offload_{name} {doc}" in text
+
+
+def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
+    metrics.observe({"counts": {"hit_tokens": 5}, "gauges": {"slots": 10, "leased_slots": 4}})
+    metrics.observe({"counts": {"hit_tokens": 2}, "gauges": {"leased_slots": 0}})
+    assert value(registry, "hit_tokens_total") == 7
+    assert value(registry, "leased_slots") == 0
+    assert value(registry, "slots") == 10
+
+
+def test_each_engine_has_its_own(metrics, registry):
+    metrics.observe({"counts": {"failed_loads": 2}}, engine_idx=3)
+    assert value(registry, "failed_loads_total", 3) == 2
+    assert value(registry, "failed_loads_total", 0) == 0
+
+
+def test_names_of_another_version_are_left_out(metrics, registry):
+    metrics.observe({"counts": {"no_such_count": 5, "hit_tokens": 1}, "gauges": {"no_such": 1}})
+    assert value(registry, "hit_tokens_total") == 1
+    assert "no_such" not in generate_latest(registry).decode()
+
+
+def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry):
+    before = generate_latest(registry)
+    metrics.observe({})
+    assert generate_latest(registry) == before
+
+
+def test_every_gauge_of_the_scheduler_side_has_a_metric():
+    from tests.scheduler.rig import Rig
+
+    assert set(Rig().planner.gauges()) == set(GAUGES)

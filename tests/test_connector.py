@@ -1,0 +1,453 @@
+"""The frame around both halves: no error leaves a hook, and a wrong setting stops the start."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+from safe_offload.compat import KVConnectorRole, KVConnectorTransferResults
+from safe_offload.connector import SafeCPUOffloadConnector
+from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.observe.counters import Count
+from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
+from tests.scheduler.rig import Rig, _base_config
+
+BLOCKS = 9
+BLOCK_SIZE = 16
+SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+PAGE = SPEC.page_size_bytes
+SLOTS = 7
+
+MakeConnector = Callable[..., SafeCPUOffloadConnector]
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What the package logs, whatever vLLM does with its loggers."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def make_connector() -> Iterator[MakeConnector]:
+    made: list[SafeCPUOffloadConnector] = []
+
+    def make(
+        role: KVConnectorRole = KVConnectorRole.SCHEDULER,
+        change: Callable[[VllmConfig], object] = lambda config: None,
+        **extra: object,
+    ) -> SafeCPUOffloadConnector:
+        config = copy.deepcopy(_base_config())
+        config.cache_config.block_size = BLOCK_SIZE
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.kv_transfer_config.kv_connector_extra_config = {"num_cpu_blocks": SLOTS, **extra}
+        change(config)
+        size = PAGE * BLOCKS
+        kv_cache_config = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[KVCacheTensor(size, ["layer"], size, PAGE)],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
+        )
+        made.append(SafeCPUOffloadConnector(config, role, kv_cache_config))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.shutdown()
+
+
+@pytest.fixture
+def worker(make_connector: MakeConnector) -> SafeCPUOffloadConnector:
+    connector = make_connector(KVConnectorRole.WORKER)
+    connector.register_kv_caches({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
+    return connector
+
+
+def raise_error(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("injected")
+
+
+def contained(connector: SafeCPUOffloadConnector) -> int:
+    return connector._counters[Count.CONTAINED_ERRORS]
+
+
+def check_logged(records: list[logging.LogRecord], hook: str) -> None:
+    """The error is told once, with its hook and where it comes from."""
+    errors = [record for record in records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert errors[0].getMessage().startswith(f"{hook} failed in SafeCPUOffloadConnector")
+    assert errors[0].exc_info is not None
+    assert str(errors[0].exc_info[1]) == "injected"
+
+
+# ---- starting ----------------------------------------------------------------------------------
+
+
+def test_each_role_builds_its_half(make_connector):
+    scheduler = make_connector(KVConnectorRole.SCHEDULER)
+    assert scheduler._planner is not None
+    assert scheduler._worker is None
+    worker = make_connector(KVConnectorRole.WORKER)
+    assert worker._worker is not None
+    assert worker._planner is None
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"cpu_bytes_to_used": "1GiB"}, '"cpu_bytes_to_use"'),
+        ({"num_cpu_blocks": 0}, "num_cpu_blocks"),
+        ({"lazy_offload": "yes"}, "lazy_offload"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_stops_the_start(make_connector, role, extra, message):
+    with pytest.raises(ConfigError, match=message):
+        make_connector(role, **extra)
+
+
+def test_a_pool_too_small_for_one_block_stops_the_start(make_connector):
+    def shrink(config: VllmConfig) -> None:
+        config.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 4096}
+        config.parallel_config.world_size = 1
+
+    large = KVCacheConfig(
+        num_blocks=2,
+        kv_cache_tensors=[KVCacheTensor(2 << 20, ["layer"], 2 << 20, 1 << 20)],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
+    )
+    config = copy.deepcopy(_base_config())
+    shrink(config)
+    with pytest.raises(ConfigError, match=r"at least one block, 1.00 MiB. Fix: give more"):
+        SafeCPUOffloadConnector(config, KVConnectorRole.SCHEDULER, large)
+
+
+def test_an_unsupported_cache_stops_the_start_of_a_worker(make_connector):
+    connector = make_connector(KVConnectorRole.WORKER)
+    caches = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("a", "b")}
+    with pytest.raises(ConfigError, match="one backing allocation"):
+        connector.register_kv_caches(caches)
+
+
+def test_a_failure_policy_that_ends_requests_is_warned_about_once(make_connector, logged):
+    def fail(config: VllmConfig) -> None:
+        config.kv_transfer_config.kv_load_failure_policy = "fail"
+
+    make_connector(KVConnectorRole.WORKER, fail)
+    assert not logged
+    make_connector(KVConnectorRole.SCHEDULER, fail)
+    assert [record.levelname for record in logged] == ["WARNING"]
+    assert (
+        '--kv-transfer-config \'{"kv_connector":"SafeCPUOffloadConnector",'
+        '"kv_load_failure_policy":"recompute"}\''
+    ) in logged[0].getMessage()
+
+
+def test_the_recommended_policy_is_not_warned_about(make_connector, logged):
+    make_connector(KVConnectorRole.SCHEDULER)
+    make_connector(KVConnectorRole.WORKER)
+    assert not logged
+
+
+# ---- doing nothing -----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=KVConnectorRole, ids=lambda role: role.name)
+def idle(request: pytest.FixtureRequest, make_connector: MakeConnector, logged: list[Any]) -> Any:
+    """A connector of either role without prefix caching."""
+
+    def switch_off(config: VllmConfig) -> None:
+        config.cache_config.enable_prefix_caching = False
+
+    connector = make_connector(request.param, switch_off)
+    assert [record.levelname for record in logged] == ["WARNING"]
+    assert "Prefix caching is off" in logged[0].getMessage()
+    assert "Remove --no-enable-prefix-caching" in logged[0].getMessage()
+    return connector
+
+
+def test_without_prefix_caching_it_does_nothing(idle, logged):
+    """It warned when it was made, see the fixture; every hook then has its neutral answer."""
+    request: Any = SimpleNamespace()
+    manager = SimpleNamespace(block_pool=None)
+    idle.bind_kv_cache_manager(manager)
+    idle.on_new_request(request)
+    assert idle.get_num_new_matched_tokens(request, 0) == (0, False)
+    idle.update_state_after_alloc(request, request, 5)
+    assert idle.build_connector_meta(request) == EMPTY_PLAN
+    idle.update_connector_output(KVConnectorOutput())
+    assert idle.request_finished(request, []) == (False, None)
+    assert idle.request_finished_all_groups(request, ([],)) == (False, None)
+    assert not idle.has_pending_push_work()
+    assert idle.reset_cache() is True
+    idle.register_kv_caches({"a": torch.zeros(4), "b": torch.zeros(4)})
+    idle.handle_preemptions(EMPTY_PLAN)
+    idle.bind_connector_metadata(EMPTY_PLAN)
+    idle.start_load_kv(None)
+    idle.wait_for_layer_load("a")
+    idle.save_kv_layer("a", torch.zeros(1), None)
+    idle.wait_for_save()
+    assert idle.get_transfer_results(set()) == KVConnectorTransferResults(
+        finished_recving=set(), failed_recving=set()
+    )
+    assert idle.build_connector_worker_meta() is None
+    idle.clear_connector_metadata()
+    assert idle.get_kv_connector_stats() is None
+    assert not list(idle.take_events())
+    assert not idle.requires_kv_delivery
+    idle.shutdown()
+    assert len(logged) == 1
+
+
+# ---- scheduler side ----------------------------------------------------------------------------
+
+SCHEDULER_HOOKS = {
+    "on_new_request": ("see", (None,), None),
+    "get_num_new_matched_tokens": ("match", (None, 0), (0, False)),
+    "update_state_after_alloc": ("allocated", (None, None, 0), None),
+    "build_connector_meta": ("plan", (None,), EMPTY_PLAN),
+    "update_connector_output": ("settle", (None,), None),
+    "request_finished": ("finish", (None, []), (False, None)),
+    "has_pending_push_work": ("has_work", (), False),
+    "reset_cache": ("reset", (), True),
+    "get_kv_connector_stats": ("gauges", (), None),
+}
+"""Hook: the method of the planner that it calls, arguments, the answer if that raises."""
+
+
+@pytest.mark.parametrize("hook", SCHEDULER_HOOKS)
+def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeypatch, logged, hook):
+    connector = make_connector()
+    method, arguments, answer = SCHEDULER_HOOKS[hook]
+    broken = property(raise_error) if method == "has_work" else raise_error
+    monkeypatch.setattr(type(connector._planner), method, broken)
+    assert getattr(connector, hook)(*arguments) == answer
+    check_logged(logged, hook)
+    if hook != "get_kv_connector_stats":  # which had taken the counts already
+        assert contained(connector) == 1
+    assert connector._planner._is_disabled
+
+
+def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, logged):
+    connector = make_connector()
+    monkeypatch.setattr(connector._planner, "finish", raise_error)
+    assert connector.request_finished_all_groups(None, ([1],)) == (False, None)
+    check_logged(logged, "request_finished")
+
+
+@pytest.mark.parametrize("method", ["see", "match", "plan", "settle", "finish"])
+def test_after_an_error_nothing_is_matched_or_stored_any_more(monkeypatch, method, logged):
+    rig = Rig(num_blocks=13)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("a", prompt)
+    rig.run_alone("b", rig.prompt(41, 2))
+    assert rig.run_alone("a2", prompt) > 0, "it worked before"
+    rig.run_alone("b2", rig.prompt(41, 3))
+    planner = rig.planner
+    original = getattr(planner, method)
+    calls: list[object] = []
+
+    def raise_once(*args: object) -> object:
+        if not calls:
+            calls.append(args)
+            raise RuntimeError("injected")
+        return original(*args)
+
+    monkeypatch.setattr(planner, method, raise_once)
+    assert rig.run_alone("c", rig.prompt(41, 4)) == 0
+    assert calls
+    stored = rig.counts["stored_blocks"]
+    assert rig.run_alone("a3", prompt) == 0
+    assert rig.run_alone("a4", prompt) == 0
+    assert rig.counts["stored_blocks"] == stored
+    assert rig.counts["contained_errors"] == 1
+    assert len([r for r in logged if r.levelno >= logging.ERROR]) == 1
+    rig.check_idle()
+
+
+def test_a_request_whose_load_could_not_be_planned_is_recomputed(monkeypatch, logged):
+    rig = Rig(num_blocks=13)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("a", prompt)
+    rig.run_alone("b", rig.prompt(41, 2))
+    monkeypatch.setattr(rig.planner, "allocated", raise_error)
+    before = len(rig.plans)
+    rig.run_alone("a2", prompt)  # checks the answer
+    failures = [failure for plan in rig.plans[before:] for failure in plan.failures]
+    assert failures == ["a2"]
+    assert rig.counts["contained_errors"] >= 1
+    assert any("update_state_after_alloc failed" in record.getMessage() for record in logged)
+
+
+def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(monkeypatch):
+    rig = Rig(num_blocks=13)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("a", prompt)
+    rig.run_alone("b", rig.prompt(41, 2))
+    planner = rig.planner
+    plan = planner.plan
+
+    def raise_if_a_load_has_begun(scheduler_output: Any) -> StepPlan:
+        if planner._loads.owners_of_new:
+            raise RuntimeError("injected")
+        return plan(scheduler_output)
+
+    monkeypatch.setattr(planner, "plan", raise_if_a_load_has_begun)
+    before = len(rig.plans)
+    rig.run_alone("a2", prompt)  # checks the answer
+    assert [failure for p in rig.plans[before:] for failure in p.failures] == ["a2"]
+    rig.check_idle()
+
+
+def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_production(
+    make_connector, monkeypatch
+):
+    def break_promise(*args: object) -> None:
+        raise InvariantError("I1", "a leased slot was evicted")
+
+    tested = make_connector(check_invariants=True)
+    monkeypatch.setattr(tested._planner, "match", break_promise)
+    with pytest.raises(InvariantError, match="I1"):
+        tested.get_num_new_matched_tokens(None, 0)
+    served = make_connector()
+    monkeypatch.setattr(served._planner, "match", break_promise)
+    assert served.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert contained(served) == 1
+
+
+def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, monkeypatch):
+    checks: list[int] = []
+    for wanted in (False, True):
+        connector = make_connector(check_invariants=wanted)
+        planner = connector._planner
+        monkeypatch.setattr(planner, "plan", lambda scheduler_output: EMPTY_PLAN)
+        monkeypatch.setattr(planner, "settle", lambda output: None)
+        monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
+        connector.build_connector_meta(None)
+        connector.update_connector_output(None)
+        assert len(checks) == (2 if wanted else 0)
+
+
+# ---- worker side -------------------------------------------------------------------------------
+
+PLAN = StepPlan(
+    loads=(Transfer(1, (1,), (1,)),),
+    stores_before_forward=(Transfer(2, (2,), (2,)),),
+    stores_after_forward=(Transfer(3, (3,), (3,)),),
+    fences=(2,),
+    failures=("r",),
+)
+
+WORKER_HOOKS = {
+    "handle_preemptions": ("before_step", (PLAN,), None),
+    "bind_connector_metadata": ("begin", (PLAN,), None),
+    "start_load_kv": ("start_loads", (None,), None),
+    "wait_for_save": ("start_stores", (), None),
+    "get_transfer_results": ("collect_failures", (set(),), KVConnectorTransferResults()),
+    "build_connector_worker_meta": ("report", (), None),
+    "clear_connector_metadata": ("end", (), None),
+    "shutdown": ("shutdown", (), None),
+}
+"""Hook: the method of the bridge that it calls, arguments, the answer if that raises."""
+
+
+@pytest.mark.parametrize("hook", WORKER_HOOKS)
+def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logged, hook):
+    method, arguments, answer = WORKER_HOOKS[hook]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._worker, method, raise_error)
+        assert getattr(worker, hook)(*arguments) == answer
+    check_logged(logged, hook)
+    assert contained(worker) == 1
+    assert worker.get_kv_connector_stats().reduce() == {"contained_errors": 1}
+
+
+def test_a_step_of_hooks_reaches_the_bridge_in_vllm_s_order(worker, monkeypatch):
+    called: list[str] = []
+    for method, _, _ in WORKER_HOOKS.values():
+        original = getattr(worker._worker, method)
+        monkeypatch.setattr(
+            worker._worker,
+            method,
+            lambda *args, method=method, original=original: (
+                called.append(method) or original(*args)
+            ),
+        )
+    worker.handle_preemptions(PLAN)
+    worker.bind_connector_metadata(PLAN)
+    assert worker._get_connector_metadata() is PLAN
+    worker.wait_for_layer_load("layer")
+    worker.save_kv_layer("layer", torch.zeros(1), None)
+    worker.start_load_kv(None, request_ids=[])
+    worker.wait_for_save()
+    results = worker.get_transfer_results({"gone"})
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert results.finished_recving is not results.failed_recving
+    assert not results.finished_sending
+    report = worker.build_connector_worker_meta()
+    assert isinstance(report, StepReport)
+    assert report.capacities == (Capacity(0, SLOTS),)
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
+    expected = [method for method, _, _ in WORKER_HOOKS.values() if method != "shutdown"]
+    assert called == expected
+    monkeypatch.undo()
+
+
+def test_another_connector_s_plan_is_not_taken_for_ours(worker, logged):
+    foreign: Any = SimpleNamespace()
+    worker.handle_preemptions(foreign)
+    worker.bind_connector_metadata(foreign)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    assert contained(worker) == 0
+    assert not logged
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+def test_statistics_are_told_when_something_changed(make_connector, monkeypatch):
+    connector = make_connector()
+    gauges = {"slots": 0}
+    monkeypatch.setattr(connector._planner, "gauges", lambda: dict(gauges))
+    assert connector.get_kv_connector_stats().reduce() == {"slots": 0}
+    assert connector.get_kv_connector_stats() is None
+    connector._counters[Count.HIT_TOKENS] += 4
+    assert connector.get_kv_connector_stats().reduce() == {"slots": 0, "hit_tokens": 4}
+    gauges["slots"] = 9
+    assert connector.get_kv_connector_stats().reduce() == {"slots": 9}
+    assert connector.get_kv_connector_stats() is None
+
+
+def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector, monkeypatch):
+    connector = make_connector()
+    gauges = {"slots": 0}
+    monkeypatch.setattr(connector._planner, "gauges", lambda: dict(gauges))
+    total = connector.get_kv_connector_stats()
+    gauges["slots"] = 5
+    total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
+    assert connector.get_kv_connector_stats().reduce() == {"slots": 5}

@@ -1,0 +1,274 @@
+"""Who imports whom, read from the source (docs/architecture.md: folders are processes)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import safe_offload
+
+ROOT = Path(safe_offload.__file__).parent
+FUNCTION_LINES_MAX = 70
+MODULE_LINES_MAX = 400
+
+SHARED = ("protocol.py", "layout.py", "errors.py", "config.py", "compat.py")
+"""What both processes import."""
+
+IMPORTS_VLLM = {
+    "compat.py": "all that differs between versions, and the base classes",
+    "plugin.py": "registers the connector with vLLM",
+    "observe/metrics.py": "base classes of statistics and metrics",
+    "scheduler/requests.py": "RequestStatus",
+    "scheduler/index.py": "kinds of attention",
+    "bench/engine_process.py": "runs an engine",
+}
+"""Files that import vLLM when they run, not only for types, and what for."""
+
+PROBES_VLLM = {
+    "connector.py": {"local_world_size"},
+    "scheduler/stores.py": {"kv_connector_block_state", "boundary_state_offloads"},
+}
+"""Attributes that these files, beside compat.py, take only from a vLLM that has them."""
+
+
+def _files() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+
+
+FILES = _files()
+SCHEDULER = [name for name in FILES if name.startswith("scheduler/")]
+WORKER = [name for name in FILES if name.startswith("worker/")]
+
+
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(), name)
+
+
+def _module_of(name: str) -> str:
+    """The dotted name of a file of the package."""
+    parts = ["safe_offload", *Path(name).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILE_OF = {_module_of(name): name for name in FILES}
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
+
+
+def _walk(
+    node: ast.AST, *, with_types: bool, with_functions: bool
+) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if (with_types or not _is_for_types(child)) and (with_functions or not is_function):
+            yield from _walk(child, with_types=with_types, with_functions=with_functions)
+
+
+@functools.cache
+def imports_of(
+    name: str, *, with_types: bool = True, with_functions: bool = True
+) -> frozenset[str]:
+    """Dotted names that a file imports; `from a import b` is both `a` and `a.b`."""
+    found: set[str] = set()
+    for node in _walk(tree_of(name), with_types=with_types, with_functions=with_functions):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        else:
+            assert node.level == 0, f"{name}: relative imports hide who imports whom"
+            assert node.module is not None
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+def _imports(name: str, package: str) -> set[str]:
+    """What a file imports of a package, for types or inside functions too."""
+    return {i for i in imports_of(name) if i == package or i.startswith(f"{package}.")}
+
+
+def _loaded_with(name: str) -> set[str]:
+    """Files of the package that are imported when this one is."""
+    seen, left = set(), [name]
+    while left:
+        current = left.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for module in imports_of(current, with_types=False, with_functions=False):
+            parts = module.split(".")
+            packages = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            left += [FILE_OF[package] for package in packages if package in FILE_OF]
+    return seen
+
+
+def test_the_package_was_found():
+    assert {"connector.py", "scheduler/planner.py", "worker/bridge.py"} <= set(FILES)
+    assert _imports("connector.py", "safe_offload.worker"), "also inside of functions"
+    assert _imports("connector.py", "torch"), "also for types"
+
+
+# ---- folders are processes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULER)
+def test_the_scheduler_side_imports_neither_torch_nor_asyncio_nor_the_worker(name):
+    for package in ("torch", "asyncio", "threading", "time", "safe_offload.worker"):
+        assert not _imports(name, package)
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_the_worker_side_does_not_import_the_scheduler(name):
+    assert not _imports(name, "safe_offload.scheduler")
+    assert not _imports(name, "safe_offload.connector")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_both_sides_share_imports_neither(name):
+    for package in ("safe_offload.scheduler", "safe_offload.worker", "safe_offload.connector"):
+        assert not _imports(name, package)
+    assert not _imports(name, "torch")
+    assert not _imports(name, "asyncio")
+
+
+@pytest.mark.parametrize("name", ["connector.py", *SCHEDULER])
+def test_the_scheduler_side_does_not_load_the_worker_by_way_of_others(name):
+    loaded = _loaded_with(name)
+    assert not [other for other in loaded if other.startswith("worker/")]
+    for other in loaded:
+        imported = imports_of(other, with_types=False, with_functions=False)
+        assert not {"torch", "asyncio"} & imported, f"{name} loads {other}"
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_the_worker_side_does_not_load_the_scheduler_by_way_of_others(name):
+    assert not [other for other in _loaded_with(name) if other.startswith("scheduler/")]
+
+
+def test_errors_import_nothing():
+    assert not imports_of("errors.py") - {"__future__", "__future__.annotations"}
+
+
+def test_settings_and_layout_do_without_torch_and_vllm():
+    for name in ("config.py", "layout.py"):
+        assert _loaded_with(name) <= {name, "__init__.py", "errors.py"}
+        assert not _imports(name, "vllm")
+        assert not _imports(name, "torch")
+
+
+def test_what_vllm_loads_in_every_process_is_light():
+    loaded = _loaded_with("plugin.py")
+    assert loaded <= {"plugin.py", "__init__.py", "config.py", "errors.py"}
+    for name in loaded:
+        imported = imports_of(name, with_types=False, with_functions=False)
+        assert not [i for i in imported if i.split(".")[0] in ("vllm", "torch", "numpy")]
+
+
+# ---- vLLM in as few files as possible ----------------------------------------------------------
+
+
+def test_vllm_is_imported_where_it_is_said_to_be():
+    importing = {
+        name
+        for name in FILES
+        for module in imports_of(name, with_types=False)
+        if module.split(".")[0] == "vllm"
+    }
+    assert importing == set(IMPORTS_VLLM)
+
+
+@pytest.mark.parametrize("name", [name for name in WORKER if name != "worker/bridge.py"])
+def test_the_worker_knows_vllm_in_one_file(name):
+    assert not _imports(name, "vllm")
+
+
+def _asks_for_the_version(node: ast.AST) -> bool:
+    if isinstance(node, ast.Try):
+        imports = any(
+            (isinstance(child, ast.ImportFrom) and (child.module or "").startswith("vllm"))
+            or (isinstance(child, ast.Import) and any(a.name == "vllm" for a in child.names))
+            for child in node.body
+        )
+        catches = any(
+            handler.type is not None and "ImportError" in ast.unparse(handler.type)
+            for handler in node.handlers
+        )
+        return imports and catches
+    if isinstance(node, ast.Compare | ast.If | ast.IfExp | ast.Match):
+        test = ast.unparse(getattr(node, "test", getattr(node, "subject", node)))
+        return "vllm_version" in test or "TESTED_VERSIONS" in test or "vllm.__version__" in test
+    return False
+
+
+def test_one_file_knows_what_differs_between_versions():
+    asking = {
+        name for name in FILES for node in ast.walk(tree_of(name)) if _asks_for_the_version(node)
+    }
+    assert asking == {"compat.py"}
+
+
+def test_attributes_that_some_versions_lack_are_asked_for_where_it_is_said():
+    probes: dict[str, set[str]] = {}
+    for name in ["connector.py", *SCHEDULER, *WORKER]:
+        for node in ast.walk(tree_of(name)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+                and isinstance(node.args[1], ast.Constant)
+            ):
+                probes.setdefault(name, set()).add(node.args[1].value)
+    assert probes == PROBES_VLLM
+
+
+# ---- size and docstrings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_says_what_it_is_for(name):
+    assert ast.get_docstring(tree_of(name))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_can_be_read_in_one_sitting(name):
+    assert len((ROOT / name).read_text().splitlines()) <= MODULE_LINES_MAX
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_function_fits_on_a_page(name):
+    too_long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
+    }
+    assert not too_long
+
+
+def _is_private(node: ast.Module | ast.ClassDef) -> bool:
+    return isinstance(node, ast.ClassDef) and node.name.startswith("_")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("bench/")])
+def test_what_is_public_says_what_it_does(name):
+    nodes = [
+        node
+        for parent in ast.walk(tree_of(name))
+        if isinstance(parent, ast.Module | ast.ClassDef) and not _is_private(parent)
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+    ]
+    assert not [node.name for node in nodes if not ast.get_docstring(node)]

@@ -1,0 +1,512 @@
+"""The worker's hooks over tiny tensors: what they move, what they report, what they refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from safe_offload.config import OffloadConfig
+from safe_offload.errors import ConfigError
+from safe_offload.protocol import (
+    EMPTY_PLAN,
+    Capacity,
+    FailureReason,
+    Outcome,
+    StepPlan,
+    StepReport,
+    Transfer,
+)
+from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.bridge import WorkerBridge
+from tests.worker.fake_backend import PATIENCE_S, FakeBackend, flush, transfer
+
+PAGE = 48
+BLOCKS = 10
+LAYERS = ("a", "b", "c")
+SLOT_BYTES = PAGE * len(LAYERS)
+RANK = 3
+
+
+class Worker:
+    """A bridge, and the memory that vLLM would have given it."""
+
+    def __init__(self, num_slots: int = 12, *, layout: str = "layers outermost") -> None:
+        size = SLOT_BYTES * BLOCKS
+        layer_stride, block_stride = (
+            (PAGE * BLOCKS, PAGE) if layout == "layers outermost" else (PAGE, SLOT_BYTES)
+        )
+        tensors = [
+            KVCacheTensor(size, list(LAYERS), layer_stride, block_stride),
+            # A second cache group overlays the first.
+            KVCacheTensor(size, ["x", "y"], layer_stride, block_stride),
+        ]
+        self.storage = torch.zeros(size, dtype=torch.uint8)
+        self.caches = {
+            name: torch.as_strided(
+                self.storage, (BLOCKS, PAGE), (block_stride, 1), index * layer_stride
+            )
+            for tensor in tensors
+            for index, name in enumerate(tensor.layers)
+        }
+        self.config = OffloadConfig.from_extra_config({"num_cpu_blocks": num_slots}, world_size=1)
+        self.bridge = WorkerBridge(
+            self.config, KVCacheConfig(BLOCKS, tensors, []), rank=RANK, num_ranks_on_host=1
+        )
+        self.reports: list[StepReport] = []
+
+    def register(self) -> Worker:
+        self.bridge.register(self.caches)
+        return self
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def write_block(self, block: int, word: int) -> None:
+        """Fill a block: each layer with a word of its own."""
+        for index, layer in enumerate(LAYERS):
+            self.caches[layer][block].fill_(word + index)
+
+    def read_block(self, block: int) -> list[int]:
+        """The word of each layer; a block that is not uniform is an error."""
+        words = []
+        for layer in LAYERS:
+            found = set(self.caches[layer][block].tolist())
+            assert len(found) == 1, (layer, found)
+            words.append(found.pop())
+        assert words == list(range(words[0], words[0] + len(LAYERS))) or set(words) == {0}
+        return words
+
+    # ---- hooks ---------------------------------------------------------------------------------
+
+    def step(
+        self, plan: StepPlan, forward: Callable[[], object] = lambda: None, order: str = "V1"
+    ) -> tuple[str, ...]:
+        """All hooks of a step in one of the orders in which vLLM calls them.
+
+        Returns:
+            What `collect_failures` answered.
+        """
+        bridge = self.bridge
+        bridge.before_step(plan)
+        bridge.begin(plan)
+        if order == "synchronous loads of another connector":
+            bridge.start_loads()
+        forward()
+        if order != "synchronous loads of another connector":
+            bridge.start_loads()
+        if order == "speculative decoding":
+            failures = self._collect()
+            bridge.start_stores()
+        else:
+            bridge.start_stores()
+            failures = self._collect()
+        bridge.end()
+        return failures
+
+    def _collect(self) -> tuple[str, ...]:
+        failures = self.bridge.collect_failures()
+        report = self.bridge.report()
+        if report is not None:
+            self.reports.append(report)
+        return failures
+
+    def settle(self) -> dict[int, FailureReason | None]:
+        """Wait for all copies, step once more, and return every outcome so far."""
+        engine = self.bridge._engine
+        if engine is not None:
+            flush(engine)
+            threads = engine._backend._threads
+            for direction in Direction:
+                threads[direction].submit(lambda: None).result(PATIENCE_S)
+            flush(engine)
+        assert self.step(EMPTY_PLAN) == ()
+        return self.outcomes()
+
+    def outcomes(self) -> dict[int, FailureReason | None]:
+        found = [outcome for report in self.reports for outcome in report.outcomes]
+        assert all(outcome.rank == RANK for outcome in found)
+        by_id = {outcome.transfer_id: outcome.failure for outcome in found}
+        assert len(by_id) == len(found), "a transfer was reported twice"
+        return by_id
+
+
+ORDERS = ("V1", "speculative decoding", "synchronous loads of another connector")
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(**kwargs: object) -> Worker:
+        workers.append(Worker(**kwargs))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.bridge.shutdown()
+
+
+@pytest.fixture
+def worker(make_worker: Callable[..., Worker]) -> Worker:
+    return make_worker().register()
+
+
+def faked(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    """Register a worker with a backend whose copies the test ends."""
+    backend = FakeBackend()
+    monkeypatch.setattr(bridge_module, "_make_backend", lambda *args: backend)
+    worker.register()
+    return backend
+
+
+# ---- a step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_a_step_stores_a_later_step_loads_into_other_blocks(make_worker, order, layout):
+    worker = make_worker(layout=layout).register()
+    for block in range(BLOCKS):
+        worker.write_block(block, 10 * block)
+    store = Transfer(1, (2, 5, 3), (11, 0, 7))
+    worker.step(StepPlan(stores_after_forward=(store,)), order=order)
+    assert worker.settle() == {1: None}
+    for block in (2, 5, 3):
+        worker.write_block(block, 0)
+    load = Transfer(2, (9, 8, 2), (7, 11, 0))
+    worker.step(StepPlan(loads=(load,)), order=order)
+    assert worker.settle() == {1: None, 2: None}
+    assert [worker.read_block(block)[0] for block in (9, 8, 2)] == [30, 20, 50]
+    assert [worker.read_block(block)[0] for block in (0, 1, 4, 6, 7)] == [0, 10, 40, 60, 70]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_store_after_the_forward_takes_what_the_forward_wrote(worker, order):
+    plan = StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),))
+    worker.step(plan, forward=lambda: worker.write_block(4, 44), order=order)
+    assert worker.settle() == {1: None}
+    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
+    worker.settle()
+    assert worker.read_block(6)[0] == 44
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_fenced_store_before_the_forward_takes_what_was_there_before(worker, order):
+    worker.write_block(4, 40)
+    plan = StepPlan(stores_before_forward=(Transfer(1, (4,), (4,)),), fences=(1,))
+    worker.step(plan, forward=lambda: worker.write_block(4, 77), order=order)
+    assert worker.settle() == {1: None}
+    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
+    worker.settle()
+    assert worker.read_block(6)[0] == 40
+    assert worker.read_block(4)[0] == 77
+
+
+def test_a_store_in_flight_is_fenced_by_a_later_step(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
+    backend.wait_for(1)
+    backend.on_fence = lambda completion: backend.complete(completion.name) is None
+    forward_sees: list[int] = []
+    worker.step(StepPlan(fences=(1,)), forward=lambda: forward_sees.append(len(backend.running)))
+    assert forward_sees == [0]
+    flush(worker.bridge._engine)
+    worker.step(EMPTY_PLAN)
+    assert worker.outcomes() == {1: None}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_issued_where_in_a_step(make_worker, monkeypatch, order):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    plan = StepPlan(
+        loads=(transfer(20),),
+        stores_before_forward=(transfer(10), transfer(11)),
+        stores_after_forward=(transfer(30),),
+    )
+    before_forward: list[list[int]] = []
+
+    def forward() -> None:
+        flush(worker.bridge._engine)
+        before_forward.append(backend.names)
+
+    worker.step(plan, forward, order)
+    flush(worker.bridge._engine)
+    loads_first = order == "synchronous loads of another connector"
+    assert before_forward == [[10, 11, 20] if loads_first else [10, 11]]
+    assert backend.names == [10, 11, 20, 30]
+    directions = [completion.copy.direction for completion in backend.issued]
+    assert directions == [Direction.STORE, Direction.STORE, Direction.LOAD, Direction.STORE]
+    backend.complete_all()
+
+
+def test_hooks_that_come_twice_start_nothing_twice(worker):
+    plan = StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),), failures=("r",))
+    worker.bridge.before_step(plan)
+    worker.bridge.begin(plan)
+    for _ in range(2):
+        worker.bridge.start_loads()
+        worker.bridge.start_stores()
+    assert worker.bridge.collect_failures() == ("r",)
+    assert worker.bridge.collect_failures() == ()
+    worker.bridge.end()
+    worker.bridge.end()
+    assert worker.settle() == {1: None, 2: None}
+
+
+def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
+    plan = StepPlan(
+        loads=(Transfer(1, (BLOCKS,), (0,)), Transfer(2, (1,), (1,))),
+        stores_after_forward=(Transfer(3, (0,), (12,)), Transfer(4, (0,), (11,))),
+    )
+    worker.step(plan)
+    bad = FailureReason.BAD_PLAN
+    assert worker.settle() == {1: bad, 2: None, 3: bad, 4: None}
+
+
+# ---- what is reported --------------------------------------------------------------------------
+
+
+def test_the_first_report_has_the_capacity_and_no_later_one_has(worker):
+    worker.step(EMPTY_PLAN)
+    assert worker.reports == [StepReport(capacities=(Capacity(RANK, 12),))]
+    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
+    worker.settle()
+    assert worker.reports[1:] == [StepReport(outcomes=(Outcome(RANK, 1),))]
+
+
+def test_a_step_in_which_nothing_settled_has_no_report(worker):
+    worker.step(EMPTY_PLAN)
+    assert worker.bridge.report() is None
+
+
+def test_capacity_is_what_the_bytes_hold(make_worker):
+    worker = make_worker()
+    extra = {"cpu_bytes_to_use_per_rank": 4096 + SLOT_BYTES - 1}
+    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=2)
+    worker.register()
+    worker.step(EMPTY_PLAN)
+    assert worker.reports[0].capacities == (Capacity(RANK, (4096 + SLOT_BYTES - 1) // SLOT_BYTES),)
+
+
+def test_a_failed_load_is_named_once(worker):
+    assert worker.step(StepPlan(failures=("x", "y"))) == ("x", "y")
+    assert worker.step(EMPTY_PLAN) == ()
+
+
+def test_a_failed_load_whose_step_collects_nothing_is_named_in_the_next(worker):
+    worker.bridge.before_step(StepPlan(failures=("x",)))
+    worker.bridge.begin(StepPlan(failures=("x",)))
+    worker.bridge.end()
+    assert worker.step(StepPlan(failures=("y",))) == ("x", "y")
+    assert worker.step(EMPTY_PLAN) == ()
+
+
+def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(worker):
+    plan = StepPlan(
+        loads=(transfer(1),),
+        stores_before_forward=(transfer(2),),
+        stores_after_forward=(transfer(3), transfer(4)),
+    )
+    worker.bridge.before_step(plan)
+    worker.bridge.begin(plan)
+    worker.bridge.end()
+    cancelled = FailureReason.CANCELLED
+    assert worker.settle() == {1: cancelled, 2: None, 3: cancelled, 4: cancelled}
+
+
+def test_transfers_of_a_step_that_never_ended_are_cancelled_by_the_next(worker):
+    worker.bridge.begin(StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),)))
+    worker.step(StepPlan(stores_after_forward=(transfer(3),)))
+    cancelled = FailureReason.CANCELLED
+    assert worker.settle() == {1: cancelled, 2: cancelled, 3: None}
+
+
+def test_a_transfer_that_cannot_be_queued_is_reported_once(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+
+    def fail() -> None:
+        raise RuntimeError("no event left")
+
+    backend.on_mark = fail
+    worker.step(StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),)))
+    assert worker.outcomes() == {1: FailureReason.COPY_FAILED, 2: FailureReason.COPY_FAILED}
+
+
+# ---- starting ----------------------------------------------------------------------------------
+
+
+def test_registering_twice_keeps_the_first(worker):
+    engine = worker.bridge._engine
+    worker.register()
+    assert worker.bridge._engine is engine
+    worker.step(EMPTY_PLAN)
+    assert len(worker.reports[0].capacities) == 1
+
+
+def test_a_worker_without_layers_has_no_capacity_and_refuses_transfers(make_worker):
+    worker = make_worker()
+    worker.bridge.register({})
+    worker.step(StepPlan(loads=(transfer(1),), stores_before_forward=(transfer(2),), fences=(2,)))
+    assert worker.outcomes() == dict.fromkeys((1, 2), FailureReason.NOT_RUNNING)
+    assert all(not report.capacities for report in worker.reports)
+
+
+def test_a_layer_may_have_several_tensors(make_worker):
+    worker = make_worker()
+    worker.caches = {"mamba": [worker.caches["a"], worker.caches["b"]], "c": worker.caches["c"]}
+    worker.register()
+    assert worker.bridge.report() is not None
+
+
+def test_a_pool_too_small_for_one_block_is_refused(make_worker):
+    worker = make_worker()
+    extra = {"cpu_bytes_to_use": 4096}
+    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=1)
+    worker.bridge._kv_cache_config = KVCacheConfig(
+        2, [KVCacheTensor(16384, ["a"], 16384, 8192)], []
+    )
+    storage = torch.zeros(16384, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use.*at least one block, 8.00 KiB"):
+        worker.bridge.register({"a": storage})
+
+
+def test_a_pool_larger_than_the_machine_is_refused(make_worker, monkeypatch):
+    monkeypatch.setattr(bridge_module, "available_host_bytes", lambda: 100 * SLOT_BYTES)
+    with pytest.raises(ConfigError, match="num_cpu_blocks"):
+        make_worker(num_slots=101).register()
+
+
+def test_ranks_on_the_same_machine_share_its_memory(make_worker, monkeypatch):
+    worker = make_worker(num_slots=1 << 20)
+    needed = (1 << 20) * SLOT_BYTES
+    monkeypatch.setattr(bridge_module, "available_host_bytes", lambda: needed + (1 << 30))
+    worker.bridge._num_ranks_on_host = 9
+    with pytest.raises(ConfigError, match="9 ranks"):
+        worker.register()
+    worker.bridge._num_ranks_on_host = 1
+    worker.register()
+
+
+def test_several_storages_are_refused(make_worker):
+    worker = make_worker()
+    worker.caches["b"] = worker.caches["b"].clone()
+    with pytest.raises(ConfigError, match="one backing allocation"):
+        worker.register()
+
+
+def test_a_storage_smaller_than_its_blocks_is_refused(make_worker):
+    worker = make_worker()
+    worker.bridge._kv_cache_config.num_blocks = BLOCKS + 1
+    with pytest.raises(ConfigError, match="unsupported KV cache layout"):
+        worker.register()
+
+
+def test_a_device_without_a_backend_is_refused_and_its_host_memory_given_back(
+    make_worker, monkeypatch
+):
+    worker = make_worker()
+    taken = []
+    allocate = bridge_module.HostMemory.allocate
+    monkeypatch.setattr(
+        bridge_module.HostMemory,
+        "allocate",
+        lambda size_bytes: taken.append(allocate(size_bytes)) or taken[-1],
+    )
+    storage = torch.zeros(worker.storage.numel(), dtype=torch.uint8, device="meta")
+    with pytest.raises(ConfigError, match="'meta'"):
+        worker.bridge.register({"a": storage})
+    assert all(memory.is_closed for memory in taken)
+    worker.step(StepPlan(loads=(transfer(1),)))
+    assert worker.outcomes() == {1: FailureReason.NOT_RUNNING}
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def test_shutting_down_twice_is_the_same_as_once_and_leaves_no_thread(make_worker):
+    before = set(threading.enumerate())
+    worker = make_worker().register()
+    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
+    worker.settle()
+    worker.bridge.shutdown()
+    worker.bridge.shutdown()
+    assert set(threading.enumerate()) <= before
+
+
+def test_shutting_down_what_was_never_registered_does_nothing(make_worker):
+    make_worker().bridge.shutdown()
+
+
+def test_everything_after_shutdown_is_reported_as_not_running(worker):
+    worker.bridge.shutdown()
+    plan = StepPlan(
+        loads=(transfer(1),),
+        stores_before_forward=(transfer(2),),
+        stores_after_forward=(transfer(3),),
+        fences=(2,),
+        failures=("r",),
+    )
+    assert worker.step(plan) == ("r",)
+    assert worker.outcomes() == dict.fromkeys((1, 2, 3), FailureReason.NOT_RUNNING)
+
+
+def test_what_settles_during_shutdown_is_reported(make_worker, monkeypatch):
+    worker = make_worker()
+    extra = {"num_cpu_blocks": 12, "max_inflight_bytes": 4096}
+    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=1)
+    backend = faked(worker, monkeypatch)
+    plan = StepPlan(loads=(transfer(1, num_blocks=40),), stores_after_forward=(transfer(2, 40),))
+    worker.step(plan)
+    backend.wait_for(1)
+    engine = worker.bridge._engine
+    close = engine.close
+
+    def close_while_a_copy_ends() -> bool:
+        assert not close(timeout_s=0.0)
+        flush(engine)
+        backend.complete(1)
+        return close(PATIENCE_S)
+
+    monkeypatch.setattr(engine, "close", close_while_a_copy_ends)
+    worker.bridge.shutdown()
+    worker.step(EMPTY_PLAN)
+    assert worker.outcomes() == {1: None, 2: FailureReason.CANCELLED}
+
+
+def test_the_storage_is_kept_for_a_copy_that_does_not_end(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    worker.step(StepPlan(loads=(transfer(1),)))
+    backend.wait_for(1)
+    engine = worker.bridge._engine
+    close = engine.close
+    monkeypatch.setattr(engine, "close", lambda: close(timeout_s=0.0))
+    worker.bridge.shutdown()
+    assert worker.bridge._storage is not None
+    backend.complete(1)
+    assert close(PATIENCE_S)
+
+
+def test_when_the_engine_dies_every_transfer_is_reported_and_hooks_go_on(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
+    backend.complete(1)
+    flush(worker.bridge._engine)
+
+    def die(copy) -> None:
+        raise SystemExit
+
+    backend.on_issue = die
+    worker.step(StepPlan(loads=(transfer(2),), stores_after_forward=(transfer(3),)))
+    worker.bridge._engine._thread.join(PATIENCE_S)
+    worker.step(StepPlan(loads=(transfer(4),), stores_before_forward=(transfer(5),), fences=(5, 3)))
+    dead = FailureReason.NOT_RUNNING
+    assert worker.outcomes() == {1: None, 2: dead, 3: dead, 4: dead, 5: dead}

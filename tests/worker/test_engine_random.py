@@ -1,0 +1,214 @@
+"""Random interleavings of everything that can happen to the transfer engine, against a model."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from safe_offload.errors import TransferError
+from safe_offload.protocol import FailureReason
+from safe_offload.worker.backends.base import Copy, Direction
+from safe_offload.worker.engine import TransferEngine
+from tests.worker.fake_backend import (
+    PATIENCE_S,
+    SLOT_BYTES,
+    FakeBackend,
+    LoopKilled,
+    flush,
+    join,
+    kill_main,
+    submit,
+    transfer,
+)
+
+MAX_BLOCKS = 4
+"""The bound, in blocks; transfers have one to six."""
+
+indices = st.integers(0, 30)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from(Direction), st.integers(1, 6)),
+        st.tuples(st.just("complete"), indices),
+        st.tuples(st.just("fail"), indices),
+        st.tuples(st.just("refuse"), st.sampled_from([TransferError("x", "y"), ValueError("z")])),
+        st.tuples(st.just("fence"), st.sets(indices, max_size=4), st.booleans()),
+        st.tuples(st.just("drain")),
+        st.tuples(st.just("flush")),
+    ),
+    max_size=40,
+)
+endings = st.sampled_from(["finish", "close", "kill the main coroutine", "kill a transfer"])
+
+
+class Run:
+    """An engine, and what is expected of it."""
+
+    def __init__(self) -> None:
+        self.backend = FakeBackend()
+        self.backend.on_issue = self._on_issue
+        self.engine = TransferEngine(self.backend, MAX_BLOCKS * SLOT_BYTES)
+        self.submitted: list[int] = []
+        self.num_blocks: dict[int, int] = {}
+        self.urgent: set[int] = set()
+        self.poisoned: set[int] = set()
+        self.failed: set[int] = set()
+        self.refusals: list[Exception] = []
+        self.reported: list[tuple[int, FailureReason | None]] = []
+        self.over_bound: list[int] = []
+        self.kill_next = False
+
+    def _on_issue(self, copy: Copy) -> None:
+        name = int(copy.block_ids[0])
+        if self.kill_next:
+            raise LoopKilled
+        if self.refusals:
+            self.failed.add(name)
+            raise self.refusals.pop()
+        running = self.backend.running
+        size_bytes = sum(c.size_bytes for c in running) + len(copy.block_ids) * SLOT_BYTES
+        is_within = size_bytes <= MAX_BLOCKS * SLOT_BYTES or not running
+        if not is_within and name not in self.urgent:
+            self.over_bound.append(name)
+
+    def submit(self, direction: Direction, num_blocks: int) -> None:
+        transfer_id = 1000 * len(self.submitted)
+        self.submitted.append(transfer_id)
+        self.engine.submit(direction, transfer(transfer_id, num_blocks))
+
+    def complete(self, index: int) -> None:
+        if running := self.backend.running:
+            running[index % len(running)].future.set_result(None)
+
+    def fail(self, index: int) -> None:
+        if running := self.backend.running:
+            completion = running[index % len(running)]
+            self.failed.add(completion.name)
+            completion.future.set_exception(TransferError(FailureReason.COPY_FAILED, "told to"))
+
+    def refuse(self, error: Exception) -> None:
+        self.refusals.append(error)
+
+    def fence(self, picked: set[int], is_kept: bool) -> None:
+        transfer_ids = tuple(self.submitted[i] for i in picked if i < len(self.submitted))
+        self.urgent.update(transfer_ids)
+
+        def answer(completion) -> bool:
+            if not is_kept:
+                self.poisoned.add(completion.name)
+            return is_kept
+
+        self.backend.on_fence = answer
+        self.engine.fence(transfer_ids)
+        # What was fenced has been issued, or has settled without.
+        for transfer_id in transfer_ids:
+            job = self.engine._jobs.get(transfer_id)
+            assert job is None or job.decided.is_set()
+
+    def drain(self) -> None:
+        self.reported += self.engine.drain()
+
+    def flush(self) -> None:
+        flush(self.engine)
+
+    def finish(self) -> None:
+        """Let every copy end well."""
+        self.flush()
+        while self.backend.running:
+            self.backend.complete_all()
+            self.flush()
+        self.drain()
+
+    def end_while_copies_run(self, ending: str) -> None:
+        if ending == "close":
+            self.engine.close(timeout_s=0.0)
+        elif ending == "kill the main coroutine":
+            kill_main(self.engine)
+        else:
+            self.kill_next = True
+            submit(self.engine, Direction.STORE, 777)
+            self.submitted.append(777)
+            self.engine._call(self.engine._turnstile.hurry, self.engine._jobs[777])
+        self.flush()
+        self.drain()
+        early = {transfer_id for transfer_id, _ in self.reported}
+        assert early.isdisjoint(completion.name for completion in self.backend.running)
+        self.submit(Direction.LOAD, 1)
+        self.backend.complete_all()
+        join(self.engine)
+        self.submit(Direction.STORE, 1)
+        self.engine.fence(tuple(self.submitted))
+        self.drain()
+
+    def check(self, ending: str) -> None:
+        counts = Counter(transfer_id for transfer_id, _ in self.reported)
+        assert counts == Counter(self.submitted)
+        assert self.over_bound == []
+        unfinished = {FailureReason.NOT_RUNNING, FailureReason.CANCELLED}
+        ended = {completion.name for completion in self.backend.issued}
+        for transfer_id, failure in self.reported:
+            if failure in unfinished:
+                assert ending != "finish"
+                assert ending != "close" or transfer_id not in ended
+            elif transfer_id in self.failed:
+                assert failure is FailureReason.COPY_FAILED
+            elif transfer_id in self.poisoned:
+                assert failure is FailureReason.FENCE_TIMEOUT
+            else:
+                assert failure is None
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(operations=operations, ending=endings)
+def test_every_transfer_is_reported_exactly_once_and_as_what_became_of_it(operations, ending):
+    run = Run()
+    run.engine.start()
+    try:
+        for name, *arguments in operations:
+            getattr(run, name)(*arguments)
+        if ending == "finish":
+            run.finish()
+            assert run.engine.is_running
+        else:
+            run.end_while_copies_run(ending)
+        run.check(ending)
+    finally:
+        run.refusals.clear()
+        run.engine.close(timeout_s=0.0)
+        flush(run.engine)
+        run.backend.complete_all()
+        join(run.engine)
+    assert run.backend.is_closed
+
+
+@pytest.mark.parametrize("num_rounds", [300])
+def test_transfers_from_a_thread_that_never_waits_are_all_reported(num_rounds):
+    backend = FakeBackend()
+    engine = TransferEngine(backend, 3 * SLOT_BYTES)
+    engine.start()
+    done = threading.Event()
+
+    def end_copies() -> None:
+        while not done.is_set() or backend.running:
+            backend.complete_all()
+
+    ender = threading.Thread(target=end_copies)
+    ender.start()
+    reported: list[int] = []
+    try:
+        for transfer_id in range(num_rounds):
+            submit(engine, Direction.STORE if transfer_id % 3 else Direction.LOAD, transfer_id)
+            if transfer_id % 5 == 0:
+                engine.fence((transfer_id, transfer_id - 3))
+            reported += [i for i, failure in engine.drain() if failure is None]
+        engine.fence(tuple(range(num_rounds)))
+        flush(engine)
+        reported += [i for i, failure in engine.drain() if failure is None]
+    finally:
+        done.set()
+        ender.join(PATIENCE_S)
+        assert engine.close(PATIENCE_S)
+    assert sorted(reported) == list(range(num_rounds))
