@@ -90,12 +90,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._last_gauges: dict[str, int] = {}
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
+        is_scheduler = role is KVConnectorRole.SCHEDULER
         if not vllm_config.cache_config.enable_prefix_caching:
-            logger.warning(
-                "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its cache by "
-                "and does nothing. Remove --no-enable-prefix-caching to use it."
-            )
-        elif role is KVConnectorRole.SCHEDULER:
+            if is_scheduler:  # once, not once more in every worker
+                logger.warning(
+                    "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
+                    "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
+                )
+        elif is_scheduler:
             compat.warn_if_untested()
             self._warn_about_failure_policy()
             self._planner = self._make_planner()

@@ -130,7 +130,7 @@ class WorkerBridge:
         Nothing of a step that did not come to its end is lost: its transfers are cancelled, its
         failures are named in this one.
         """
-        self.end()
+        self._cancel_unstarted()
         self._plan = plan
         self._loads, self._stores = plan.loads, plan.stores_after_forward
         self._failures += plan.failures
@@ -164,10 +164,13 @@ class WorkerBridge:
 
     def end(self) -> None:
         """clear_connector_metadata: whatever no hook has started will never be."""
+        self._cancel_unstarted()
+        self._plan = EMPTY_PLAN
+
+    def _cancel_unstarted(self) -> None:
         for transfer in (*self._loads, *self._stores):
             self._fail(transfer, FailureReason.CANCELLED)
         self._loads = self._stores = ()
-        self._plan = EMPTY_PLAN
 
     def shutdown(self) -> None:
         """End the engine's thread and give the host memory back; a second call does nothing."""
