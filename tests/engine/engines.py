@@ -9,6 +9,7 @@ An engine computes with one thread, so that two of them can run beside each othe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks
 
 CHILDREN = Path(__file__).with_name("children")
 CHILD_TIMEOUT_S = 270
+ABORT_TIMEOUT_S = 10
 MAX_CHILDREN = 2
 
 NUM_PROMPT_TOKENS = 2000
@@ -44,6 +46,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
 }
 
 TROUBLE = (
@@ -271,6 +274,9 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
             status: object = process.wait(CHILD_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             status = f"none within {CHILD_TIMEOUT_S} s"
+            process.send_signal(signal.SIGABRT)  # Python's fault handler says where it hangs
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_TIMEOUT_S)
         finally:
             _kill_group(process.pid)
             process.wait()
@@ -283,10 +289,8 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
 
 
 def _kill_group(group_id: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group_id, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _tail(text: str, num_lines: int = 80) -> str:
