@@ -102,25 +102,29 @@ def test_a_transfer_that_had_settled_before_the_loop_died_keeps_its_outcome(back
     assert sorted(engine.drain()) == [(1, None), (2, FailureReason.NOT_RUNNING)]
 
 
-def test_a_fence_that_waits_returns_when_the_loop_dies(backend, start):
+def test_a_fence_that_waits_for_an_issue_returns_when_the_loop_dies(backend, start, monkeypatch):
+    monkeypatch.setattr(engine_module, "FENCE_TIMEOUT_S", 1000.0)
     engine = start(ONE_COPY)
     submit(engine, STORE, 1, 2)
     backend.wait_for(1)
-    held = threading.Event()
-    backend.on_issue = lambda copy: held.wait(PATIENCE_S)
-    fenced = threading.Thread(target=engine.fence, args=((2,),))
-    fenced.start()
-    backend.on_close = backend.complete_all
+    entered, held = threading.Event(), threading.Event()
 
-    def die(copy):
+    def die_when_told(copy):
+        entered.set()
+        assert held.wait(PATIENCE_S)
         raise LoopKilled
 
-    engine._call(setattr, backend, "on_issue", die)
+    backend.on_issue = die_when_told
+    backend.on_close = backend.complete_all
+    fenced = threading.Thread(target=engine.fence, args=((2,),))
+    fenced.start()
+    assert entered.wait(PATIENCE_S), "a fenced store does not wait for its turn"
     held.set()
     fenced.join(PATIENCE_S)
     assert not fenced.is_alive()
     join(engine)
-    assert {i for i, _ in engine.drain()} == {1, 2}
+    dead = FailureReason.NOT_RUNNING
+    assert sorted(engine.drain()) == [(1, dead), (2, dead)]
 
 
 def test_a_dead_loop_is_logged_once(backend, start, monkeypatch):
