@@ -228,19 +228,33 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
 
     Layer `l` of a `KVCacheTensor` has block `b` at `offset + l * layer_stride + b * block_stride`.
     In a layer-outermost layout a layer fills `layer_stride` with regions of `num_blocks *
-    block_stride` bytes, several if the KV heads are split; in a block-outermost one a page is
-    `layer_stride` bytes. Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
+    block_stride` bytes, several if the KV heads are split. In a block-outermost one a page is
+    `layer_stride` bytes, or as many parts of that size as there are heads, if heads lie outside
+    layers (BHLNC). Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
     """
     found = []
     for tensor in kv_cache_config.kv_cache_tensors:
         if getattr(tensor, "host_resident", False):
             continue
         region_bytes = kv_cache_config.num_blocks * tensor.block_stride
-        for layer_idx in range(len(tensor.layers)):
+        for layer_idx, layer in enumerate(tensor.layers):
             offset = tensor.offset + layer_idx * tensor.layer_stride
             if tensor.layer_stride < region_bytes:
-                found.append(Segment(tensor.block_stride, offset, tensor.layer_stride))
+                part_stride = len(tensor.layers) * tensor.layer_stride
+                num_parts = _page_bytes(kv_cache_config, layer) // tensor.layer_stride
+                for start in range(offset, offset + max(num_parts, 1) * part_stride, part_stride):
+                    found.append(Segment(tensor.block_stride, start, tensor.layer_stride))
                 continue
             for start in range(offset, offset + tensor.layer_stride, region_bytes):
                 found.append(Segment(tensor.block_stride, start, tensor.block_stride))
     return found
+
+
+def _page_bytes(kv_cache_config: KVCacheConfig, layer: str) -> int:
+    """Bytes of one layer's page of a block; 0 if no group names the layer."""
+    for group in kv_cache_config.kv_cache_groups:
+        if layer in group.layer_names:
+            spec = group.kv_cache_spec
+            # UniformTypeKVCacheSpecs has one spec for each of its layers.
+            return int(getattr(spec, "kv_cache_specs", {}).get(layer, spec).page_size_bytes)
+    return 0

@@ -131,18 +131,10 @@ def test_a_storage_may_be_larger_than_its_blocks():
     assert geometry_of(config, storage_bytes=8192).slot_bytes == PAGE
 
 
-# compat.segments describes only one head of each layer there: the store would lose the others.
 LAYOUTS = getattr(kv_cache_interface, "KVCacheLayout", ())
-INCOMPLETE = pytest.mark.xfail(strict=True, reason="compat.segments loses bytes of this layout")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=layout.name, marks=INCOMPLETE if layout.name == "BHLNC" else ())
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_of_vllm_is_covered_to_the_last_byte(layout):
     num_layers = 3
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=2, dtype=torch.float32)

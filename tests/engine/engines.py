@@ -274,11 +274,12 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
             status: object = process.wait(CHILD_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             status = f"none within {CHILD_TIMEOUT_S} s"
-            process.send_signal(signal.SIGABRT)  # Python's fault handler says where it hangs
+            # Python's fault handler then says where the engine's processes hang.
+            _signal_group(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ABORT_TIMEOUT_S)
         finally:
-            _kill_group(process.pid)
+            _signal_group(process.pid, signal.SIGKILL)
             process.wait()
     text = log_path.read_text(errors="replace")
     if status != 0 or not report_path.exists():
@@ -288,10 +289,10 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
     return Report(json.loads(report_path.read_text()), text)
 
 
-def _kill_group(group_id: int) -> None:
+def _signal_group(group_id: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group_id, signal.SIGKILL)
+        os.killpg(group_id, number)
 
 
-def _tail(text: str, num_lines: int = 80) -> str:
+def _tail(text: str, num_lines: int = 120) -> str:
     return "\n".join(text.splitlines()[-num_lines:])

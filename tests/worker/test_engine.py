@@ -39,6 +39,7 @@ def test_a_transfer_is_issued_behind_its_mark_and_settles_when_its_copy_ends(bac
     backend.complete(4)
     assert drained(engine) == [(7, None)]
     assert drained(engine) == []
+    assert not engine._jobs, "what was drained is kept no longer"
 
 
 def test_the_mark_is_taken_when_the_transfer_is_submitted_not_when_it_is_issued(backend, start):
@@ -148,7 +149,7 @@ def test_a_fence_returns_when_the_copy_has_read(backend, start):
     engine = start()
     submit(engine, STORE, 1)
     backend.wait_for(1)
-    fenced = threading.Thread(target=engine.fence, args=((1,),))
+    fenced = threading.Thread(target=engine.fence, args=((1,),), daemon=True)
     fenced.start()
     fenced.join(0.02)
     assert fenced.is_alive()

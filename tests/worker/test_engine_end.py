@@ -116,7 +116,7 @@ def test_a_fence_that_waits_for_an_issue_returns_when_the_loop_dies(backend, sta
 
     backend.on_issue = die_when_told
     backend.on_close = backend.complete_all
-    fenced = threading.Thread(target=engine.fence, args=((2,),))
+    fenced = threading.Thread(target=engine.fence, args=((2,),), daemon=True)
     fenced.start()
     assert entered.wait(PATIENCE_S), "a fenced store does not wait for its turn"
     held.set()

@@ -195,7 +195,7 @@ def test_transfers_from_a_thread_that_never_waits_are_all_reported(num_rounds):
         while not done.is_set() or backend.running:
             backend.complete_all()
 
-    ender = threading.Thread(target=end_copies)
+    ender = threading.Thread(target=end_copies, daemon=True)
     ender.start()
     reported: list[int] = []
     try:

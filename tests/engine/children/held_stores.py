@@ -8,11 +8,14 @@ at which it may still read its source.
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import engine
 
 WAIT_S = 120
+COPY_S = 0.05
+"""A copy takes so long once its gate is open: a fence that does not wait for it loses the race."""
 
 
 class Gates:
@@ -36,6 +39,7 @@ class Gates:
             gate = self._gates.get(id(copy))
             if gate is not None and not self._all_open.is_set():
                 assert gate.wait(WAIT_S), "nobody opened the gate of a store"
+                time.sleep(COPY_S)
             run(backend, copy)
 
         def issue_held(backend: Any, copy: Any, after: Any) -> Any:

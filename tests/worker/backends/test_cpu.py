@@ -290,7 +290,7 @@ async def test_a_fence_waits_until_the_copy_has_read(subject):
     subject.wait_until_started(Direction.STORE)
     answers: list[bool] = []
     fenced = threading.Thread(
-        target=lambda: answers.append(subject.backend.fence(completion, PATIENCE_S))
+        target=lambda: answers.append(subject.backend.fence(completion, PATIENCE_S)), daemon=True
     )
     fenced.start()
     fenced.join(0.02)
@@ -336,7 +336,7 @@ async def test_closing_waits_for_copies_that_run_and_fails_those_that_do_not(sub
         close_host()
 
     subject.host.close = close_and_look
-    closing = threading.Thread(target=subject.backend.close)
+    closing = threading.Thread(target=subject.backend.close, daemon=True)
     closing.start()
     for completion in queued:
         with pytest.raises(TransferError) as caught:
@@ -363,7 +363,7 @@ def test_closing_starts_no_copy_of_one_direction_while_it_waits_for_the_other(su
     subject.issue(other, [1], [1])
     subject.wait_until_started(other)
     queued = subject.issue(other, [2], [2])
-    closing = threading.Thread(target=subject.backend.close)
+    closing = threading.Thread(target=subject.backend.close, daemon=True)
     closing.start()
     assert subject.backend.fence(queued, PATIENCE_S)
     assert queued.future.cancelled()
