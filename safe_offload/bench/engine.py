@@ -250,6 +250,12 @@ def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOpti
         "disable_log_stats": False,  # where a prompt's tokens came from is a statistic
     }
     environment = {"VLLM_NO_USAGE_STATS": "1"}
+    # vLLM's CPU engine keeps one core more to itself where a connector is configured (0.32.0,
+    # utils/ompmultiprocessing.py), and none at all where that would be every core. Without one
+    # binding for both engines the comparison is one of core counts.
+    num_cores = max((os.cpu_count() or 2) - 1, 1)
+    binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_cores - 1}")
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": binding}
     if options.model in get_args(ModelKind):
         kind: ModelKind = options.model  # type: ignore[assignment]
         blocks = count_prompt_blocks(
