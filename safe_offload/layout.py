@@ -106,23 +106,21 @@ def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None
         for following in itertools.islice(by_offset, index + 1, None):
             if following.offset_bytes >= end:
                 break
-            if _shares_bytes(segment, following, num_blocks):
+            if _shares_bytes(segment, following):
                 raise ConfigError(
                     f"unsupported KV cache layout: {segment} and {following} share bytes, so that "
                     "one block cannot be copied without another"
                 )
 
 
-def _shares_bytes(segment: Segment, following: Segment, num_blocks: int) -> bool:
-    """Whether two segments that lie in the same part of the storage have a byte in common.
+def _shares_bytes(segment: Segment, following: Segment) -> bool:
+    """Whether two segments have a byte in common, the second beginning ahead of the first's end.
 
-    Two strides are taken to have one. With one stride, block `b` of the segment that begins later
-    lies `shift` blocks further on in the other, `rest` bytes behind the beginning of that block.
+    Two strides are taken to have one. With one stride, the second lies in the gaps of the first or
+    it meets it: in the block that it begins in, or in the one behind that.
     """
     stride = segment.stride_bytes
     if following.stride_bytes != stride:
         return True
-    shift, rest = divmod(following.offset_bytes - segment.offset_bytes, stride)
-    return (shift < num_blocks and rest < segment.length_bytes) or (
-        shift + 1 < num_blocks and rest + following.length_bytes > stride
-    )
+    rest = (following.offset_bytes - segment.offset_bytes) % stride
+    return rest < segment.length_bytes or rest + following.length_bytes > stride

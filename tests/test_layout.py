@@ -196,8 +196,6 @@ def test_a_segment_ends_behind_its_last_block():
 @pytest.mark.parametrize(
     ("segments", "num_blocks", "storage_bytes"),
     [
-        pytest.param([], 5, 100, id="no layers"),
-        pytest.param([Segment(64, 0, 64)], 0, 320, id="no blocks"),
         pytest.param([Segment(64, 0, 64)], 5, 319, id="one byte too long"),
         pytest.param([Segment(64, 8, 64)], 5, 320, id="too far behind"),
         pytest.param([Segment(64, -8, 64)], 5, 320, id="ahead of the storage"),
@@ -233,6 +231,12 @@ def test_a_layout_whose_blocks_cannot_be_copied_one_by_one_is_refused(
 ):
     with pytest.raises(ConfigError):
         make_geometry(segments, num_blocks, storage_bytes)
+
+
+@pytest.mark.parametrize(("segments", "num_blocks"), [([], 5), ([Segment(64, 0, 64)], 0)])
+def test_a_cache_without_blocks_or_layers_is_refused_as_such(segments, num_blocks):
+    with pytest.raises(ConfigError, match="no blocks or no layers"):
+        make_geometry(segments, num_blocks, 320)
 
 
 def test_segments_may_lie_between_one_another():
