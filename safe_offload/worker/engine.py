@@ -142,6 +142,8 @@ class TransferEngine:
     """Runs transfers on a thread of its own.
 
     `submit`, `fence`, `drain` and `close` belong to one thread, the one vLLM calls its hooks on.
+    The simulator (sim/worker.py) replaces that thread by explicit steps: `start`, `close`, `_call`,
+    `_wait` and `_now_s` are all that knows about threads and clocks.
 
     Args:
         backend: copies and orders; closed when the engine ends.
@@ -191,14 +193,14 @@ class TransferEngine:
         waiting = [job for job in jobs if not job.decided.is_set()]
         for job in waiting:
             self._call(self._turnstile.hurry, job)
-        deadline_s = time.monotonic() + FENCE_TIMEOUT_S
+        deadline_s = self._now_s() + FENCE_TIMEOUT_S
         for job in jobs:
             if self._ended.is_set():
                 return
-            if not job.decided.wait(max(0.0, deadline_s - time.monotonic())):
+            if not self._wait(job.decided, max(0.0, deadline_s - self._now_s())):
                 job.poisoned = True
             elif job.completion is not None and job.state is not JobState.SETTLED:
-                left_s = max(0.0, deadline_s - time.monotonic())
+                left_s = max(0.0, deadline_s - self._now_s())
                 job.poisoned |= not self._fence(job.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
@@ -236,7 +238,14 @@ class TransferEngine:
             logger.exception("A store could not be fenced; it is given up")
             return False
 
-    # ---- on the loop thread --------------------------------------------------------------------
+    # ---- threads and clocks --------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return time.monotonic()
+
+    def _wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """Wait for the loop to set an event; False if it did not in time."""
+        return event.wait(timeout_s)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop; if the loop has ended, `drain` fails the job."""
@@ -257,17 +266,25 @@ class TransferEngine:
                 "always misses; restart the server to have it back, and report this."
             )
         finally:
-            # Nothing may still be copying when the transfers are reported as failed: vLLM then
-            # gives their blocks to somebody else.
-            try:
-                self._backend.close()
-            except Exception:
-                logger.exception("The copies of this worker could not be ended in good order")
-            finally:
-                self._ended.set()
-                for job in list(self._jobs.values()):
-                    job.decided.set()
-                self._started.set()
+            self._end()
+
+    # ---- on the loop thread --------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The loop has ended: end the copies, then let every transfer fail.
+
+        Nothing may still be copying when the transfers are reported as failed: vLLM then gives
+        their blocks to somebody else.
+        """
+        try:
+            self._backend.close()
+        except Exception:
+            logger.exception("The copies of this worker could not be ended in good order")
+        finally:
+            self._ended.set()
+            for job in list(self._jobs.values()):
+                job.decided.set()
+            self._started.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

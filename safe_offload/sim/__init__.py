@@ -1,0 +1,1 @@
+"""A deterministic simulator: vLLM's real scheduler, our real code, virtual time, one seed."""

@@ -1,0 +1,41 @@
+"""What a checker reports."""
+
+from __future__ import annotations
+
+
+class Finding(Exception):
+    """A promise that was seen broken.
+
+    Args:
+        promise: "I1" to "I8" (docs/guarantees.md).
+        detail: what was expected and what was found.
+    """
+
+    def __init__(self, promise: str, detail: str) -> None:
+        super().__init__(promise, detail)
+        self.promise = promise
+        self.detail = detail
+
+    def __str__(self) -> str:
+        """Return the message, which starts with the number of the promise."""
+        return f"{self.promise}: {self.detail}"
+
+
+class Findings:
+    """Findings from places that must not raise, such as a copy inside one of vLLM's hooks."""
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+
+    def add(self, promise: str, detail: str) -> None:
+        """Remember a finding."""
+        self._found.append(Finding(promise, detail))
+
+    def raise_first(self) -> None:
+        """Raise the first finding, if there is any.
+
+        Raises:
+            Finding: what was found first.
+        """
+        if self._found:
+            raise self._found[0]
