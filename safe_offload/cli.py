@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from safe_offload.bench import engine
 from safe_offload.errors import SafeOffloadError
+from safe_offload.sim import command as sim
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     engine.add_arguments(bench_engine)
     bench_engine.set_defaults(run=engine.run_command)
+    simulator = commands.add_parser(
+        "sim",
+        help="test this connector on vLLM's real scheduler, over simulated workers",
+        description=sim.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sim.add_arguments(simulator)
+    simulator.set_defaults(run=sim.run_command)
     return parser
 
 

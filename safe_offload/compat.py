@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from safe_offload.layout import Segment
 
@@ -53,6 +54,7 @@ __all__ = [
     "make_coordinator",
     "resolve_block_sizes",
     "segments",
+    "state_group_ids",
     "uses_v2_model_runner",
     "vllm_version",
     "warn_if_untested",
@@ -91,18 +93,37 @@ def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
 
 
-def early_written_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
-    """Blocks that Model Runner V2 writes in this step *before* it calls `handle_preemptions`.
+def early_written_block_ids(
+    scheduler_output: SchedulerOutput, state_group_ids: Sequence[int]
+) -> set[int]:
+    """Blocks that Model Runner V2 may write in this step *before* it calls `handle_preemptions`.
 
-    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, ahead of the
-    connector's `pre_forward` (vLLM 0.32.0, v1/worker/gpu/model_runner.py:1236-1270 and :2003), so a
-    fence placed there comes too late for these blocks. V1 does both after it
-    (gpu_model_runner.py:3971, :3979).
+    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, and copies the states
+    of Mamba groups to the blocks of this step in `preprocess_state`, all ahead of the connector's
+    `pre_forward` (vLLM 0.32.0, v1/worker/gpu/model_runner.py:1236-1270, :1820 and :2003), so a
+    fence placed there comes too late for these blocks. V1 does all of it behind the hook
+    (gpu_model_runner.py:3971, :3979, :4091).
+
+    Args:
+        scheduler_output: of the step that is being planned.
+        state_group_ids: KV cache groups of Mamba states.
     """
     written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
     for copy in getattr(scheduler_output, "kv_cache_block_copies", None) or ():
         written.add(copy.dst_block_id)
+    if state_group_ids:
+        tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
+        tables += scheduler_output.scheduled_cached_reqs.new_block_ids
+        for group_idx in state_group_ids:
+            for table in tables:
+                written.update(table[group_idx] if table else ())
     return written
+
+
+def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """KV cache groups whose blocks hold a state (Mamba), not the keys and values of tokens."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return tuple(i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec))
 
 
 class GpuBlocks:

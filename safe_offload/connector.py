@@ -121,6 +121,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 _lazy_num_blocks(vllm_config, index) if self._config.lazy_offload else None
             ),
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
+            state_group_ids=compat.state_group_ids(kv_cache_config),
         )
         return Planner(index, options, self._counters)
 

@@ -6,16 +6,22 @@ and in every worker, before any of them needs the connector. After that,
 
 One road leads to `KVTransferConfig` before `register` has run: `LLM(kv_transfer_config={...})`
 builds it from the dict first, and only then loads the general plugins. So the part that concerns
-`KVTransferConfig` is also done while vLLM finds out its platform, which happens when `vllm.config`
-is imported (entry point group `vllm.platform_plugins`, function `register_early`).
+`KVTransferConfig` is also done as soon as its module is imported: vLLM finds out its platform
+before, or while, that happens, and calls `register_early` then (entry point group
+`vllm.platform_plugins`).
 
 Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/entrypoints/llm.py,
 vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
 """
 
 import functools
+import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, Final
 
 from safe_offload.config import OffloadConfig
@@ -24,6 +30,7 @@ CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"
 CONNECTOR_MODULE: Final = "safe_offload.connector"
 DEFAULT_KV_ROLE: Final = "kv_both"
 
+_CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _WRAPPED_MARK: Final = "_safe_offload_defaults_kv_role"
 
 # Below vLLM's logger, which has the handlers.
@@ -52,15 +59,51 @@ def register() -> None:
 
 
 def register_early() -> None:
-    """Wrap `KVTransferConfig` while vLLM finds out its platform; never raises.
+    """Wrap `KVTransferConfig`, now or as soon as its module is imported; never raises.
 
     vLLM asks every platform plugin for a platform, and None, which this returns, says that it is
-    none. The call comes out of the import of `vllm.config`; where it does not (a script that
-    imports `vllm.platforms` first), importing `vllm.config` from here would recurse into the
-    search for the platform, so nothing is done and `register` does it later.
+    none. Nothing of vLLM is imported from here: the call comes out of the middle of an import, of
+    `vllm.config` in vLLM 0.32 and of `vllm` itself in 0.31, and an import would recurse into the
+    search for the platform.
     """
-    if "vllm.config" not in sys.modules:
-        return
+    if _CONFIG_MODULE in sys.modules:
+        _try_to_wrap()
+    elif not any(isinstance(finder, _WrapWhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WrapWhenImported())
+
+
+class _WrapWhenImported(MetaPathFinder):
+    """Wraps `KVTransferConfig` when its module has been executed; finds no module itself.
+
+    The first search for that module takes it off `sys.meta_path`.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Let the other finders find it, and look at the class behind their loader."""
+        if fullname != _CONFIG_MODULE:
+            return None
+        try:
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(fullname)
+            if spec is None or spec.loader is None:
+                return spec
+            execute = spec.loader.exec_module
+
+            def execute_and_wrap(module: ModuleType) -> None:
+                execute(module)
+                _try_to_wrap()
+
+            # The loader is of this module alone.
+            setattr(spec.loader, "exec_module", execute_and_wrap)  # noqa: B010 (as below)
+        except Exception:
+            _logger.debug("The import of %s is not watched", fullname, exc_info=True)
+            return None
+        return spec
+
+
+def _try_to_wrap() -> None:
     try:
         _wrap_kv_transfer_config()
     except Exception:

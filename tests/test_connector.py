@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
-from tests.scheduler.rig import Rig, _base_config
+from safe_offload.sim.vllm_setup import EngineShape, make_config
 
 BLOCKS = 9
 BLOCK_SIZE = 16
@@ -59,7 +58,7 @@ def make_connector() -> Iterator[MakeConnector]:
         change: Callable[[VllmConfig], object] = lambda config: None,
         **extra: object,
     ) -> SafeCPUOffloadConnector:
-        config = copy.deepcopy(_base_config())
+        config = make_config(EngineShape())
         config.cache_config.block_size = BLOCK_SIZE
         config.cache_config.num_gpu_blocks = BLOCKS
         config.kv_transfer_config.kv_connector_extra_config = {"num_cpu_blocks": SLOTS, **extra}
@@ -134,7 +133,7 @@ def test_a_pool_too_small_for_one_block_stops_the_start():
         kv_cache_tensors=[KVCacheTensor(2 << 20, ["layer"], 2 << 20, 1 << 20)],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
     )
-    config = copy.deepcopy(_base_config())
+    config = make_config(EngineShape())
     config.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 4096}
     with pytest.raises(ConfigError, match=r"at least one block, 1.00 MiB. Fix: give more"):
         SafeCPUOffloadConnector(config, KVConnectorRole.SCHEDULER, large)
@@ -279,8 +278,10 @@ def raise_in_first_call(
 
 
 @pytest.mark.parametrize("method", ["see", "match", "plan"])
-def test_after_an_error_nothing_is_matched_or_stored_any_more(monkeypatch, method, logged):
-    rig = Rig(num_blocks=13)
+def test_after_an_error_nothing_is_matched_or_stored_any_more(
+    make_rig, monkeypatch, method, logged
+):
+    rig = make_rig(num_blocks=13)
     prompt = rig.prompt(41, 1)
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))
@@ -309,9 +310,11 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(monkeypatch, metho
         ("_book", "purge"),
     ],
 )
-def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(monkeypatch, part, method):
+def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(
+    make_rig, monkeypatch, part, method
+):
     """Whatever was half done: no request waits for ever, no lease is left (I7, I8)."""
-    rig = Rig(num_blocks=13)
+    rig = make_rig(num_blocks=13)
     prompt = rig.prompt(41, 1)
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))
@@ -323,8 +326,8 @@ def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(monkeypa
     rig.check_idle()
 
 
-def test_a_request_whose_load_could_not_be_planned_is_recomputed(monkeypatch, logged):
-    rig = Rig(num_blocks=13)
+def test_a_request_whose_load_could_not_be_planned_is_recomputed(make_rig, monkeypatch, logged):
+    rig = make_rig(num_blocks=13)
     prompt = rig.prompt(41, 1)
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))
@@ -337,8 +340,8 @@ def test_a_request_whose_load_could_not_be_planned_is_recomputed(monkeypatch, lo
     assert any("update_state_after_alloc failed" in record.getMessage() for record in logged)
 
 
-def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(monkeypatch):
-    rig = Rig(num_blocks=13)
+def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_rig, monkeypatch):
+    rig = make_rig(num_blocks=13)
     prompt = rig.prompt(41, 1)
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))

@@ -45,6 +45,9 @@ def outcome(make):
         return type(error).__name__ + ": " + str(error)
     return [config.kv_connector, config.kv_role]
 
+def our_finders():
+    return sum(type(finder).__module__ == "safe_offload.plugin" for finder in sys.meta_path)
+
 """
 
 
@@ -86,7 +89,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before vLLM 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from safe_offload.plugin import register
 
@@ -237,6 +243,9 @@ from vllm.platforms import current_platform
 facts["platform"] = type(current_platform).__name__
 facts["config_is_loaded"] = "vllm.config" in sys.modules
 from vllm.config import KVTransferConfig
+facts["early"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadConnector"))
+facts["finders"] = our_finders()
+facts["loader"] = type(sys.modules["vllm.config.kv_transfer"].__loader__).__name__
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 facts["late"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadConnector"))
@@ -248,8 +257,58 @@ def test_the_early_hook_neither_picks_a_platform_nor_imports_vllm_config_by_itse
     without = facts_of(PLATFORM_FIRST, tmp_path / "without", VLLM_PLUGINS="")
     assert facts["platform"] == without["platform"]
     assert facts["config_is_loaded"] is without["config_is_loaded"] is False
-    assert facts["late"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["early"] == facts["late"] == ["SafeCPUOffloadConnector", "kv_both"]
     assert "Please specify kv_role" in without["late"]
+    assert facts["finders"] == 0
+    assert facts["loader"] == without["loader"]
+
+
+OUR_CONNECTOR_FIRST = """
+del sys.modules["safe_offload.connector"]
+import safe_offload.connector
+from vllm.config import KVTransferConfig
+facts["early"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadConnector"))
+"""
+
+
+def test_a_script_may_import_our_connector_before_all_else(tmp_path):
+    facts = facts_of(OUR_CONNECTOR_FIRST, tmp_path, *GROUPS)
+    assert facts["early"] == ["SafeCPUOffloadConnector", "kv_both"]
+
+
+ERROR_IN_OUR_HOOK = """
+import importlib.util
+from safe_offload import plugin
+
+def raise_error(*args):
+    called.append(args)
+    raise RuntimeError("injected")
+
+called = []
+original = BROKEN
+BROKEN = raise_error
+plugin.register_early()
+plugin.register_early()
+facts["finders"] = our_finders()
+import vllm.config.kv_transfer
+BROKEN = original
+facts["called"] = len(called)
+facts["left"] = our_finders()
+plugin.register()
+facts["late"] = outcome(
+    lambda: vllm.config.kv_transfer.KVTransferConfig(kv_connector="SafeCPUOffloadConnector")
+)
+"""
+
+
+@pytest.mark.parametrize("broken", ["plugin._wrap_kv_transfer_config", "importlib.util.find_spec"])
+def test_an_error_in_the_early_hook_does_not_reach_the_import_of_vllm(tmp_path, broken):
+    facts = facts_of(ERROR_IN_OUR_HOOK.replace("BROKEN", broken), tmp_path)
+    assert facts["called"] >= 1
+    assert facts["finders"] == 1
+    assert facts["left"] == 0
+    assert facts["late"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert "injected" not in facts["log"]
 
 
 TAKEN = """

@@ -40,11 +40,13 @@ class PlannerOptions:
             allocator; None to store everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
             (see `compat.early_written_block_ids`).
+        state_group_ids: KV cache groups of Mamba states.
     """
 
     num_ranks: int
     lazy_num_blocks: int | None = None
     blocks_written_early: bool = False
+    state_group_ids: tuple[int, ...] = ()
 
 
 class Planner:
@@ -145,9 +147,9 @@ class Planner:
         """build_connector_meta: what the workers do in this step."""
         if self._gpu is None:
             return EMPTY_PLAN
-        early_written = (
-            early_written_block_ids(scheduler_output) if self._options.blocks_written_early else ()
-        )
+        early_written: set[int] = set()
+        if self._options.blocks_written_early:
+            early_written = early_written_block_ids(scheduler_output, self._options.state_group_ids)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
         before, after = self._stores.take_new()

@@ -20,6 +20,8 @@ from safe_offload.sim.chance import Chance
 from safe_offload.sim.virtual_loop import Clock, VirtualLoop
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 
+SLOT_BYTES = 2048
+"""What a slot counts for in bytes in flight; no memory of this size exists."""
 TICK_S = 0.001
 """Virtual time between two looks at the copies."""
 
@@ -267,7 +269,7 @@ class Device:
 class SimBackend:
     """See `Backend`: the copies of one device, awaited on a virtual loop."""
 
-    slot_bytes = 1
+    slot_bytes = SLOT_BYTES
 
     def __init__(self, device: Device, loop: VirtualLoop) -> None:
         self.device = device
@@ -282,10 +284,9 @@ class SimBackend:
     def issue(self, copy: Copy, after: int) -> SimCopy:
         """See `Backend.issue`."""
         memory = self.device.memory
-        is_inside = (
-            0 <= copy.block_ids.min() <= copy.block_ids.max() < len(memory.gpu)
-            and 0 <= copy.slot_ids.min() <= copy.slot_ids.max() < len(memory.host)
-        )
+        is_inside = 0 <= copy.block_ids.min() <= copy.block_ids.max() < len(
+            memory.gpu
+        ) and 0 <= copy.slot_ids.min() <= copy.slot_ids.max() < len(memory.host)
         if not is_inside:
             raise TransferError(FailureReason.BAD_PLAN, "an id lies outside the memory")
         if self._is_closed:

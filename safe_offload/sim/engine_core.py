@@ -7,6 +7,7 @@ order and at its own pace, and aborts that come in meanwhile are handled right b
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -39,9 +40,7 @@ class EngineCore:
         copy_ticks_max: how late copies may end.
     """
 
-    def __init__(
-        self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0
-    ) -> None:
+    def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
         self.shape = shape
         self.chance = Chance(seed)
         self.clock = Clock()
@@ -81,8 +80,8 @@ class EngineCore:
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        max_inflight_slots = shape.extra.get("max_inflight_bytes", 1 << 30)
-        engine = SteppedEngine(SimBackend(device, loop), max_inflight_slots, loop)
+        max_inflight_bytes = connector._config.max_inflight_bytes
+        engine = SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
         engine.start()
         assert connector._worker is not None
         connector._worker.attach(engine, shape.num_slots)
@@ -113,6 +112,10 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether the engine would go on stepping."""
         return bool(self.queue or self.scheduler.has_requests())
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Whether a step is being computed that a request of this id is part of."""
+        return any(request_id in batch.scheduled.num_scheduled_tokens for batch in self.queue)
 
     def add(
         self,
@@ -204,8 +207,8 @@ class EngineCore:
             forward = Forward(
                 batch.zeroed,
                 batch.copies,
-                lambda device, batch=batch: self.runner.move_states(batch, device),
-                lambda device, batch=batch: self.runner.compute(batch, device),
+                functools.partial(self.runner.move_states, batch),
+                functools.partial(self.runner.compute, batch),
             )
             batch.results[worker.rank] = worker.run(
                 batch.scheduled.kv_connector_metadata, forward, batch.scheduled.finished_req_ids
@@ -244,11 +247,13 @@ class EngineCore:
         self._take_drafts(batch)
 
     def _take_drafts(self, batch: Batch) -> None:
-        if batch.drafts and not self.shape.is_async:
+        # A request that was preempted and resumed meanwhile has no use for the drafts of this step.
+        drafts = {i: d for i, d in batch.drafts.items() if not self.is_in_flight(i)}
+        if drafts and not self.shape.is_async:
             from vllm.v1.outputs import DraftTokenIds
 
             self.scheduler.update_draft_token_ids(
-                DraftTokenIds(list(batch.drafts), list(batch.drafts.values()))
+                DraftTokenIds(list(drafts), list(drafts.values()))
             )
 
     def _aggregate(self, batch: Batch) -> Any:

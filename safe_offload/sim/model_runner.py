@@ -110,9 +110,7 @@ class ModelRunner:
         self._num_batches += 1
         return batch
 
-    def _work(
-        self, scheduled: Any, request_id: str, count: int
-    ) -> tuple[RequestWork, list[int]]:
+    def _work(self, scheduled: Any, request_id: str, count: int) -> tuple[RequestWork, list[int]]:
         request = self._scheduler.requests[request_id]
         sequel = self.sequels[request_id]
         start = request.num_computed_tokens - count

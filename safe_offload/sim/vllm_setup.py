@@ -192,5 +192,3 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
         log_stats=True,
     )
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
-
-

@@ -29,7 +29,7 @@ class SteppedEngine(TransferEngine):
 
     Args:
         backend: of the device.
-        max_inflight_bytes: as in production; a slot of the simulator has one byte.
+        max_inflight_bytes: as in production.
         loop: not running.
     """
 

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import GAUGES, OffloadPromMetrics, OffloadStats
-from tests.scheduler.rig import _base_config
+from safe_offload.sim.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
 
@@ -139,7 +139,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
-    config: VllmConfig = _base_config()
+    config: VllmConfig = make_config(EngineShape())
     types = {
         kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
     }
@@ -192,7 +192,5 @@ def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry
     assert generate_latest(registry) == before
 
 
-def test_every_gauge_of_the_scheduler_side_has_a_metric():
-    from tests.scheduler.rig import Rig
-
-    assert set(Rig().planner.gauges()) == set(GAUGES)
+def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
+    assert set(make_rig().planner.gauges()) == set(GAUGES)

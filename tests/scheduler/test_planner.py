@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import pytest
@@ -12,22 +12,12 @@ from vllm.v1.request import RequestStatus
 
 from safe_offload.protocol import Capacity, FailureReason, Outcome, StepReport
 from safe_offload.scheduler.leases import LeaseKind
-from tests.scheduler.rig import Rig
+from safe_offload.sim.engine_core import MutateOutputs
+from tests.scheduler.rig import MakeRig
 
 
-def fill_gpu_cache(rig: Rig, name: str, seed: int) -> None:
-    """Evict everything else from the GPU's prefix cache by one prompt that fills it."""
-    num_tokens = (rig.options.num_blocks - 2) * 4
-    rig.run_alone(name, rig.prompt(num_tokens, seed), max_tokens=1)
-
-
-def forget_gpu_cache(rig: Rig) -> None:
-    """vLLM forgets its own prefix cache, the host does not."""
-    assert rig.scheduler.reset_prefix_cache()
-
-
-def test_a_prompt_comes_back_from_the_host() -> None:
-    rig = Rig(num_blocks=13)
+def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=13)
     a, b = rig.prompt(41, 1), rig.prompt(41, 2)
     assert rig.run_alone("a", a) == 0
     assert rig.run_alone("b", b) == 0
@@ -35,20 +25,20 @@ def test_a_prompt_comes_back_from_the_host() -> None:
     rig.check_idle()
 
 
-def test_a_prompt_with_a_sliding_window_comes_back_from_the_host() -> None:
-    rig = Rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
+def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    forget_gpu_cache(rig)
+    rig.forget_gpu_cache()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
 
-def test_a_chunked_local_prompt_comes_back_from_the_host() -> None:
-    rig = Rig(num_blocks=60, groups=("chunk:16", "full"), num_slots=200)
+def test_a_chunked_local_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, groups=("chunk:16", "full"), num_slots=200)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    forget_gpu_cache(rig)
+    rig.forget_gpu_cache()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
@@ -56,8 +46,8 @@ def test_a_chunked_local_prompt_comes_back_from_the_host() -> None:
 # ---- I1: a reported hit stays ------------------------------------------------------------------
 
 
-def test_a_reported_hit_is_not_evicted_before_its_load() -> None:
-    rig = Rig(num_blocks=40, num_slots=12)
+def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=12)
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
     rig.scheduler.reset_prefix_cache()  # the GPU forgets, the host does not
@@ -69,13 +59,13 @@ def test_a_reported_hit_is_not_evicted_before_its_load() -> None:
     assert not set(map(id, slots)) & set(map(id, grant))
     rig.planner._leases._pool.release(grant)
     rig.drain()
-    rig.check_tokens("a2", 33, 4)
+    rig.check_tokens("a2", 4)
     assert rig.counts["loaded_blocks"] == 8
     rig.check_idle()
 
 
-def test_matching_twice_is_the_same_as_once() -> None:
-    rig = Rig()
+def test_matching_twice_is_the_same_as_once(make_rig: MakeRig) -> None:
+    rig = make_rig()
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
     rig.scheduler.reset_prefix_cache()
@@ -87,8 +77,8 @@ def test_matching_twice_is_the_same_as_once() -> None:
     assert rig.planner.gauges()["leased_slots"] == 0
 
 
-def test_a_hit_starts_only_at_a_block_boundary() -> None:
-    rig = Rig()
+def test_a_hit_starts_only_at_a_block_boundary(make_rig: MakeRig) -> None:
+    rig = make_rig()
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
     request = rig.add("a2", a)
@@ -101,50 +91,45 @@ def test_a_hit_starts_only_at_a_block_boundary() -> None:
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
 def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(
-    groups: tuple[str, ...],
+    make_rig: MakeRig, groups: tuple[str, ...]
 ) -> None:
-    rig = Rig(groups=groups, num_blocks=60, num_slots=300)
-    rig.step()  # the workers tell their capacity
-    rig.ranks[0].hold_copies = True
+    rig = make_rig(groups=groups, num_blocks=60, num_slots=300)
+    rig.start()
+    rig.hold_copies(True)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=4)
-    while "a" in rig.scheduler.requests:
-        rig.step()
+    rig.run_until_finished("a")
     assert rig.planner.gauges()["stores_in_flight"] > 0
-    assert all(block.ref_cnt == 0 for block in rig.pool.blocks if not block.is_null)
-    assert rig.pool.get_num_free_blocks() == rig.options.num_blocks - 1
+    rig.check_no_block_is_held()
     rig.add("b", rig.prompt(100, 2), max_tokens=1)  # takes the blocks while they are being read
     rig.step()
-    rig.ranks[0].hold_copies = False
+    rig.hold_copies(False)
     rig.drain()
-    forget_gpu_cache(rig)
+    rig.forget_gpu_cache()
     assert rig.run_alone("a2", a) == 40, "what was stored late must be right"
     rig.check_idle()
 
 
-@pytest.mark.parametrize("copy_steps", [0, 5, 50])
-def test_the_next_long_request_waits_for_no_store(copy_steps: int) -> None:
+@pytest.mark.parametrize("copy_ticks_max", [0, 40, 400])
+def test_the_next_long_request_waits_for_no_store(make_rig: MakeRig, copy_ticks_max: int) -> None:
     """vllm#42085-like: S0 takes 62 % of the pool, S1 arrives when it finishes."""
-    rig = Rig(num_blocks=40, num_slots=200, copy_steps=copy_steps, seed=3)
-    rig.step()
+    rig = make_rig(num_blocks=40, num_slots=200, copy_ticks_max=copy_ticks_max, seed=3)
+    rig.start()
     rig.add("s0", rig.prompt(24 * 4, 1), max_tokens=1)
-    while "s0" in rig.scheduler.requests:
-        rig.step()
+    rig.run_until_finished("s0")
     rig.add("s1", rig.prompt(24 * 4, 2), max_tokens=1)
     rig.step()
     assert rig.scheduler.requests["s1"].status == RequestStatus.RUNNING
     rig.drain()
-    rig.check_tokens("s1", 24 * 4, 1)
+    rig.check_tokens("s1", 1)
     rig.check_idle()
 
 
 # ---- I3: stale, duplicate and foreign ids ------------------------------------------------------
 
 
-def inject(
-    received: Set[str] = frozenset(), sent: Set[str] = frozenset()
-) -> Callable[[list[Any]], None]:
-    def mutate(outputs: list[Any]) -> None:
+def inject(received: Set[str] = frozenset(), sent: Set[str] = frozenset()) -> MutateOutputs:
+    def mutate(number: int, outputs: list[Any]) -> None:
         for output in outputs:
             output.finished_recving = set(output.finished_recving or ()) | received
             output.finished_sending = set(output.finished_sending or ()) | sent
@@ -154,31 +139,33 @@ def inject(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_stale_duplicate_and_foreign_ids_never_reach_vllm(num_ranks: int, is_async: bool) -> None:
+def test_stale_duplicate_and_foreign_ids_never_reach_vllm(
+    make_rig: MakeRig, num_ranks: int, is_async: bool
+) -> None:
     """vllm#43226, #46240, #51786: each of these ids ends the engine in an assert."""
-    rig = Rig(num_ranks=num_ranks, is_async=is_async, copy_steps=2, num_blocks=30)
+    rig = make_rig(tensor_ranks=num_ranks, is_async=is_async, copy_ticks_max=15, num_blocks=30)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    fill_gpu_cache(rig, "b", 2)
+    rig.fill_gpu_cache("b", 2)
     ids = {"a", "b", "a2", "live", "never-existed"}
-    rig.mutate_output.append(inject(received=ids, sent=ids))
+    rig.mutate_outputs.append(inject(received=ids, sent=ids))
     rig.add("live", rig.prompt(9, 5), max_tokens=20)
     rig.add("a2", a, max_tokens=6)
     rig.drain()
-    rig.check_tokens("a2", 41, 6)
-    rig.check_tokens("live", 9, 20)
+    rig.check_tokens("a2", 6)
+    rig.check_tokens("live", 20)
     for reason in ("unknown", "premature", "unowned"):
         assert rig.counts[f"dropped_{reason}_ids"] > 0, reason
     rig.check_idle()
 
 
-def test_an_id_that_comes_again_before_the_request_runs_is_dropped() -> None:
-    rig = Rig(num_blocks=30)
+def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    fill_gpu_cache(rig, "b", 2)
+    rig.fill_gpu_cache("b", 2)
     rig.add("a2", a)
-    rig.step()
+    rig.step_until(lambda: bool(rig.scheduler.finished_recving_kv_req_ids))
     assert rig.scheduler.finished_recving_kv_req_ids == {"a2"}
     state = rig.planner._book.get("a2")
     assert state.announced
@@ -186,25 +173,26 @@ def test_an_id_that_comes_again_before_the_request_runs_is_dropped() -> None:
     rig.connector.update_connector_output(again)
     assert again.finished_recving is None
     rig.drain()
-    rig.check_tokens("a2", 41, 4)
+    rig.check_tokens("a2", 4)
 
 
-def test_an_aborted_load_frees_its_blocks_once() -> None:
-    rig = Rig(num_blocks=30, copy_steps=3, num_ranks=2)
+def test_an_aborted_load_frees_its_blocks_once(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30, copy_ticks_max=25, tensor_ranks=2)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    fill_gpu_cache(rig, "b", 2)
-    rig.mutate_output.append(inject(sent={"a2"}))
+    rig.fill_gpu_cache("b", 2)
+    rig.mutate_outputs.append(inject(sent={"a2"}))
     rig.add("a2", a)
     rig.step()
+    assert rig.planner.gauges()["loads_in_flight"] == 1
     rig.abort("a2")
     rig.drain()
     rig.check_idle()
 
 
-def test_ids_of_another_connector_pass() -> None:
+def test_ids_of_another_connector_pass(make_rig: MakeRig) -> None:
     """Under MultiConnector the sets hold ids that are not ours, and vLLM needs them."""
-    rig = Rig()
+    rig = make_rig()
     request = rig.add("theirs", rig.prompt(21, 1), max_tokens=30)
     rig.step()
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -228,31 +216,31 @@ def _output(received: set[str] | None = None, sent: set[str] | None = None) -> K
 # ---- completion is decided by rank and transfer ------------------------------------------------
 
 
-def test_a_load_completes_when_every_rank_has_reported_it() -> None:
+def test_a_load_completes_when_every_rank_has_reported_it(make_rig: MakeRig) -> None:
     """FAULTS X2: a rank that reports twice must not stand in for the other."""
-    rig = Rig(num_blocks=30, num_ranks=2)
+    rig = make_rig(num_blocks=30, tensor_ranks=2)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    fill_gpu_cache(rig, "b", 2)
-    rig.ranks[1].hold_copies = True
+    rig.fill_gpu_cache("b", 2)
+    rig.devices[1].hold_copies = True
     rig.add("a2", a)
-    plan = rig.step()
-    (load,) = plan.loads
+    (load,) = rig.planned_step().loads
+    rig.step_until(lambda: not rig.devices[0].running)
     again = _output()
     again.kv_connector_worker_meta = StepReport((Outcome(0, load.transfer_id),) * 3)
     rig.connector.update_connector_output(again)
     for _ in range(3):
         rig.step()
     assert rig.scheduler.requests["a2"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    rig.ranks[1].hold_copies = False
+    rig.devices[1].hold_copies = False
     rig.drain()
-    rig.check_tokens("a2", 41, 4)
+    rig.check_tokens("a2", 4)
     assert rig.counts["duplicate_reports"] == 3
     rig.check_idle()
 
 
-def test_a_report_of_an_unknown_transfer_is_counted() -> None:
-    rig = Rig()
+def test_a_report_of_an_unknown_transfer_is_counted(make_rig: MakeRig) -> None:
+    rig = make_rig()
     output = _output()
     output.kv_connector_worker_meta = StepReport((Outcome(0, 12345),))
     rig.connector.update_connector_output(output)
@@ -261,26 +249,29 @@ def test_a_report_of_an_unknown_transfer_is_counted() -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
-def test_a_failed_load_is_recomputed_and_not_offered_again(groups: tuple[str, ...]) -> None:
-    rig = Rig(num_blocks=60, groups=groups, num_ranks=2, num_slots=200)
+def test_a_failed_load_is_recomputed_and_not_offered_again(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(num_blocks=60, groups=groups, tensor_ranks=2, num_slots=200)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    forget_gpu_cache(rig)
-    rig.options.failure_rate = 1.0
+    rig.forget_gpu_cache()
+    rig.fail_copies()
     assert rig.run_alone("a2", a) == 40  # offered, and failed on both ranks
     assert rig.counts["failed_loads"] == 1
     assert rig.counts["loaded_blocks"] == 0
-    forget_gpu_cache(rig)
+    rig.forget_gpu_cache()
     assert rig.run_alone("a3", a) == 0, "a hit that failed must not be offered again"
     rig.check_idle()
 
 
-def test_a_failed_store_is_not_published() -> None:
-    rig = Rig(num_blocks=30, failure_rate=1.0)
+def test_a_failed_store_is_not_published(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30)
+    rig.fail_copies()
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    rig.options.failure_rate = 0.0
-    fill_gpu_cache(rig, "b", 2)
+    rig.devices[0].faults.clear()
+    rig.fill_gpu_cache("b", 2)
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["failed_stores"] > 0
 
@@ -288,11 +279,11 @@ def test_a_failed_store_is_not_published() -> None:
 # ---- I4: finishing twice -----------------------------------------------------------------------
 
 
-def test_finishing_twice_has_one_effect() -> None:
+def test_finishing_twice_has_one_effect(make_rig: MakeRig) -> None:
     """dynamo#6681: abort and stop in one step."""
-    rig = Rig()
-    rig.step()
-    rig.ranks[0].hold_copies = True
+    rig = make_rig()
+    rig.start()
+    rig.hold_copies(True)
     request = rig.add("a", rig.prompt(41, 1), max_tokens=40)
     for _ in range(4):
         rig.step()
@@ -302,18 +293,18 @@ def test_finishing_twice_has_one_effect() -> None:
     again = [rig.connector.request_finished_all_groups(request, blocks) for _ in range(3)]
     assert [first, *again] == [(False, None)] * 4
     assert rig.planner.gauges() == gauges
-    rig.ranks[0].hold_copies = False
+    rig.hold_copies(False)
     rig.abort("a")
     rig.drain()
     rig.check_idle()
 
 
-@pytest.mark.parametrize("num_steps", range(8))
-def test_an_abort_in_any_state_leaves_nothing_behind(num_steps: int) -> None:
-    rig = Rig(num_blocks=30, copy_steps=2, max_batched_tokens=8, seed=num_steps)
+@pytest.mark.parametrize("num_steps", range(12))
+def test_an_abort_in_any_state_leaves_nothing_behind(make_rig: MakeRig, num_steps: int) -> None:
+    rig = make_rig(num_blocks=30, copy_ticks_max=15, max_batched_tokens=8, seed=num_steps)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
-    fill_gpu_cache(rig, "b", 2)
+    rig.fill_gpu_cache("b", 2)
     rig.add("a2", a, max_tokens=20)
     for _ in range(num_steps):
         rig.step()
@@ -322,9 +313,9 @@ def test_an_abort_in_any_state_leaves_nothing_behind(num_steps: int) -> None:
     rig.check_idle()
 
 
-def test_an_id_that_is_used_again_starts_a_new_life() -> None:
+def test_an_id_that_is_used_again_starts_a_new_life(make_rig: MakeRig) -> None:
     """sglang#37026: jobs keyed by request id."""
-    rig = Rig(copy_steps=6, num_blocks=60)
+    rig = make_rig(copy_ticks_max=45, num_blocks=60)
     for seed in range(5):
         rig.add("same", rig.prompt(41, seed), max_tokens=30)
         for _ in range(4):
@@ -332,17 +323,16 @@ def test_an_id_that_is_used_again_starts_a_new_life() -> None:
         rig.abort("same")
     prompt = rig.prompt(41, 99)
     rig.add("same", prompt, max_tokens=5)
-    rig.finished.clear()
     rig.drain()
-    rig.check_tokens("same", 41, 5)
+    rig.check_tokens("same", 5)
     rig.check_idle()
 
 
 # ---- I5: full is normal ------------------------------------------------------------------------
 
 
-def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt() -> None:
-    rig = Rig(num_blocks=40, num_slots=6)
+def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=6)
     a = rig.prompt(61, 1)
     rig.run_alone("a", a)
     rig.scheduler.reset_prefix_cache()
@@ -351,13 +341,14 @@ def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt() -> None:
     rig.check_idle()
 
 
-def test_no_slot_is_used_before_every_rank_has_told_its_capacity() -> None:
+def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig: MakeRig) -> None:
     """FAULTS X1: ranks that have different numbers of slots."""
-    rig = Rig(num_ranks=2, num_slots=30)
-    rig.ranks[1].capacities[:] = []
+    rig = make_rig(tensor_ranks=2, num_slots=30)
+    capacities = rig.workers[1].connector._worker._capacities
+    capacities.clear()
     rig.run_alone("a", rig.prompt(41, 1))
     assert rig.counts["stored_blocks"] == 0
-    rig.ranks[1].capacities.append(Capacity(1, 7))
+    capacities.append(Capacity(1, 7))
     rig.run_alone("b", rig.prompt(61, 2))
     rig.run_alone("c", rig.prompt(61, 3))
     assert max(max(t.slot_ids) for p in rig.plans for t in p.stores_after_forward) == 6
@@ -367,21 +358,21 @@ def test_no_slot_is_used_before_every_rank_has_told_its_capacity() -> None:
 # ---- preemption, reset, idling -----------------------------------------------------------------
 
 
-def test_a_preempted_request_comes_back_from_the_host() -> None:
-    rig = Rig(num_blocks=24, num_slots=100, max_batched_tokens=48)
+def test_a_preempted_request_comes_back_from_the_host(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=24, num_slots=100, max_batched_tokens=48)
     prompts = {f"r{i}": rig.prompt(29, i) for i in range(3)}
     for request_id, prompt in prompts.items():
         rig.add(request_id, prompt, max_tokens=30)
     rig.drain()
     for request_id in prompts:
-        rig.check_tokens(request_id, 29, 30)
+        rig.check_tokens(request_id, 30)
     assert rig.counts["hit_tokens"] > 0
     rig.check_idle()
 
 
-def test_blocks_that_found_no_slot_are_rescued_at_preemption() -> None:
-    rig = Rig(num_blocks=40, num_slots=100)
-    rig.step()
+def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=100)
+    rig.start()
     everything = rig.planner._leases.grant(LeaseKind.STORE, 100)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=30)
@@ -390,27 +381,26 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption() -> None:
     assert len(rig.planner._book.get("a").leftover) == 10, "no slot was free for them"
     everything.release()
     rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts
-    plan = rig.step()
+    plan = rig.planned_step()
     assert len(plan.stores_before_forward[0].block_ids) == 10
     assert plan.stores_before_forward[0].transfer_id in plan.fences
     rig.drain()
-    rig.check_tokens("a", 41, 30)
+    rig.check_tokens("a", 30)
     assert rig.counts["rescued_blocks"] == 10
-    forget_gpu_cache(rig)
+    rig.forget_gpu_cache()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
 
-def test_nothing_stored_before_a_reset_is_hit_after_it() -> None:
-    rig = Rig(num_blocks=30)
-    rig.step()
-    rig.ranks[0].hold_copies = True
+def test_nothing_stored_before_a_reset_is_hit_after_it(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30)
+    rig.start()
+    rig.hold_copies(True)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=1)
-    while "a" in rig.scheduler.requests:
-        rig.step()
+    rig.run_until_finished("a")
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    rig.ranks[0].hold_copies = False
+    rig.hold_copies(False)
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["unpublished_blocks"] > 0
     rig.scheduler.reset_prefix_cache()
@@ -418,43 +408,41 @@ def test_nothing_stored_before_a_reset_is_hit_after_it() -> None:
     rig.check_idle()
 
 
-def test_an_idle_engine_keeps_stepping_until_stores_have_settled() -> None:
+def test_an_idle_engine_keeps_stepping_until_stores_have_settled(make_rig: MakeRig) -> None:
     """LMCache#4998, vllm#45595: the engine goes idle and stores never settle."""
-    rig = Rig()
-    rig.step()
-    rig.ranks[0].hold_copies = True
+    rig = make_rig()
+    rig.start()
+    rig.hold_copies(True)
     rig.add("a", rig.prompt(41, 1), max_tokens=1)
-    while "a" in rig.scheduler.requests:
-        rig.step()
+    rig.run_until_finished("a")
     rig.step()
     assert not rig.scheduler.has_unfinished_requests()
     assert rig.scheduler.has_requests()
-    rig.ranks[0].hold_copies = False
+    rig.hold_copies(False)
     rig.drain()
     assert not rig.scheduler.has_requests()
     rig.check_idle()
 
 
-def test_stores_are_dropped_when_another_connectors_load_was_bad() -> None:
+def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig: MakeRig) -> None:
     """FAULTS K4: what is computed from garbage must not be published."""
-    rig = Rig(num_blocks=30)
-    rig.step()
-    rig.ranks[0].hold_copies = True
+    rig = make_rig(num_blocks=30)
+    rig.start()
+    rig.hold_copies(True)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=1)
-    while "a" in rig.scheduler.requests:
-        rig.step()
+    rig.run_until_finished("a")
     output = _output()
     output.invalid_block_ids = {3}
     rig.connector.update_connector_output(output)
-    rig.ranks[0].hold_copies = False
+    rig.hold_copies(False)
     rig.drain()
     assert rig.counts["stored_blocks"] == 0
     assert rig.counts["failed_stores"] > 0
 
 
-def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation() -> None:
-    rig = Rig(num_blocks=30)
+def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30)
     request = rig.add("a", rig.prompt(41, 1))
     connector = rig.connector
     connector.get_num_new_matched_tokens = lambda request, n: (  # type: ignore[method-assign]
@@ -462,17 +450,19 @@ def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation() -> None:
     )
     rig.drain()
     assert request.is_finished()
-    rig.check_tokens("a", 41, 4)
+    rig.check_tokens("a", 4)
     assert rig.counts["unusable_hits"] == 1
     rig.check_idle()
 
 
-def test_a_failure_reason_travels_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-    rig.step()
-    rig.ranks[0].hold_copies = True
+def test_a_failure_reason_travels_to_the_log(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig()
+    rig.start()
+    rig.hold_copies(True)
     rig.add("a", rig.prompt(9, 1))
-    plan = rig.step()
+    plan = rig.planned_step()
     (store,) = plan.stores_after_forward
     logging.getLogger("vllm").propagate = True
     output = _output()

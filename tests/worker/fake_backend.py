@@ -167,17 +167,19 @@ def flush(engine: TransferEngine) -> None:
     """Wait until the loop has done what it can do without another copy ending.
 
     From an end of a copy to the issue of the next there are fewer turns of the loop than are waited
-    for here. A loop that has ended has nothing left to do.
+    for here. A loop that has ended has nothing left to do. One that is about to close may take a
+    call and never run it.
     """
+    loop = engine._loop
+    assert loop is not None
     for _ in range(12):
         turned = threading.Event()
         try:
-            assert engine._loop is not None
-            engine._loop.call_soon_threadsafe(turned.set)
+            loop.call_soon_threadsafe(turned.set)
         except RuntimeError:
             return
         while not turned.wait(0.05):
-            if not engine._thread.is_alive() or engine._ended.is_set():
+            if loop.is_closed():
                 return
 
 

@@ -174,6 +174,39 @@ def test_a_backend_that_cannot_be_closed_does_not_leave_transfers_unreported(bac
     assert engine.close()
 
 
+def test_what_a_closing_loop_takes_and_never_runs_fails(backend, start, monkeypatch):
+    closing, taken = threading.Event(), threading.Semaphore(0)
+
+    class Loop(asyncio.SelectorEventLoop):
+        """Closes when it has taken two more calls, which it then forgets."""
+
+        def call_soon_threadsafe(self, *args, **kwargs):
+            handle = super().call_soon_threadsafe(*args, **kwargs)
+            if closing.is_set():
+                taken.release()
+            return handle
+
+        def close(self) -> None:
+            closing.set()
+            for _ in range(2):
+                assert taken.acquire(timeout=PATIENCE_S)
+            super().close()
+
+    monkeypatch.setattr(engine_module, "new_event_loop", Loop)
+    engine = start()
+    submit(engine, LOAD, 1)
+    backend.wait_for(1)
+    kill_main(engine)
+    assert closing.wait(PATIENCE_S)
+    submit(engine, STORE, 2)
+    flush(engine)
+    assert engine.drain() == [], "the copy still runs"
+    backend.complete(1)
+    join(engine)
+    dead = FailureReason.NOT_RUNNING
+    assert sorted(engine.drain()) == [(1, dead), (2, dead)]
+
+
 # ---- the end -----------------------------------------------------------------------------------
 
 

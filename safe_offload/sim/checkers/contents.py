@@ -1,0 +1,108 @@
+"""I6: what can be found on the host is what was computed for those tokens.
+
+That the forward reads the right words is checked by the model runner itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from safe_offload.scheduler.slots import slot_id
+from safe_offload.sim.checkers.taps import tap
+from safe_offload.sim.engine_core import EngineCore
+from safe_offload.sim.findings import Finding
+from safe_offload.sim.words import Sequel, place
+
+
+class ContentChecker:
+    """Compares every slot with its key when it can be found first, and with a hit's prefix."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._index = core.connector._planner._index
+        self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
+        """What a block hash, without its group, stands for: a prefix and its length."""
+        self._requests: list[list[Any]] = []
+        tap(core.scheduler, "add_request", self._see_request)
+        tap(self._index, "publish", self._see_publish)
+        tap(self._index, "find_hit", self._see_search)
+        tap(core.connector, "get_num_new_matched_tokens", self._see_match)
+        self._matching: Any = None
+        for worker in core.workers:
+            worker.device.on_host_write = self._see_host_write
+
+    def _see_request(self, original: Callable[[Any], None], request: Any) -> None:
+        sequel = self._core.runner.sequels[request.request_id]
+        self._requests.append([request, sequel, 0])
+        original(request)
+
+    def _learn(self) -> None:
+        hash_tokens = self._index._hash_block_size
+        for entry in self._requests:
+            request, sequel, num_known = entry
+            hashes = request.block_hashes
+            for index in range(num_known, len(hashes)):
+                self._prefixes[bytes(hashes[index])] = (sequel, (index + 1) * hash_tokens)
+            entry[2] = len(hashes)
+
+    def _see_publish(
+        self,
+        original: Callable[..., None],
+        slot: Any,
+        keys: Iterable[bytes],
+        num_tokens: int | None,
+    ) -> None:
+        keys = tuple(keys)
+        original(slot, keys, num_tokens)
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+        self._learn()
+        # Larger blocks than hashes: vLLM joins the hashes, and the last says where the block ends.
+        last_hash = bytes(get_block_hash(keys[0]))[-32:]
+        if last_hash not in self._prefixes:
+            raise Finding("I6", f"slot {slot_id(slot)} is published under a hash of no request")
+        sequel, end = self._prefixes[last_hash]
+        self._check(slot_id(slot), get_group_id(keys[0]), sequel, end, "is published")
+
+    def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:
+        self._matching = request
+        try:
+            return original(request, num_tokens)
+        finally:
+            self._matching = None
+
+    def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
+        hit = original(*args)
+        if hit is None or self._matching is None:
+            return hit
+        sequel = self._core.runner.sequels[self._matching.request_id]
+        for group_idx, slots in enumerate(hit.slots_by_group):
+            block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
+            first = hit.num_computed_tokens // block_tokens
+            for index, slot in enumerate(slots):
+                if not slot.is_null:
+                    end = (first + index + 1) * block_tokens
+                    self._check(slot_id(slot), group_idx, sequel, end, "is a hit")
+        return hit
+
+    def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
+        group = self._core.shape.parsed_groups[group_idx]
+        for worker in self._core.workers:
+            words = worker.device.memory.host[slot]
+            bits = place(group_idx, worker.rank)
+            if group.kind == "mamba":
+                expected = sequel.words(bits, end - 1, end) * len(words)
+            else:
+                first = (end - 1) // group.block_tokens * group.block_tokens
+                expected = sequel.words(bits, first, end)
+            if words[: len(expected)] != expected:
+                raise Finding(
+                    "I6",
+                    f"slot {slot} {what} for positions up to {end - 1} of group {group_idx}, "
+                    f"rank {worker.rank} does not hold their words",
+                )
+
+    def _see_host_write(self, rank: int, slot: int) -> None:
+        if self._index._pool.blocks[slot + 1].block_hash is not None:
+            self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")

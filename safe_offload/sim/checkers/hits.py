@@ -1,0 +1,88 @@
+"""I1: a reported hit stays as it is until its load has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safe_offload.protocol import StepPlan
+from safe_offload.scheduler.index import Hit
+from safe_offload.scheduler.slots import slot_id
+from safe_offload.sim.checkers.ledger import Ledger
+from safe_offload.sim.checkers.taps import tap
+from safe_offload.sim.engine_core import EngineCore
+from safe_offload.sim.findings import Finding
+
+
+class HitChecker:
+    """Guards the slots of every hit that was reported, and of every load that is not over."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self._found: Hit | None = None
+        self.offered: dict[str, tuple[int, set[int]]] = {}
+        """By request id: tokens and slots of the hit that was reported last."""
+        connector = core.connector
+        tap(connector._planner._index, "find_hit", self._see_search)
+        tap(connector, "get_num_new_matched_tokens", self._see_match)
+        tap(connector, "update_state_after_alloc", self._see_allocation)
+        tap(connector, "request_finished_all_groups", self._see_finish)
+        tap(connector, "reset_cache", self._see_reset)
+        ledger.on_plan.append(self._see_plan)
+
+    def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
+        self._found = original(*args)
+        return self._found
+
+    def _see_match(
+        self, original: Callable[..., Any], request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._found = None
+        self.offered.pop(request.request_id, None)
+        num_tokens, is_async = original(request, num_computed_tokens)
+        if num_tokens is None or is_async != (num_tokens > 0):
+            raise Finding("I1", f"match answers {(num_tokens, is_async)}")
+        if not 0 <= num_tokens <= request.num_tokens - num_computed_tokens:
+            raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
+        if num_tokens:
+            slots = self._slots_found()
+            self.offered[request.request_id] = (num_tokens, slots)
+        return num_tokens, is_async
+
+    def _slots_found(self) -> set[int]:
+        return {slot_id(slot) for slot in self._found.slots()} if self._found else set()
+
+    def _see_allocation(
+        self, original: Callable[..., None], request: Any, blocks: Any, num_tokens: int
+    ) -> None:
+        offered, _ = self.offered.pop(request.request_id, (0, set()))
+        if num_tokens > offered:
+            raise Finding("I1", f"expected {num_tokens} hit tokens, got {offered}")
+        original(request, blocks, num_tokens)
+
+    def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
+        self.offered.pop(request.request_id, None)
+        return original(request, blocks)
+
+    def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self.offered.clear()
+        return original()
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        guarded = {
+            slot: f"a hit of {name}" for name, (_, ids) in self.offered.items() for slot in ids
+        }
+        for record in self._ledger.open_loads():
+            name = f"load {record.transfer.transfer_id}"
+            guarded.update((slot, name) for slot in record.transfer.slot_ids)
+        for transfer in plan.loads:
+            guarded.update((slot, f"load {transfer.transfer_id}") for slot in transfer.slot_ids)
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            for slot in transfer.slot_ids:
+                if slot in guarded:
+                    raise Finding(
+                        "I1",
+                        f"store {transfer.transfer_id} writes slot {slot}, which belongs to "
+                        f"{guarded[slot]}",
+                    )

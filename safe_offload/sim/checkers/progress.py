@@ -1,0 +1,62 @@
+"""I7: every load ends, no error reaches vLLM, nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from safe_offload.errors import InvariantError
+from safe_offload.sim.checkers.ledger import Ledger
+from safe_offload.sim.checkers.taps import tap
+from safe_offload.sim.engine_core import EngineCore
+from safe_offload.sim.findings import Finding
+
+IDLE_STEPS_MAX = 150
+"""An idle step takes a second, and the longest copy a minute."""
+ANNOUNCE_STEPS_MAX = 40
+"""From the end of a load on all ranks to the end of its request's wait; reports may come late."""
+
+
+class ProgressChecker:
+    """Watches for errors, for loads that ended and were not told, and for standstill."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self._seen: tuple[int, ...] = ()
+        self._moved_at = 0
+        for connector in [core.connector, *(worker.connector for worker in core.workers)]:
+            tap(connector, "_contain", self._see_error)
+
+    def _see_error(self, original: Callable[..., None], hook: str, error: Exception) -> None:
+        if isinstance(error, Finding | InvariantError):
+            raise error
+        self._core.findings.add("I7", f"{hook} raised {error!r}")
+        original(hook, error)
+
+    def check(self) -> None:
+        """Something moves."""
+        from vllm.v1.request import RequestStatus
+
+        core = self._core
+        requests = core.scheduler.requests
+        seen = (
+            sum(len(answer) for answer in core.answers.values()),
+            len(requests),
+            sum(request.num_computed_tokens for request in requests.values()),
+        )
+        if seen != self._seen or not core.has_work:
+            self._seen, self._moved_at = seen, core.num_steps
+        if core.num_steps - self._moved_at > IDLE_STEPS_MAX:
+            states = {name: request.status.name for name, request in requests.items()}
+            raise Finding("I7", f"nothing has moved for {IDLE_STEPS_MAX} steps: {states}")
+        for request in requests.values():
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            loads = self._ledger.loads_of(request)
+            over_at = loads[-1].over_at if loads else None
+            if over_at is not None and core.num_steps - over_at > ANNOUNCE_STEPS_MAX:
+                raise Finding(
+                    "I7",
+                    f"the load of {request.request_id} ended {core.num_steps - over_at} steps ago "
+                    "and vLLM still waits for it",
+                )

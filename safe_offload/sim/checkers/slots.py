@@ -1,0 +1,62 @@
+"""I5: taking host slots is one atomic step, and running out is a smaller grant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safe_offload.protocol import StepPlan
+from safe_offload.scheduler.slots import slot_id
+from safe_offload.sim.checkers.ledger import Ledger
+from safe_offload.sim.checkers.taps import tap
+from safe_offload.sim.engine_core import EngineCore
+from safe_offload.sim.findings import Finding
+
+
+class SlotChecker:
+    """No slot has two writers, lies outside any rank's memory, or belongs to somebody else."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self._num_slots = min(len(worker.device.memory.host) for worker in core.workers)
+        self.squeezed: list[list[Any]] = []
+        """Slots that somebody else has taken."""
+        self.pool = core.connector._planner._index.slots
+        tap(self.pool, "grant", self._see_grant)
+        ledger.on_plan.append(self._see_plan)
+
+    def squeeze(self, count: int) -> None:
+        """Somebody else takes slots."""
+        self.squeezed.append(self.pool.grant(count))
+
+    def give_back(self) -> None:
+        """Somebody else gives back what it took first."""
+        slots = self.squeezed.pop(0)
+        if slots:
+            self.pool.release(slots)
+
+    def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
+        try:
+            slots = original(count)
+        except Exception as error:
+            raise Finding("I5", f"asking for {count} slots raised {error!r}") from error
+        if len(slots) > max(count, 0):
+            raise Finding("I5", f"asked for {count} slots, got {len(slots)}")
+        return slots
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        taken = {slot_id(slot): "somebody else" for slots in self.squeezed for slot in slots}
+        for record in self._ledger.open_stores():
+            name = f"store {record.transfer.transfer_id}"
+            taken.update((slot, name) for slot in record.transfer.slot_ids)
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            for slot in transfer.slot_ids:
+                if not 0 <= slot < self._num_slots:
+                    raise Finding("I5", f"slot {slot} lies outside some rank's host memory")
+                if slot in taken:
+                    raise Finding(
+                        "I5",
+                        f"store {transfer.transfer_id} writes slot {slot}, which {taken[slot]} has",
+                    )
+                taken[slot] = f"store {transfer.transfer_id}"

@@ -1,0 +1,16 @@
+"""Looking at a call between two parties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def tap(target: Any, name: str, seen_by: Callable[..., Any]) -> None:
+    """Put `seen_by(original, *args, **kwargs)` in place of a method of one object."""
+    original = getattr(target, name)
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        return seen_by(original, *args, **kwargs)
+
+    setattr(target, name, tapped)

@@ -1,0 +1,210 @@
+"""Kinds of runs: an engine, a workload for it, and what may go wrong. See docs/simulator.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from safe_offload.sim.device import CopyFault
+from safe_offload.sim.events import FaultKind
+from safe_offload.sim.vllm_setup import EngineShape
+
+FaultCounts = dict[FaultKind | CopyFault, int]
+
+COPY_FAULTS: FaultCounts = {CopyFault.FAIL: 4, CopyFault.REFUSE: 2, CopyFault.STALL: 2}
+PEER_FAULTS: FaultCounts = {
+    FaultKind.REPORT_TWICE: 3,
+    FaultKind.REPORT_LATE: 2,
+    FaultKind.FOREIGN_IDS: 4,
+}
+SQUEEZES: FaultCounts = {FaultKind.SQUEEZE: 4}
+DEATHS: FaultCounts = {FaultKind.LOOP_DIES: 1, CopyFault.KILL: 1}
+ALL_FAULTS: FaultCounts = {
+    **COPY_FAULTS,
+    **PEER_FAULTS,
+    **SQUEEZES,
+    **DEATHS,
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What clients do.
+
+    Attributes:
+        num_requests: in a run.
+        num_steps: over which they are sent.
+        num_stems: prefixes that they share.
+        stem_tokens: longest prefix.
+        tail_tokens: longest tail of a prompt.
+        output_tokens: most tokens that one asks for.
+        num_aborts: most clients that go.
+        num_resets: most resets.
+        num_reused_ids: most request ids that are used again.
+        num_salts: cache salts; 1 for none.
+    """
+
+    num_requests: int = 24
+    num_steps: int = 60
+    num_stems: int = 4
+    stem_tokens: int = 60
+    tail_tokens: int = 12
+    output_tokens: int = 24
+    num_aborts: int = 6
+    num_resets: int = 2
+    num_reused_ids: int = 2
+    num_salts: int = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of run.
+
+    Attributes:
+        about: one line for the documentation.
+        copy_ticks_max: how late copies may end; a step is about six ticks.
+        faults: most faults of each kind in one run.
+    """
+
+    about: str
+    shape: EngineShape = field(default_factory=EngineShape)
+    workload: Workload = field(default_factory=Workload)
+    copy_ticks_max: int = 12
+    faults: FaultCounts = field(default_factory=dict)
+
+
+_HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
+_GPU = EngineShape(has_streams=True, is_v2=True, is_async=True)
+
+PROFILES: dict[str, Profile] = {
+    "plain": Profile("one rank, full attention, no faults, copies in time", copy_ticks_max=0),
+    "late-copies": Profile("copies that end many steps after their issue", copy_ticks_max=40),
+    "async": Profile("asynchronous scheduling: two steps in flight", EngineShape(is_async=True)),
+    "streams": Profile(
+        "a GPU: the forward runs behind the hooks, on a compute stream",
+        EngineShape(has_streams=True),
+    ),
+    "gpu": Profile("a GPU with asynchronous scheduling and Model Runner V2", _GPU),
+    "zeroed": Profile(
+        "groups of two precisions, whose new blocks vLLM zeroes",
+        EngineShape(groups=("full", "full"), is_zeroed=True, num_blocks=60, has_streams=True),
+    ),
+    "zeroed-early": Profile(
+        "the same with Model Runner V2, which zeroes ahead of the connector's hooks",
+        replace(_GPU, groups=("full", "full"), is_zeroed=True, num_blocks=60),
+    ),
+    "hybrid": Profile("sliding window, not a multiple of the block, and full attention", _HYBRID),
+    "hybrid-gpu": Profile(
+        "two windows and full attention on a GPU",
+        replace(_GPU, groups=("full", "window:10", "window:5"), num_blocks=80, num_slots=120),
+    ),
+    "chunked": Profile(
+        "chunked local and full attention",
+        EngineShape(groups=("chunk:16", "full"), num_blocks=60, num_slots=90),
+    ),
+    "mla": Profile("MLA", EngineShape(groups=("mla",), has_streams=True)),
+    "block-sizes": Profile(
+        "groups with different block sizes",
+        EngineShape(groups=("full", "window:12@8"), num_blocks=60, num_slots=90),
+    ),
+    "mamba": Profile(
+        "Mamba states and full attention",
+        EngineShape(groups=("full", "mamba"), num_blocks=60, num_slots=90),
+    ),
+    "mamba-gpu": Profile(
+        "Mamba with larger blocks on a GPU: partial hits, copy-on-write",
+        replace(_GPU, groups=("full", "mamba@8"), num_blocks=60, num_slots=90),
+    ),
+    "mamba-v2": Profile(
+        "Mamba with Model Runner V2, which moves states ahead of the connector's hooks",
+        replace(_GPU, groups=("full", "mamba"), num_blocks=60, num_slots=90, is_async=False),
+    ),
+    "drafts": Profile(
+        "speculative decoding: rejected tokens, deferred finalize",
+        EngineShape(num_draft_tokens=2),
+    ),
+    "drafts-gpu": Profile(
+        "speculative decoding, asynchronous, on a GPU",
+        EngineShape(num_draft_tokens=3, is_async=True, has_streams=True),
+    ),
+    "tensor-parallel": Profile(
+        "two ranks that copy at their own pace",
+        EngineShape(tensor_ranks=2, has_streams=True),
+        faults=PEER_FAULTS,
+    ),
+    "pipeline": Profile(
+        "two pipeline stages of two ranks, two steps in flight",
+        EngineShape(tensor_ranks=2, pipeline_ranks=2, has_streams=True),
+        Workload(num_requests=16),
+        faults=PEER_FAULTS,
+    ),
+    "pipeline-drafts": Profile(
+        "pipeline stages with speculative decoding",
+        EngineShape(pipeline_ranks=2, num_draft_tokens=2),
+        Workload(num_requests=16),
+        faults=COPY_FAULTS,
+    ),
+    "priority": Profile(
+        "scheduling by priority, a small pool: many preemptions",
+        EngineShape(is_priority=True, num_blocks=26),
+    ),
+    "preemption": Profile(
+        "long answers in a small pool: preemption storms",
+        EngineShape(num_blocks=24, has_streams=True, is_async=True),
+        Workload(num_requests=16, stem_tokens=24, output_tokens=40),
+        copy_ticks_max=24,
+    ),
+    "back-to-back": Profile(
+        "long prompts one after the other, each most of the pool",
+        EngineShape(num_blocks=40, num_slots=120, max_batched_tokens=64, has_streams=True),
+        Workload(num_requests=12, stem_tokens=110, tail_tokens=30, num_stems=3, output_tokens=4),
+        copy_ticks_max=60,
+    ),
+    "tiny-host": Profile(
+        "a host pool smaller than a prompt",
+        EngineShape(num_slots=9),
+        faults=SQUEEZES,
+    ),
+    "tight-flight": Profile(
+        "few bytes in flight: transfers wait for their turn",
+        EngineShape(extra={"max_inflight_bytes": 6144}, has_streams=True),
+        copy_ticks_max=30,
+    ),
+    "lazy": Profile("lazy_offload", EngineShape(extra={"lazy_offload": True}, has_streams=True)),
+    "aborts": Profile(
+        "clients that go at every moment",
+        EngineShape(num_blocks=30, is_async=True),
+        Workload(num_requests=30, num_aborts=24, num_reused_ids=8),
+        copy_ticks_max=20,
+        faults=PEER_FAULTS,
+    ),
+    "resets": Profile(
+        "resets of both caches, with running requests and without",
+        EngineShape(is_async=True, has_streams=True),
+        Workload(num_resets=12),
+        copy_ticks_max=20,
+    ),
+    "salts": Profile("cache salts: equal tokens, different keys", workload=Workload(num_salts=3)),
+    "failing": Profile(
+        "copies that fail, are refused, stand still",
+        EngineShape(tensor_ranks=2),
+        faults=COPY_FAULTS,
+    ),
+    "dying": Profile(
+        "an event loop that dies",
+        EngineShape(tensor_ranks=2, has_streams=True),
+        faults=DEATHS,
+    ),
+    "all-faults": Profile(
+        "everything goes wrong on two ranks with hybrid groups",
+        replace(_HYBRID, tensor_ranks=2, is_async=True, has_streams=True),
+        Workload(num_aborts=10, num_resets=4, num_reused_ids=4),
+        copy_ticks_max=24,
+        faults=ALL_FAULTS,
+    ),
+    "all-faults-plain": Profile(
+        "everything goes wrong on vLLM's CPU engine",
+        EngineShape(num_blocks=30),
+        Workload(num_aborts=10, num_resets=4, num_reused_ids=4),
+        faults=ALL_FAULTS,
+    ),
+}

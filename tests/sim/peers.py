@@ -1,0 +1,230 @@
+"""vLLM's own connectors on vLLM's real scheduler, to see which of the reported faults they show.
+
+Their scheduler sides are pure Python and run as they are. Their workers want a GPU, so a stand-in
+settles each transfer a fixed number of steps after the plan that names it. Only the order of events
+is that of an engine: memory has no contents here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+from unittest import mock
+
+from safe_offload.sim import vllm_setup
+from safe_offload.sim.chance import Chance
+from safe_offload.sim.findings import Findings
+from safe_offload.sim.model_runner import ModelRunner
+from safe_offload.sim.vllm_setup import EngineShape, as_model_runner, make_scheduler
+from safe_offload.sim.words import Sequel
+
+SIMPLE = "SimpleCPUOffloadConnector"
+OFFLOADING = "OffloadingConnector"
+NONE = "none"
+"""Not a connector: the engine runs without one."""
+
+_BYTES_PER_SLOT = {SIMPLE: 256, OFFLOADING: 4096}
+"""A page of the simulator's groups; `OffloadingConnector` rounds it up to a page of the system."""
+
+
+def peer_shape(connector: str, **what: Any) -> EngineShape:
+    """The shape of an engine with another connector, or with none, and as many host slots."""
+    shape = EngineShape(connector=connector, **what)
+    if connector == NONE:
+        return shape
+    num_bytes = shape.num_slots * _BYTES_PER_SLOT[connector]
+    return dataclasses.replace(shape, extra={"cpu_bytes_to_use": num_bytes, **shape.extra})
+
+
+def make_scheduler_without_connector(shape: EngineShape) -> tuple[Any, Any]:
+    """See `make_scheduler`."""
+    make_config = vllm_setup.make_config
+    known = dataclasses.replace(shape, connector=EngineShape().connector)
+
+    def without_connector(_: EngineShape) -> Any:
+        config = make_config(known)
+        config.kv_transfer_config = None
+        return config
+
+    with mock.patch.object(vllm_setup, "make_config", without_connector):
+        return make_scheduler(known)
+
+
+class StandInWorker(Protocol):
+    """Settles the transfers of one connector's plans."""
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """Take a step's plan; returns the requests whose load ended, and the worker's report."""
+
+
+class SimpleWorker:
+    """For `SimpleCPUOffloadConnector` (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
+
+    Args:
+        copy_steps: a copy is reported so many steps after the one whose plan names it.
+    """
+
+    def __init__(self, copy_steps: int) -> None:
+        self._copy_steps = copy_steps
+        self._num_steps = 0
+        self._loads: dict[int, int] = {}
+        self._stores: dict[int, int] = {}
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """See `StandInWorker`."""
+        from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+
+        if plan.need_flush:  # it waits for all copies when a request was preempted
+            for running in (self._loads, self._stores):
+                running.update(dict.fromkeys(running, self._num_steps))
+        due = self._num_steps + self._copy_steps
+        if plan.load_event >= 0:
+            self._loads[plan.load_event] = due
+        if plan.store_event >= 0:
+            self._stores[plan.store_event] = due
+        received = {
+            request_id
+            for event in _take_due(self._loads, self._num_steps)
+            for request_id in plan.load_event_to_reqs.get(event, ())
+        }
+        stored = dict.fromkeys(_take_due(self._stores, self._num_steps), 1)
+        self._num_steps += 1
+        return received, SimpleCPUOffloadWorkerMetadata(stored) if stored else None
+
+
+class OffloadingWorker:
+    """For `OffloadingConnector` (vLLM 0.32.0, kv_connector/v1/offloading/worker.py).
+
+    Args:
+        copy_steps: a copy is reported so many steps after the one whose plan names it.
+    """
+
+    def __init__(self, copy_steps: int) -> None:
+        self._copy_steps = copy_steps
+        self._num_steps = 0
+        self._jobs: dict[int, int] = {}
+        self._loading: dict[int, str] = {}
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """See `StandInWorker`."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+            OffloadingWorkerMetadata,
+        )
+
+        due = self._num_steps + self._copy_steps
+        self._jobs.update(dict.fromkeys([*plan.load_jobs, *plan.store_jobs], due))
+        self._loading.update((job_id, job.req_id) for job_id, job in plan.load_jobs.items())
+        for job_id in plan.jobs_to_flush or ():  # it waits for these
+            if job_id in self._jobs:
+                self._jobs[job_id] = self._num_steps
+        done = _take_due(self._jobs, self._num_steps)
+        received = {self._loading.pop(job_id) for job_id in done if job_id in self._loading}
+        self._num_steps += 1
+        return received, OffloadingWorkerMetadata(dict.fromkeys(done, 1)) if done else None
+
+
+class NoWorker:
+    """For an engine without a connector."""
+
+    def __init__(self, copy_steps: int) -> None:
+        pass
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """See `StandInWorker`."""
+        return set(), None
+
+
+def _take_due(running: dict[int, int], step: int) -> list[int]:
+    due = [key for key, end in running.items() if end <= step]
+    for key in due:
+        del running[key]
+    return due
+
+
+_WORKERS: dict[str, Callable[[int], StandInWorker]] = {
+    SIMPLE: SimpleWorker,
+    OFFLOADING: OffloadingWorker,
+    NONE: NoWorker,
+}
+
+
+class PeerEngine:
+    """An engine with a connector that is not ours: one rank, one step in flight.
+
+    Args:
+        shape: see `peer_shape`.
+        copy_steps: how long the stand-in's copies take.
+    """
+
+    def __init__(self, shape: EngineShape, copy_steps: int = 0) -> None:
+        make = make_scheduler_without_connector if shape.connector == NONE else make_scheduler
+        runs_on = EngineShape().connector if shape.connector == NONE else shape.connector
+        self._context_shape = dataclasses.replace(shape, connector=runs_on)
+        with as_model_runner(self._context_shape):
+            self.scheduler, self._hasher = make(shape)
+        self.shape = shape
+        self.runner = ModelRunner(shape, self.scheduler, Chance(0), Findings())
+        self.answers: dict[str, list[int]] = {}
+        self.mutate_output: list[Callable[[Any], None]] = []
+        self._worker = _WORKERS[shape.connector](copy_steps)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler side of the connector; None if there is none."""
+        return self.scheduler.connector
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's pool of GPU blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine would go on stepping."""
+        return bool(self.scheduler.has_requests())
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Any:
+        """Send a request; returns vLLM's object."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher)
+        self.runner.sequels[request_id] = Sequel(prompt)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> Any:
+        """One step of the engine; returns what was scheduled."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        with as_model_runner(self._context_shape):
+            scheduled = self.scheduler.schedule()
+        batch = self.runner.prepare(scheduled)
+        received, report = self._worker.step(scheduled.kv_connector_metadata)
+        connector_output = KVConnectorOutput(
+            finished_recving=received, finished_sending=set(), kv_connector_worker_meta=report
+        )
+        for mutate in self.mutate_output:
+            mutate(connector_output)
+        output = ModelRunnerOutput(
+            req_ids=batch.request_ids,
+            req_id_to_index={name: i for i, name in enumerate(batch.request_ids)},
+            sampled_token_ids=[list(tokens) for tokens in batch.sampled],
+            kv_connector_output=connector_output,
+        )
+        with as_model_runner(self._context_shape):
+            by_client = self.scheduler.update_from_output(scheduled, output)
+        for outputs in by_client.values():
+            for item in outputs.outputs:
+                self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
+        return scheduled
+
+    def drain(self, max_steps: int = 500) -> None:
+        """Step until the engine would go idle."""
+        for _ in range(max_steps):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not idle after {max_steps} steps")
