@@ -43,15 +43,15 @@ class Workload:
         num_salts: cache salts; 1 for none.
     """
 
-    num_requests: int = 24
-    num_steps: int = 60
+    num_requests: int = 48
+    num_steps: int = 180
     num_stems: int = 4
     stem_tokens: int = 60
     tail_tokens: int = 12
     output_tokens: int = 24
-    num_aborts: int = 6
-    num_resets: int = 2
-    num_reused_ids: int = 2
+    num_aborts: int = 10
+    num_resets: int = 3
+    num_reused_ids: int = 4
     num_salts: int = 1
 
 
@@ -134,13 +134,13 @@ PROFILES: dict[str, Profile] = {
     "pipeline": Profile(
         "two pipeline stages of two ranks, two steps in flight",
         EngineShape(tensor_ranks=2, pipeline_ranks=2, has_streams=True),
-        Workload(num_requests=16),
+        Workload(num_requests=32),
         faults=PEER_FAULTS,
     ),
     "pipeline-drafts": Profile(
         "pipeline stages with speculative decoding",
         EngineShape(pipeline_ranks=2, num_draft_tokens=2),
-        Workload(num_requests=16),
+        Workload(num_requests=32),
         faults=COPY_FAULTS,
     ),
     "priority": Profile(
@@ -150,13 +150,13 @@ PROFILES: dict[str, Profile] = {
     "preemption": Profile(
         "long answers in a small pool: preemption storms",
         EngineShape(num_blocks=24, has_streams=True, is_async=True),
-        Workload(num_requests=16, stem_tokens=24, output_tokens=40),
+        Workload(num_requests=32, stem_tokens=24, output_tokens=40),
         copy_ticks_max=24,
     ),
     "back-to-back": Profile(
         "long prompts one after the other, each most of the pool",
         EngineShape(num_blocks=40, num_slots=120, max_batched_tokens=64, has_streams=True),
-        Workload(num_requests=12, stem_tokens=110, tail_tokens=30, num_stems=3, output_tokens=4),
+        Workload(num_requests=24, stem_tokens=110, tail_tokens=30, num_stems=3, output_tokens=4),
         copy_ticks_max=60,
     ),
     "tiny-host": Profile(
@@ -173,7 +173,7 @@ PROFILES: dict[str, Profile] = {
     "aborts": Profile(
         "clients that go at every moment",
         EngineShape(num_blocks=30, is_async=True),
-        Workload(num_requests=30, num_aborts=24, num_reused_ids=8),
+        Workload(num_requests=60, num_aborts=48, num_reused_ids=16),
         copy_ticks_max=20,
         faults=PEER_FAULTS,
     ),
@@ -197,14 +197,14 @@ PROFILES: dict[str, Profile] = {
     "all-faults": Profile(
         "everything goes wrong on two ranks with hybrid groups",
         replace(_HYBRID, tensor_ranks=2, is_async=True, has_streams=True),
-        Workload(num_aborts=10, num_resets=4, num_reused_ids=4),
+        Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         copy_ticks_max=24,
         faults=ALL_FAULTS,
     ),
     "all-faults-plain": Profile(
         "everything goes wrong on vLLM's CPU engine",
         EngineShape(num_blocks=30),
-        Workload(num_aborts=10, num_resets=4, num_reused_ids=4),
+        Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         faults=ALL_FAULTS,
     ),
 }

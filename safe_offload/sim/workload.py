@@ -10,7 +10,7 @@ from safe_offload.sim.events import Abort, Event, Fault, FaultKind, Moment, Rese
 from safe_offload.sim.profiles import Profile
 from safe_offload.sim.words import VOCABULARY
 
-NUM_FAULTY_COPIES = 80
+NUM_FAULTY_COPIES = 200
 """Copies of a rank among which the faulty ones are chosen; small runs have about as many."""
 
 

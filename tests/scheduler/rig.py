@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.sim.device import CopyFault, Device
+from safe_offload.sim.device import CopyFault
 from safe_offload.sim.engine_core import EngineCore, random_prompt
 from safe_offload.sim.groups import BLOCK_TOKENS
 from safe_offload.sim.model_runner import Batch
@@ -24,7 +24,7 @@ class Rig(EngineCore):
     """An engine that is stepped by hand, and whose invariants are checked after each step.
 
     Args:
-        seed, copy_ticks_max: see `EngineCore`; a step has about seven ticks.
+        seed, copy_ticks_max: see `EngineCore`; a step has about six ticks.
         shape: fields of `EngineShape`.
     """
 
@@ -32,17 +32,13 @@ class Rig(EngineCore):
         shape["extra"] = {"check_invariants": True, **shape.get("extra", {})}
         super().__init__(EngineShape(**shape), seed, copy_ticks_max=copy_ticks_max)
         self.plans: list[StepPlan] = []
+        self.devices = [worker.device for worker in self.workers]
         self.prompt = random_prompt
 
     @property
     def planner(self) -> Any:
         """Of our connector, scheduler side."""
         return self.connector._planner
-
-    @property
-    def devices(self) -> list[Device]:
-        """Memory and copies of each rank."""
-        return [worker.device for worker in self.workers]
 
     def hold_copies(self, is_held: bool) -> None:
         """From now on no copy of any rank moves by itself, or all do again."""
@@ -58,8 +54,6 @@ class Rig(EngineCore):
         """See `EngineCore.close`."""
         self.hold_copies(False)
         super().close()
-
-    # ---- steps ---------------------------------------------------------------------------------
 
     def step(self) -> Batch | None:
         """See `EngineCore.step`."""
@@ -106,8 +100,6 @@ class Rig(EngineCore):
         """vLLM forgets its own prefix cache, the host does not."""
         assert self.scheduler.reset_prefix_cache()
 
-    # ---- what must hold ------------------------------------------------------------------------
-
     def check_tokens(self, request_id: str, max_tokens: int) -> None:
         """The answer is what the prompt leads to."""
         expected = self.runner.sequels[request_id].answer(max_tokens)
@@ -117,9 +109,10 @@ class Rig(EngineCore):
         """No block, slot, lease or request is left."""
         self.check_no_block_is_held()
         gauges = self.planner.gauges()
-        assert gauges["leased_slots"] == 0, gauges
-        assert gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0, gauges
-        assert not (self.scheduler.requests or self.planner.has_work)
+        for name in ("leased_slots", "stores_in_flight", "loads_in_flight"):
+            assert gauges[name] == 0, gauges
+        assert not self.scheduler.requests
+        assert not self.planner.has_work
         assert len(self.planner._leases) == 0
 
     def check_no_block_is_held(self) -> None:

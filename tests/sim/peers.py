@@ -54,6 +54,10 @@ def make_scheduler_without_connector(shape: EngineShape) -> tuple[Any, Any]:
 class StandInWorker(Protocol):
     """Settles the transfers of one connector's plans."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load has not ended."""
+
     def step(self, plan: Any) -> tuple[set[str], Any]:
         """Take a step's plan; returns the requests whose load ended, and the worker's report."""
 
@@ -70,6 +74,11 @@ class SimpleWorker:
         self._num_steps = 0
         self._loads: dict[int, int] = {}
         self._stores: dict[int, int] = {}
+
+    @property
+    def is_loading(self) -> bool:
+        """See `StandInWorker`."""
+        return bool(self._loads)
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
         """See `StandInWorker`."""
@@ -106,6 +115,11 @@ class OffloadingWorker:
         self._jobs: dict[int, int] = {}
         self._loading: dict[int, str] = {}
 
+    @property
+    def is_loading(self) -> bool:
+        """See `StandInWorker`."""
+        return bool(self._loading)
+
     def step(self, plan: Any) -> tuple[set[str], Any]:
         """See `StandInWorker`."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -126,6 +140,8 @@ class OffloadingWorker:
 
 class NoWorker:
     """For an engine without a connector."""
+
+    is_loading = False
 
     def __init__(self, copy_steps: int) -> None:
         pass
@@ -178,6 +194,11 @@ class PeerEngine:
     def pool(self) -> Any:
         """vLLM's pool of GPU blocks."""
         return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a copy to the GPU is still under way."""
+        return self._worker.is_loading
 
     @property
     def has_work(self) -> bool:

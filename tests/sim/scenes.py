@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from safe_offload.scheduler.slots import slot_id
-from safe_offload.sim.engine_core import EngineCore
+from safe_offload.sim.engine_core import EngineCore, random_prompt
 from safe_offload.sim.vllm_setup import EngineShape
 
 SCRIBBLE = -7
@@ -47,6 +49,20 @@ def step_until(engine: Any, is_reached: Callable[[], bool], max_steps: int = 200
             return count
         engine.step()
     raise AssertionError(f"not reached in {max_steps} steps")
+
+
+def wait_of_second(engine: Any, num_tokens: int) -> int:
+    """Steps that S1 waits, which arrives when S0 has finished; each takes 62 % of the pool."""
+    engine.add("s0", random_prompt(num_tokens, 1), 1)
+    step_until(engine, lambda: "s0" not in engine.scheduler.requests)
+    request = engine.add("s1", random_prompt(num_tokens, 2), 1)
+    is_served = [False]
+
+    def is_scheduled() -> bool:
+        is_served[0] |= request.num_computed_tokens > 0 or request.is_finished()
+        return is_served[0]
+
+    return step_until(engine, is_scheduled) - 1
 
 
 def forget_gpu_cache(engine: Any) -> None:
@@ -97,6 +113,26 @@ def watch_matches(engine: Any) -> dict[str, list[int]]:
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     return offered
+
+
+def ids_that(engine: Any, kind: str) -> set[str]:
+    """Ids of requests that a worker must not report now."""
+    scheduler = engine.scheduler
+    again = scheduler.requests.get("again")
+    is_reported = again is None or "again" in scheduler.finished_recving_kv_req_ids
+    is_waiting = again is not None and again.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    if kind == "run":
+        return {request.request_id for request in scheduler.running}
+    if kind == "were freed":
+        return {"first"}
+    if kind == "never existed":
+        return {"nobody"}
+    if kind == "are loading":
+        return {"again"} if is_waiting and not is_reported else set()
+    if kind == "were aborted while loading":
+        return {"gone"}
+    assert kind == "were reported"
+    return {"again"} if is_reported or not is_waiting else set()
 
 
 def check_answers(engine: Any, **num_tokens: int) -> None:

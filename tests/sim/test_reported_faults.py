@@ -23,8 +23,10 @@ from tests.sim.scenes import (
     evict_host,
     forget_gpu_cache,
     hold_copies,
+    ids_that,
     run_alone,
     step_until,
+    wait_of_second,
     watch_matches,
 )
 
@@ -106,20 +108,6 @@ def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
 # ---- vllm#42085: the second long request -------------------------------------------------------
 
 
-def wait_of_second(engine: Any, num_tokens: int) -> int:
-    """Steps that S1 waits, which arrives when S0 has finished; each takes 62 % of the pool."""
-    engine.add("s0", random_prompt(num_tokens, 1), 1)
-    step_until(engine, lambda: "s0" not in engine.scheduler.requests)
-    request = engine.add("s1", random_prompt(num_tokens, 2), 1)
-    is_served = [False]
-
-    def is_scheduled() -> bool:
-        is_served[0] |= request.num_computed_tokens > 0 or request.is_finished()
-        return is_served[0]
-
-    return step_until(engine, is_scheduled) - 1
-
-
 @pytest.mark.parametrize("has_streams", [False, True])
 @pytest.mark.parametrize("num_held_steps", [0, 5, 50])
 @pytest.mark.parametrize("max_batched_tokens", [24, 2048])
@@ -158,26 +146,6 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
 
 
 # ---- vllm#43226: `assert req_id in self.requests` ----------------------------------------------
-
-
-def ids_that(engine: Any, kind: str) -> set[str]:
-    """Ids of requests that a worker must not report now."""
-    scheduler = engine.scheduler
-    again = scheduler.requests.get("again")
-    is_reported = again is None or "again" in scheduler.finished_recving_kv_req_ids
-    is_waiting = again is not None and again.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    if kind == "run":
-        return {request.request_id for request in scheduler.running}
-    if kind == "were freed":
-        return {"first"}
-    if kind == "never existed":
-        return {"nobody"}
-    if kind == "are loading":
-        return {"again"} if is_waiting and not is_reported else set()
-    if kind == "were aborted while loading":
-        return {"gone"}
-    assert kind == "were reported"
-    return {"again"} if is_reported or not is_waiting else set()
 
 
 KINDS = {

@@ -52,6 +52,8 @@ class ProgressChecker:
         for request in requests.values():
             if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
                 continue
+            if request.request_id in core.scheduler.finished_recving_kv_req_ids:
+                continue  # vLLM has been told; it waits for blocks
             loads = self._ledger.loads_of(request)
             over_at = loads[-1].over_at if loads else None
             if over_at is not None and core.num_steps - over_at > ANNOUNCE_STEPS_MAX:
