@@ -71,7 +71,7 @@ class EngineCore:
         shape = self.shape
         device = Device(
             rank,
-            Memory.empty(shape.num_blocks, shape.num_slots, shape.block_words),
+            Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words),
             DeviceOptions(shape.has_streams, copy_ticks_max),
             self.chance,
             self.clock,
@@ -84,7 +84,7 @@ class EngineCore:
         engine = SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
         engine.start()
         assert connector._worker is not None
-        connector._worker.attach(engine, shape.num_slots)
+        connector._worker.attach(engine, shape.slots_of(rank))
         return Worker(
             rank,
             connector,

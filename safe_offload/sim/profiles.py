@@ -34,8 +34,10 @@ class Workload:
         num_requests: in a run.
         num_steps: over which they are sent.
         num_stems: prefixes that they share.
+        num_tails: different ends of prompts.
         stem_tokens: longest prefix.
         tail_tokens: longest tail of a prompt.
+        whole_blocks: fraction of prompts that end with a block.
         output_tokens: most tokens that one asks for.
         num_aborts: most clients that go.
         num_resets: most resets.
@@ -46,8 +48,10 @@ class Workload:
     num_requests: int = 48
     num_steps: int = 180
     num_stems: int = 4
+    num_tails: int = 6
     stem_tokens: int = 60
     tail_tokens: int = 12
+    whole_blocks: float = 0.25
     output_tokens: int = 24
     num_aborts: int = 10
     num_resets: int = 3
@@ -163,6 +167,29 @@ PROFILES: dict[str, Profile] = {
         "a host pool smaller than a prompt",
         EngineShape(num_slots=9),
         faults=SQUEEZES,
+    ),
+    "host-pressure": Profile(
+        "a host pool that must evict all the time, a GPU pool that makes matched requests wait",
+        EngineShape(num_slots=26, num_blocks=26),
+        Workload(num_stems=8),
+        faults=SQUEEZES,
+    ),
+    "uneven": Profile(
+        "ranks with different amounts of host memory",
+        EngineShape(tensor_ranks=2, num_slots=30, num_missing_slots=6),
+    ),
+    "foreign-ids": Profile(
+        "many ids where they do not belong, few requests",
+        EngineShape(tensor_ranks=2, num_blocks=26, is_async=True),
+        Workload(num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8),
+        copy_ticks_max=40,
+        faults={FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6},
+    ),
+    "repeats": Profile(
+        "the same prompts again and again, of whole blocks, zeroed before they are written",
+        EngineShape(groups=("full", "full"), is_zeroed=True, num_blocks=40, has_streams=True),
+        Workload(num_stems=2, num_tails=1, stem_tokens=24, whole_blocks=1.0, output_tokens=2),
+        copy_ticks_max=60,
     ),
     "tight-flight": Profile(
         "few bytes in flight: transfers wait for their turn",

@@ -20,7 +20,8 @@ class EngineShape:
     Attributes:
         groups: see `Group.parse`.
         num_blocks: GPU blocks, vLLM's null block included.
-        num_slots: host slots of each rank.
+        num_slots: host slots of each rank that the scheduler side plans with.
+        num_missing_slots: how many fewer each further rank has.
         tensor_ranks: ranks of each pipeline stage.
         pipeline_ranks: stages; as many steps are in flight.
         is_async: asynchronous scheduling: two steps in flight.
@@ -38,6 +39,7 @@ class EngineShape:
     groups: tuple[str, ...] = ("full",)
     num_blocks: int = 40
     num_slots: int = 60
+    num_missing_slots: int = 0
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
     is_async: bool = False
@@ -50,6 +52,10 @@ class EngineShape:
     max_seqs: int = 6
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "SafeCPUOffloadConnector"
+
+    def slots_of(self, rank: int) -> int:
+        """Host slots of a rank."""
+        return self.num_slots - rank * self.num_missing_slots
 
     @property
     def num_ranks(self) -> int:

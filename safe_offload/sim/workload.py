@@ -43,17 +43,21 @@ def _make_requests(profile: Profile, chance: Chance) -> list[Send]:
         stream = chance.stream("request", index)
         stem = stems[stream.randrange(len(stems))]
         kept = len(stem) if stream.random() < 0.5 else stream.randint(4, len(stem))
-        tail_seed = chance.stream("tail", stream.randrange(6))
+        tail_seed = chance.stream("tail", stream.randrange(workload.num_tails))
         tail = [
             tail_seed.randrange(VOCABULARY) for _ in range(stream.randint(1, workload.tail_tokens))
         ]
+        prompt = [*stem[:kept], *tail]
+        if stream.random() < workload.whole_blocks:
+            block_tokens = profile.shape.block_words
+            prompt = prompt[: max(len(prompt) // block_tokens, 1) * block_tokens]
         salt = stream.randrange(workload.num_salts)
         requests.append(
             Send(
                 f"r{index}",
                 stream.randrange(workload.num_steps),
                 f"r{index}",
-                (*stem[:kept], *tail),
+                tuple(prompt),
                 stream.randint(1, workload.output_tokens),
                 priority=stream.randrange(3) if profile.shape.is_priority else 0,
                 salt=f"s{salt}" if salt else None,

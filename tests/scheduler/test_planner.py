@@ -93,7 +93,7 @@ def test_a_hit_starts_only_at_a_block_boundary(make_rig: MakeRig) -> None:
 def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(
     make_rig: MakeRig, groups: tuple[str, ...]
 ) -> None:
-    rig = make_rig(groups=groups, num_blocks=60, num_slots=300)
+    rig = make_rig(groups=groups, num_blocks=56, num_slots=300, max_batched_tokens=12)
     rig.start()
     rig.hold_copies(True)
     a = rig.prompt(41, 1)
@@ -101,10 +101,11 @@ def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(
     rig.run_until_finished("a")
     assert rig.planner.gauges()["stores_in_flight"] > 0
     rig.check_no_block_is_held()
-    rig.add("b", rig.prompt(100, 2), max_tokens=1)  # takes the blocks while they are being read
-    rig.step()
+    rig.add("b", rig.prompt(48 * 4, 2), max_tokens=1)  # takes blocks while they are being read
+    rig.run_until_finished("b")
     rig.hold_copies(False)
     rig.drain()
+    assert rig.counts["fenced_stores"] > 0
     rig.forget_gpu_cache()
     assert rig.run_alone("a2", a) == 40, "what was stored late must be right"
     rig.check_idle()
@@ -115,13 +116,16 @@ def test_the_next_long_request_waits_for_no_store(make_rig: MakeRig, copy_ticks_
     """vllm#42085-like: S0 takes 62 % of the pool, S1 arrives when it finishes."""
     rig = make_rig(num_blocks=40, num_slots=200, copy_ticks_max=copy_ticks_max, seed=3)
     rig.start()
-    rig.add("s0", rig.prompt(24 * 4, 1), max_tokens=1)
+    prompt = rig.prompt(24 * 4, 1)
+    rig.add("s0", prompt, max_tokens=1)
     rig.run_until_finished("s0")
     rig.add("s1", rig.prompt(24 * 4, 2), max_tokens=1)
     rig.step()
     assert rig.scheduler.requests["s1"].status == RequestStatus.RUNNING
     rig.drain()
     rig.check_tokens("s1", 1)
+    rig.forget_gpu_cache()
+    assert rig.run_alone("s0-again", prompt, max_tokens=1) == 23 * 4, "and what it stored is right"
     rig.check_idle()
 
 
@@ -401,8 +405,9 @@ def test_nothing_stored_before_a_reset_is_hit_after_it(make_rig: MakeRig) -> Non
     rig.run_until_finished("a")
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.hold_copies(False)
+    rig.drain()
+    assert rig.counts["unpublished_blocks"] == 10
     assert rig.run_alone("a2", a) == 0
-    assert rig.counts["unpublished_blocks"] > 0
     rig.scheduler.reset_prefix_cache()
     assert rig.run_alone("a3", a) == 40, "storing goes on after a reset"
     rig.check_idle()

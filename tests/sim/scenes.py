@@ -1,4 +1,4 @@
-"""What the scenarios have in common: engines that are closed again, a busy host pool, an idle end."""
+"""What the scenarios have in common: engines that are closed again, an idle end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.sim.engine_core import EngineCore, random_prompt
 from safe_offload.sim.vllm_setup import EngineShape
-
-SCRIBBLE = -7
-"""A word that belongs to no prefix."""
 
 
 class Engines:
@@ -74,17 +70,6 @@ def hold_copies(engine: EngineCore, held: bool) -> None:
     """Whether the copies of all ranks stand still."""
     for worker in engine.workers:
         worker.device.hold_copies = held
-
-
-def evict_host(engine: EngineCore) -> None:
-    """Somebody takes every host slot that may be taken, writes to it, and gives it back."""
-    slots = engine.connector._planner._index.slots
-    taken = slots.grant(slots.num_slots)
-    for slot in taken:
-        for worker in engine.workers:
-            words = worker.device.memory.host[slot_id(slot)]
-            words[:] = [SCRIBBLE] * len(words)
-    slots.release(taken)
 
 
 def before_allocation(engine: Any, request_id: str, act: Callable[[], None]) -> None:

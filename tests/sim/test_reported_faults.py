@@ -5,22 +5,20 @@ tests/sim/test_faults_of_peers.py runs the same on vLLM's own connectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
 
-from safe_offload.scheduler.leases import Lease, LeaseKind
-from safe_offload.scheduler.slots import SlotPool
 from safe_offload.sim.engine_core import EngineCore, random_prompt
+from tests.sim.host_pool import OtherEngine, contested, evict_host, watch_grants
 from tests.sim.peers import NONE, PeerEngine, peer_shape
 from tests.sim.scenes import (
     Engines,
     before_allocation,
     check_answers,
     check_idle,
-    evict_host,
     forget_gpu_cache,
     hold_copies,
     ids_that,
@@ -300,47 +298,6 @@ def test_dynamo_6681_finishing_twice_is_the_same_as_once_in_every_state(
 # ---- kvcached: `available_size()=71 < need_size=76` --------------------------------------------
 
 
-class OtherEngine:
-    """Another engine that takes slots of the same host pool.
-
-    Args:
-        engine: whose pool it shares.
-        left: slots that it leaves.
-    """
-
-    def __init__(self, engine: EngineCore, left: int = 0) -> None:
-        self._planner = engine.connector._planner
-        self._left = left
-        self._taken: list[Lease] = []
-
-    def take(self) -> None:
-        """Take all free slots but those that are to be left."""
-        count = self._planner._index.slots.num_free - self._left
-        lease = self._planner._leases.grant(LeaseKind.STORE, max(count, 0))
-        if lease is not None:
-            self._taken.append(lease)
-
-    def give_back(self) -> None:
-        """Give back all that was taken."""
-        while self._taken:
-            self._taken.pop().release()
-
-
-def watch_grants(engine: EngineCore) -> list[tuple[int, int]]:
-    """How many slots were asked for and how many were granted, each time."""
-    grants: list[tuple[int, int]] = []
-    slots = engine.connector._planner._index.slots
-    grant = slots.grant
-
-    def granted(count: int) -> Any:
-        taken = grant(count)
-        grants.append((count, len(taken)))
-        return taken
-
-    slots.grant = granted
-    return grants
-
-
 @pytest.mark.parametrize("left", [0, 3])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
@@ -367,23 +324,6 @@ def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
     check_idle(engine)
 
 
-class ContestedSlots(SlotPool):
-    """Slots of which another engine takes some right behind, or ahead of, every look at them."""
-
-    other: OtherEngine
-    is_stale = False
-    is_taking = False
-
-    @property
-    def num_free(self) -> int:
-        seen = super().num_free
-        if not self.is_taking:
-            self.is_taking = True
-            self.other.take()
-            self.is_taking = False
-        return seen if self.is_stale else super().num_free
-
-
 @pytest.mark.parametrize("is_stale", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
@@ -391,14 +331,15 @@ def test_kvcached_197_slots_taken_while_a_step_is_planned_make_a_smaller_grant(
     engines: Engines, groups: tuple[str, ...], is_async: bool, is_stale: bool
 ) -> None:
     engine = engines.make(groups=groups, num_slots=60, is_async=is_async)
-    slots = engine.connector._planner._index.slots
-    slots.__class__ = ContestedSlots
-    slots.other, slots.is_stale = other, _ = OtherEngine(engine, left=2), is_stale
-    engine.add("a", random_prompt(41, 1), max_tokens=4)
-    engine.drain()
+    other = OtherEngine(engine, left=2)
+    with contested(engine, other, is_stale=is_stale):
+        engine.add("a", random_prompt(41, 1), max_tokens=4)
+        engine.drain()
     assert engine.counts["contained_errors"] == 0
     assert engine.counts["skipped_blocks"] > 0
     check_answers(engine, a=4)
-    slots.__class__ = SlotPool
     other.give_back()
+    stored = engine.counts["stored_blocks"]
+    run_alone(engine, "b", random_prompt(41, 4), max_tokens=4)
+    assert engine.counts["stored_blocks"] - stored == 11 * len(groups), "with slots it stores again"
     check_idle(engine)

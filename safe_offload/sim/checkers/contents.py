@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.slots import slot_id
+from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.findings import Finding
@@ -16,14 +18,21 @@ from safe_offload.sim.words import Sequel, place
 
 
 class ContentChecker:
-    """Compares every slot with its key when it can be found first, and with a hit's prefix."""
+    """Compares every slot with its key when it can be found first, and with a hit's prefix.
 
-    def __init__(self, core: EngineCore) -> None:
+    What was stored, or was being stored, when the cache was reset must never be found again.
+    """
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core
         self._index = core.connector._planner._index
         self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
         """What a block hash, without its group, stands for: a prefix and its length."""
         self._requests: list[list[Any]] = []
+        self._stale: set[int] = set()
+        """Slots of before the last reset that have not been stored anew."""
+        ledger.on_plan.append(self._see_plan)
+        tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
         tap(self._index, "publish", self._see_publish)
         tap(self._index, "find_hit", self._see_search)
@@ -65,6 +74,14 @@ class ContentChecker:
         sequel, end = self._prefixes[last_hash]
         self._check(slot_id(slot), get_group_id(keys[0]), sequel, end, "is published")
 
+    def _see_plan(self, plan: StepPlan) -> None:
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            self._stale.difference_update(transfer.slot_ids)
+
+    def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self._stale.update(range(self._core.shape.num_slots))
+        return original()
+
     def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:
         self._matching = request
         try:
@@ -88,6 +105,8 @@ class ContentChecker:
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
         group = self._core.shape.parsed_groups[group_idx]
+        if slot in self._stale:
+            raise Finding("I6", f"slot {slot} {what} and was stored before the cache was reset")
         for worker in self._core.workers:
             words = worker.device.memory.host[slot]
             bits = place(group_idx, worker.rank)

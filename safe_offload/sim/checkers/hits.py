@@ -1,4 +1,4 @@
-"""I1: a reported hit stays as it is until its load has landed."""
+"""I1: a reported hit stays as it is until its load has landed; I7: it is not offered for ever."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class HitChecker:
         self._found: Hit | None = None
         self.offered: dict[str, tuple[int, set[int]]] = {}
         """By request id: tokens and slots of the hit that was reported last."""
+        self._failed: set[int] = set()
+        """Slots whose load failed, and that were not stored anew."""
         connector = core.connector
         tap(connector._planner._index, "find_hit", self._see_search)
         tap(connector, "get_num_new_matched_tokens", self._see_match)
@@ -47,8 +49,16 @@ class HitChecker:
             raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
         if num_tokens:
             slots = self._slots_found()
+            self._learn_failures()
+            if slots & self._failed:
+                raise Finding("I7", f"slots {slots & self._failed} failed and are offered again")
             self.offered[request.request_id] = (num_tokens, slots)
         return num_tokens, is_async
+
+    def _learn_failures(self) -> None:
+        for record in self._ledger.take_over_loads():
+            if record.has_failed:
+                self._failed.update(record.transfer.slot_ids)
 
     def _slots_found(self) -> set[int]:
         return {slot_id(slot) for slot in self._found.slots()} if self._found else set()
@@ -70,6 +80,7 @@ class HitChecker:
         return original()
 
     def _see_plan(self, plan: StepPlan) -> None:
+        self._learn_failures()
         guarded = {
             slot: f"a hit of {name}" for name, (_, ids) in self.offered.items() for slot in ids
         }
@@ -79,6 +90,7 @@ class HitChecker:
         for transfer in plan.loads:
             guarded.update((slot, f"load {transfer.transfer_id}") for slot in transfer.slot_ids)
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            self._failed.difference_update(transfer.slot_ids)
             for slot in transfer.slot_ids:
                 if slot in guarded:
                     raise Finding(

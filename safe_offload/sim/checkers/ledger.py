@@ -20,6 +20,7 @@ class Record:
         planned_at: the engine's step.
         reported: what became of it, by rank, as the rank itself reported it.
         over_at: the step in which the last rank reported.
+        told: ranks whose report has reached the scheduler side.
     """
 
     transfer: Transfer
@@ -28,6 +29,7 @@ class Record:
     planned_at: int
     reported: dict[int, FailureReason | None] = field(default_factory=dict)
     over_at: int | None = None
+    told: set[int] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
@@ -52,10 +54,12 @@ class Ledger:
         self._records: dict[int, Record] = {}
         self._open: dict[int, Record] = {}
         self._loads: dict[int, list[Record]] = {}
+        self._told: list[Record] = []
         self._allocated: dict[str, tuple[Any, set[int]]] = {}
         self.on_plan: list[Callable[[StepPlan], None]] = []
         tap(core.connector, "update_state_after_alloc", self._see_allocation)
         tap(core.connector, "build_connector_meta", self._see_plan)
+        tap(core.connector, "update_connector_output", self._see_output)
         for worker in core.workers:
             tap(worker.connector, "build_connector_worker_meta", self._see_report)
 
@@ -109,6 +113,21 @@ class Ledger:
                 record.over_at = self._core.num_steps
                 self._open.pop(outcome.transfer_id, None)
         return report
+
+    def _see_output(self, original: Callable[[Any], None], output: Any) -> None:
+        original(output)
+        report = output.kv_connector_worker_meta
+        for outcome in report.outcomes if isinstance(report, StepReport) else ():
+            record = self._records[outcome.transfer_id]
+            if not record.is_store:
+                record.told.add(outcome.rank)
+                if len(record.told) == self._core.shape.num_ranks:
+                    self._told.append(record)
+
+    def take_over_loads(self) -> list[Record]:
+        """Loads of which the scheduler side has heard from all ranks, since the last call."""
+        told, self._told = self._told, []
+        return told
 
     def open_stores(self) -> Iterator[Record]:
         """Stores that some rank has not reported."""

@@ -22,6 +22,8 @@ class ReferenceChecker:
         before = self._counts()
         answer = original(request, blocks)
         changed = [i for i, count in enumerate(self._counts()) if count != before[i]]
+        if answer[0]:
+            raise Finding("I2", f"request_finished of {request.request_id} keeps its blocks")
         if changed:
             raise Finding(
                 "I2", f"request_finished of {request.request_id} referenced blocks {changed}"
