@@ -72,6 +72,8 @@ class Loads:
     def match(self, state: RequestState, num_computed_tokens: int) -> int:
         """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
         request = state.request
+        if state.hits_refused:
+            return 0
         # The last token is always computed, for its logits.
         hit = self._index.find_hit(
             request.block_hashes, num_computed_tokens, request.num_tokens - 1
@@ -106,6 +108,7 @@ class Loads:
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
             self._failures.append(state)
+            state.hits_refused = True  # or the same hit would be offered for ever (FAULTS: H4)
         state.drop_hit()
         state.move(Phase.LOADING)
         state.num_loads += 1

@@ -71,6 +71,7 @@ class RequestState:
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
+        hits_refused: a hit of it could not be used; none is reported for it any more.
     """
 
     request: Request
@@ -85,6 +86,7 @@ class RequestState:
     num_stores: int = 0
     failing: bool = False
     announced: bool = False
+    hits_refused: bool = False
 
     def __post_init__(self) -> None:
         self.cursors = [0] * self.num_groups
@@ -228,6 +230,8 @@ class RequestBook:
         state = self._states.get(request_id)
         if state is None:
             return Count.DROPPED_UNKNOWN_IDS
+        if state.num_loads:
+            return Count.DROPPED_PREMATURE_IDS  # the load still writes the blocks
         if state.request.is_finished() and gpu.holds_blocks(request_id):
             return None
         return Count.DROPPED_UNOWNED_IDS

@@ -69,7 +69,10 @@ class SlotPool:
             changed. What a granted slot held before is forgotten.
         """
         count = min(count, self.num_free)
-        return self._pool.get_new_blocks(count) if count > 0 else []
+        try:
+            return self._pool.get_new_blocks(count) if count > 0 else []
+        except ValueError:  # somebody was faster; the pool raises before it takes anything (I5)
+            return []
 
     def lease(self, slots: Sequence[KVCacheBlock]) -> None:
         """Add one lease to each slot: none of them can be evicted until it is released."""

@@ -247,14 +247,19 @@ class EngineCore:
         self._take_drafts(batch)
 
     def _take_drafts(self, batch: Batch) -> None:
-        # A request that was preempted and resumed meanwhile has no use for the drafts of this step.
-        drafts = {i: d for i, d in batch.drafts.items() if not self.is_in_flight(i)}
+        # What was preempted meanwhile has no use for the drafts of this step.
+        drafts = {i: d for i, d in batch.drafts.items() if self._is_running(i)}
         if drafts and not self.shape.is_async:
             from vllm.v1.outputs import DraftTokenIds
 
             self.scheduler.update_draft_token_ids(
                 DraftTokenIds(list(drafts), list(drafts.values()))
             )
+
+    def _is_running(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        is_running = request is not None and request.status.name == "RUNNING"
+        return is_running and not self.is_in_flight(request_id)
 
     def _aggregate(self, batch: Batch) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput

@@ -92,7 +92,9 @@ class Faults:
         chance = self._core.chance
         for index in range(1 + fault.amount % 3):
             name = ("foreign", fault.name, index)
-            request_id = chance.choose(self._ids, *name)
+            live = sorted(self._core.scheduler.requests)
+            is_live = bool(live) and chance.happens(0.5, *name, "live")
+            request_id = chance.choose(live if is_live else self._ids, *name)
             is_sent = chance.happens(0.4, *name, "sent")
             everywhere = chance.happens(0.6, *name, "everywhere")
             ranks = range(len(outputs)) if everywhere else [fault.rank]

@@ -181,15 +181,27 @@ PROFILES: dict[str, Profile] = {
     "foreign-ids": Profile(
         "many ids where they do not belong, few requests",
         EngineShape(tensor_ranks=2, num_blocks=26, is_async=True),
-        Workload(num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8),
+        Workload(num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24),
         copy_ticks_max=40,
-        faults={FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6},
+        faults={FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40},
     ),
     "repeats": Profile(
-        "the same prompts again and again, of whole blocks, zeroed before they are written",
-        EngineShape(groups=("full", "full"), is_zeroed=True, num_blocks=40, has_streams=True),
-        Workload(num_stems=2, num_tails=1, stem_tokens=24, whole_blocks=1.0, output_tokens=2),
+        "one prompt again and again, in a pool that it fills, zeroed before it is written",
+        EngineShape(groups=("full", "full"), is_zeroed=True, num_blocks=9, has_streams=True),
+        Workload(
+            num_stems=1,
+            num_tails=1,
+            stem_tokens=12,
+            tail_tokens=4,
+            whole_blocks=1.0,
+            output_tokens=1,
+        ),
         copy_ticks_max=60,
+    ),
+    "hybrid-pressure": Profile(
+        "a window and full attention, both pools small: preemptions without a free slot",
+        replace(_HYBRID, num_blocks=36, num_slots=24),
+        Workload(output_tokens=40),
     ),
     "tight-flight": Profile(
         "few bytes in flight: transfers wait for their turn",

@@ -16,7 +16,12 @@ from safe_offload.sim import vllm_setup
 from safe_offload.sim.chance import Chance
 from safe_offload.sim.findings import Findings
 from safe_offload.sim.model_runner import ModelRunner
-from safe_offload.sim.vllm_setup import EngineShape, as_model_runner, make_scheduler
+from safe_offload.sim.vllm_setup import (
+    EngineShape,
+    as_model_runner,
+    make_kv_cache_config,
+    make_scheduler,
+)
 from safe_offload.sim.words import Sequel
 
 SIMPLE = "SimpleCPUOffloadConnector"
@@ -24,8 +29,8 @@ OFFLOADING = "OffloadingConnector"
 NONE = "none"
 """Not a connector: the engine runs without one."""
 
-_BYTES_PER_SLOT = {SIMPLE: 256, OFFLOADING: 4096}
-"""A page of the simulator's groups; `OffloadingConnector` rounds it up to a page of the system."""
+_ALIGNMENT_BYTES = {SIMPLE: 1, OFFLOADING: 4096}
+"""What the bytes of a host slot are rounded up to."""
 
 
 def peer_shape(connector: str, **what: Any) -> EngineShape:
@@ -33,7 +38,9 @@ def peer_shape(connector: str, **what: Any) -> EngineShape:
     shape = EngineShape(connector=connector, **what)
     if connector == NONE:
         return shape
-    num_bytes = shape.num_slots * _BYTES_PER_SLOT[connector]
+    spec = make_kv_cache_config(shape).kv_cache_groups[0].kv_cache_spec
+    alignment = _ALIGNMENT_BYTES[connector]
+    num_bytes = shape.num_slots * -(-spec.page_size_bytes // alignment) * alignment
     return dataclasses.replace(shape, extra={"cpu_bytes_to_use": num_bytes, **shape.extra})
 
 

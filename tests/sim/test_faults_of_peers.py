@@ -167,7 +167,7 @@ def test_vllm_42085_simple_cpu_offload_holds_blocks_of_a_finished_request(
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", ["run", "were freed", "never existed", "were reported"])
-def test_vllm_43226_one_id_ends_the_engine_of_a_request_that(
+def test_vllm_43226_the_engine_dies_when_told_of_requests_that(
     kind: str, where: str, connector: str
 ) -> None:
     engine = make_engine(connector, 3)

@@ -106,7 +106,7 @@ def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
 # ---- vllm#42085: the second long request -------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize(("num_ranks", "has_streams"), [(1, False), (2, True)])
 @pytest.mark.parametrize("num_held_steps", [0, 5, 50])
 @pytest.mark.parametrize("max_batched_tokens", [24, 2048])
 @pytest.mark.parametrize(("groups", "num_tokens"), [(PLAIN, 496), (HYBRID, 248)])
@@ -116,6 +116,7 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
     num_tokens: int,
     max_batched_tokens: int,
     num_held_steps: int,
+    num_ranks: int,
     has_streams: bool,
 ) -> None:
     what = {
@@ -125,7 +126,7 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
         "max_batched_tokens": max_batched_tokens,
     }
     alone = PeerEngine(peer_shape(NONE, **what))
-    engine = engines.make(has_streams=has_streams, **what)
+    engine = engines.make(tensor_ranks=num_ranks, has_streams=has_streams, **what)
     hold_copies(engine, num_held_steps > 0)
     assert wait_of_second(engine, num_tokens) == wait_of_second(alone, num_tokens) == 0
     for _ in range(num_held_steps - 1):
@@ -161,7 +162,7 @@ KINDS = {
 @pytest.mark.parametrize(("num_ranks", "liars"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_43226_ids_of_requests_never_reach_the_scheduler_that(
+def test_vllm_43226_the_scheduler_is_never_told_of_requests_that(
     engines: Engines, kind: str, where: str, num_ranks: int, liars: int, is_async: bool
 ) -> None:
     engine = engines.make(tensor_ranks=num_ranks, is_async=is_async, num_blocks=60, num_slots=90)

@@ -63,3 +63,5 @@ class CompletionChecker:
         request = self._request(request_id)
         if not (request.is_finished() and self._holds_blocks(request_id)):
             raise Finding("I3", f"{request_id} is told as sent while it is {request.status.name}")
+        if any(not load.is_over for load in self._ledger.loads_of(request)):
+            raise Finding("I3", f"{request_id} is told as sent while a rank copies its load")

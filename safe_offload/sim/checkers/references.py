@@ -66,7 +66,6 @@ class ReferenceChecker:
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
             "live requests": sum(not state.finished for state in planner._book),
-            "requests short of slots": len(planner._stores._short_of_slots),
             "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
             "copies": sum(len(worker.device.running) for worker in core.workers),
         }
