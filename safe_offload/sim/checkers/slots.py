@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
+from safe_offload.scheduler.leases import Lease, LeaseKind
 from safe_offload.scheduler.slots import slot_id
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
@@ -20,21 +21,21 @@ class SlotChecker:
         self._core = core
         self._ledger = ledger
         self._num_slots = min(len(worker.device.memory.host) for worker in core.workers)
-        self.squeezed: list[list[Any]] = []
-        """Slots that somebody else has taken."""
-        self.pool = core.connector._planner._index.slots
-        tap(self.pool, "grant", self._see_grant)
+        self.squeezed: list[Lease | None] = []
+        """Slots that somebody else has taken, as leases, so that our own checks add up."""
+        self._leases = core.connector._planner._leases
+        tap(core.connector._planner._index.slots, "grant", self._see_grant)
         ledger.on_plan.append(self._see_plan)
 
     def squeeze(self, count: int) -> None:
         """Somebody else takes slots."""
-        self.squeezed.append(self.pool.grant(count))
+        self.squeezed.append(self._leases.grant(LeaseKind.STORE, count))
 
     def give_back(self) -> None:
         """Somebody else gives back what it took first."""
-        slots = self.squeezed.pop(0)
-        if slots:
-            self.pool.release(slots)
+        lease = self.squeezed.pop(0)
+        if lease is not None:
+            lease.release()
 
     def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
         try:
@@ -46,7 +47,8 @@ class SlotChecker:
         return slots
 
     def _see_plan(self, plan: StepPlan) -> None:
-        taken = {slot_id(slot): "somebody else" for slots in self.squeezed for slot in slots}
+        leases = [lease for lease in self.squeezed if lease is not None]
+        taken = {slot_id(slot): "somebody else" for lease in leases for slot in lease.slots}
         for record in self._ledger.open_stores():
             name = f"store {record.transfer.transfer_id}"
             taken.update((slot, name) for slot in record.transfer.slot_ids)
