@@ -137,6 +137,11 @@ class GpuBlocks:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._pool = kv_cache_manager.block_pool
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be allocated: all but the null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
     def of_request(self, request_id: str, group_idx: int) -> Sequence[KVCacheBlock]:
         """The request's block table in a group; one growing list for as long as it holds blocks."""
         blocks: Sequence[KVCacheBlock] | None = self._managers[group_idx].req_to_blocks.get(

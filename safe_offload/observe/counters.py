@@ -37,6 +37,10 @@ class Count(enum.StrEnum):
     FAILED_STORES = "failed_stores", "Stores that failed; their blocks are not kept."
     FAILED_LOADS = "failed_loads", "Loads that failed; their tokens are recomputed."
     UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
+    POSTPONED_HITS = (
+        "postponed_hits",
+        "Hits not used because the requests that wait for loads hold too many GPU blocks.",
+    )
     STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
     DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
     DROPPED_UNKNOWN_IDS = "dropped_unknown_ids", "Finished ids of requests that do not exist."

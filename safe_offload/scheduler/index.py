@@ -123,6 +123,21 @@ class HostIndex:
             return None
         return Hit(slots_by_group, num_tokens, num_computed_tokens)
 
+    def num_blocks(self, num_tokens: int) -> tuple[int, int]:
+        """GPU blocks of a request behind its first `num_tokens` tokens, over all groups.
+
+        Returns:
+            Those that it needs from there on (a window has slid past the others), and all that its
+            block tables span.
+        """
+        needed = spanned = 0
+        for manager in self._coordinator.single_type_managers:
+            num_skipped = int(manager.get_num_skipped_tokens(num_tokens))
+            in_all = -(-num_tokens // manager.block_size)
+            spanned += in_all
+            needed += in_all - num_skipped // manager.block_size
+        return needed, spanned
+
     def find(self, key: bytes) -> KVCacheBlock | None:
         """The slot that holds a block hash (with its group id), if any."""
         slot: KVCacheBlock | None = self._pool.cached_block_hash_to_block.get_one_block(key)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer
+from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
@@ -65,20 +66,28 @@ class Loads:
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
         self._counters = counters
+        self._admission = Admission(index)
         self._new: list[Load] = []
         self._in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
 
+    def bind(self, num_gpu_blocks: int) -> None:
+        """Learn how many GPU blocks there are."""
+        self._admission.bind(num_gpu_blocks)
+
     def match(self, state: RequestState, num_computed_tokens: int) -> int:
         """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
         request = state.request
-        if state.hits_refused:
+        if state.must_compute:
             return 0
         # The last token is always computed, for its logits.
         hit = self._index.find_hit(
             request.block_hashes, num_computed_tokens, request.num_tokens - 1
         )
         if hit is None:
+            return 0
+        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
+            self._counters[Count.POSTPONED_HITS] += 1
             return 0
         state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
         state.move(Phase.MATCHED)
@@ -96,6 +105,8 @@ class Loads:
         announced.
         """
         pairs = self._pair(state, blocks_by_group, num_tokens)
+        num_local_tokens = state.hit.num_computed_tokens if state.hit is not None else 0
+        self._admission.hold(state, num_local_tokens + num_tokens)
         if pairs:
             lease = self._leases.lease(LeaseKind.LOAD, [slot for _, slot in pairs])
             transfer = Transfer(
@@ -108,7 +119,6 @@ class Loads:
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
             self._failures.append(state)
-            state.hits_refused = True  # or the same hit would be offered for ever (FAULTS: H4)
         state.drop_hit()
         state.move(Phase.LOADING)
         state.num_loads += 1
@@ -145,6 +155,10 @@ class Loads:
                 pairs.append((block, slot))
         return pairs
 
+    def let_go(self, state: RequestState) -> None:
+        """A request goes on, is preempted, or has ended: it holds no blocks for a load any more."""
+        self._admission.release(state)
+
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
         if state.num_loads == 0:
@@ -165,11 +179,17 @@ class Loads:
         self._new = []
 
     def announce_failures(self) -> tuple[str, ...]:
-        """Ids of requests whose load failed; from now on only the workers' echo ends their wait."""
+        """Ids of requests whose load failed; from now on only the workers' echo ends their wait.
+
+        They are offered no other hit before they have run: the same might be unusable again
+        (FAULTS: H4), and vLLM 0.32.0 counts what it has reserved for the first load of a request
+        against its second, which in a small pool then never begins.
+        """
         failures, self._failures = self._failures, []
         for state in failures:
             state.num_loads -= 1
             state.failing = True
+            state.must_compute = True
             if state.phase is Phase.LOADING:
                 state.move(Phase.WAITING)
         self._counters[Count.FAILED_LOADS] += len(failures)

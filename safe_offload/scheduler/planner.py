@@ -74,6 +74,7 @@ class Planner:
     def bind(self, gpu: GpuBlocks) -> None:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
+        self._loads.bind(gpu.num_blocks)
         self._stores.bind(gpu, self._options.lazy_num_blocks)
 
     def disable(self) -> None:
@@ -123,7 +124,9 @@ class Planner:
         if num_external_tokens > 0:
             self._loads.begin(state, blocks.blocks, num_external_tokens)
         else:
+            self._loads.let_go(state)
             state.drop_hit()
+            state.must_compute = False
             state.move(Phase.RUNNING)
 
     def owe_failure(self, request: Request) -> None:
@@ -139,6 +142,7 @@ class Planner:
         state = self._book.see(request)
         if not self._is_disabled:
             self._stores.add_finished(state)
+        self._loads.let_go(state)
         self._book.finish(state)
 
     # ---- a step is planned ---------------------------------------------------------------------

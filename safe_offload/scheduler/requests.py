@@ -71,7 +71,7 @@ class RequestState:
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
-        hits_refused: a hit of it could not be used; none is reported for it any more.
+        must_compute: its load failed; no hit is reported for it before it has run.
     """
 
     request: Request
@@ -86,7 +86,7 @@ class RequestState:
     num_stores: int = 0
     failing: bool = False
     announced: bool = False
-    hits_refused: bool = False
+    must_compute: bool = False
 
     def __post_init__(self) -> None:
         self.cursors = [0] * self.num_groups

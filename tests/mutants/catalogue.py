@@ -407,6 +407,14 @@ MUTANTS = (
         "I7",
         ("failing",),
     ),
+    Mutant(
+        "loads are admitted without a look at others",
+        _LOADS,
+        "        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):",
+        "        if False:",
+        "I7",
+        ("hybrid-pressure",),
+    ),
     # ---- I8: nothing is left ----
     Mutant(
         "the engine goes idle while stores are in flight",

@@ -21,6 +21,10 @@ REGRESSIONS = {
     "mamba states moved early": ("mamba-v2", 0),
     # finished_sending of a request that was aborted while its load still wrote its blocks.
     "sent while a load writes": ("foreign-ids", 9),
+    # Two requests whose loads have landed hold so many blocks that neither can go on.
+    "loads starve one another": ("hybrid-pressure", 1046),
+    # vLLM reserves for a load that failed, and counts it against the next one of the request.
+    "a second load after a failed one": ("all-faults", 1009),
     # The only block that is free is the source of a store, and is given to the same prompt.
     "the same hash in the same block": ("repeats", 54),
 }

@@ -65,6 +65,7 @@ class ReferenceChecker:
             "slots in use": slots._num_usable - slots.num_free,
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
+            "requests that hold blocks for a load": len(planner._loads._admission),
             "live requests": sum(not state.finished for state in planner._book),
             "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
             "copies": sum(len(worker.device.running) for worker in core.workers),
