@@ -141,6 +141,12 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=32),
         faults=PEER_FAULTS,
     ),
+    "four-stages": Profile(
+        "four pipeline stages, four steps in flight",
+        EngineShape(pipeline_ranks=4, num_blocks=60),
+        Workload(num_requests=32),
+        faults=PEER_FAULTS,
+    ),
     "pipeline-drafts": Profile(
         "pipeline stages with speculative decoding",
         EngineShape(pipeline_ranks=2, num_draft_tokens=2),
@@ -224,8 +230,8 @@ PROFILES: dict[str, Profile] = {
     ),
     "salts": Profile("cache salts: equal tokens, different keys", workload=Workload(num_salts=3)),
     "failing": Profile(
-        "copies that fail, are refused, stand still",
-        EngineShape(tensor_ranks=2),
+        "copies that fail, are refused, stand still, on three ranks",
+        EngineShape(tensor_ranks=3),
         faults=COPY_FAULTS,
     ),
     "dying": Profile(

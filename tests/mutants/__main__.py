@@ -3,7 +3,7 @@
 Each mutant is applied in memory, in a process of its own, and runs seeds until a checker fires. It
 counts as caught if the checker is the one that the mutant's promise names.
 
-    python -m tests.mutants [--only TEXT] [--seeds 60] [--markdown]
+    python -m tests.mutants [--only TEXT] [--seeds 120] [--markdown]
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> int:
     """Run it; return 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
-    parser.add_argument("--seeds", type=int, default=60, help="seeds for each profile")
+    parser.add_argument("--seeds", type=int, default=120, help="seeds for each profile")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,12 @@ def test_leaving_an_event_out_leaves_the_others_as_they_are() -> None:
     assert len(set(names)) == len(names)
     without = run("all-faults", 3, only=set(names[1:])).events
     assert without == events[1:]
+
+
+def test_every_profile_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    for name, profile in PROFILES.items():
+        assert f"| `{name}` | {profile.about} |" in text
 
 
 def _digests(hash_seed: int) -> str:
