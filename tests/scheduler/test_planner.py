@@ -460,6 +460,18 @@ def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig: Ma
     rig.check_idle()
 
 
+def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    rig.planner._loads._pair = lambda *_: []
+    assert rig.run_alone("a2", a) == 0
+    assert rig.counts["unusable_hits"] == 1
+    assert rig.counts["failed_loads"] == 1
+    rig.check_idle()
+
+
 def test_a_failure_reason_travels_to_the_log(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
