@@ -308,6 +308,7 @@ class EngineCore:
     def close(self) -> None:
         """End the ranks' engines."""
         for worker in self.workers:
+            worker.device.hold_copies = False
             worker.engine.close()
 
 
