@@ -1,11 +1,9 @@
-"""Stores in flight, and whether their source blocks changed hands.
+"""Stores in flight, and the fences that they need.
 
 No store holds a reference on a GPU block (I2). While the request runs, its own reference protects
 its blocks; once they are free their bytes stay intact until vLLM gives them to somebody and a
-kernel or a load of a later step writes them. What tells is the block's hash *object*: vLLM resets
-it when it reallocates the block and builds a new object when it caches the block again, so
-`block.block_hash is not witness` says that the block was given away, whoever took it: a request, a
-load, a copy-on-write, another connector.
+kernel or a load of a later step writes them. When a block was given away (`witness.py` tells), the
+plan of that step fences the store: nothing of the step may write before the copy has read.
 """
 
 from __future__ import annotations
@@ -17,34 +15,9 @@ from typing import TYPE_CHECKING
 from safe_offload.errors import InvariantError
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
     from safe_offload.scheduler.leases import Lease
     from safe_offload.scheduler.requests import RequestState
-
-
-@dataclass(slots=True)
-class Source:
-    """One GPU block that a store reads.
-
-    Attributes:
-        block: vLLM's block object.
-        keys: the hashes under which the bytes are published, the block's own hash first.
-        num_tokens: tokens of the prefix that ends with this block; None if vLLM does not say.
-        witness: the block's hash object when the store was planned; None if the block had none or
-            had been given away already: then nothing can tell when it is overwritten, and the store
-            is fenced in the step that plans it.
-    """
-
-    block: KVCacheBlock
-    keys: tuple[bytes, ...]
-    num_tokens: int | None
-    witness: bytes | None
-
-    @property
-    def given_away(self) -> bool:
-        """Whether somebody else may own the block by now."""
-        return self.witness is None or self.block.block_hash is not self.witness
+    from safe_offload.scheduler.witness import Source
 
 
 @dataclass(slots=True, eq=False)

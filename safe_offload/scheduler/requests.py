@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.compat import GpuBlocks
-    from safe_offload.scheduler.fences import Source
     from safe_offload.scheduler.index import Hit
     from safe_offload.scheduler.leases import Lease
+    from safe_offload.scheduler.witness import Source
 
 
 logger = logging.getLogger(f"vllm.{__name__}")

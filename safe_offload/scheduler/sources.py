@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.fences import Source
+from safe_offload.scheduler.witness import Source, source_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from safe_offload.compat import GpuBlocks
     from safe_offload.scheduler.index import HostIndex
     from safe_offload.scheduler.requests import RequestState
-
-
-def source_of(block: KVCacheBlock, gpu: GpuBlocks) -> Source | None:
-    """A block as the source of a store; None if vLLM has not hashed it, or it is the null block."""
-    witness = block.block_hash
-    if witness is None or block.is_null:
-        return None
-    keys = (witness, *gpu.extra_hashes(block.block_id))
-    return Source(block, keys, block.block_hash_num_tokens, witness)
 
 
 class EagerScan:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer
-from safe_offload.scheduler.fences import Source, Store, StoresInFlight
+from safe_offload.scheduler.fences import Store, StoresInFlight
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.slots import slot_id
-from safe_offload.scheduler.sources import EagerScan, LazyWalk, source_of
+from safe_offload.scheduler.sources import EagerScan, LazyWalk
+from safe_offload.scheduler.witness import Source, source_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

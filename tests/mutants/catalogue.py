@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "the hash witness is compared, not identified",
-        "scheduler/fences.py",
+        "scheduler/witness.py",
         "self.block.block_hash is not self.witness",
         "self.block.block_hash != self.witness",
         "I6",
