@@ -52,6 +52,7 @@ class Stores:
         self._counters = counters
         self._in_flight = StoresInFlight()
         self._new: list[Store] = []
+        self._short_of_slots: set[RequestState] = set()
         self._gpu: GpuBlocks | None = None
         self._scan: EagerScan | None = None
         self._walk: LazyWalk | None = None
@@ -122,6 +123,7 @@ class Stores:
                 self._leases.extend(state.prefix, present)
         leftover = [source for source in state.leftover if not source.given_away]
         state.leftover = []
+        self._short_of_slots.discard(state)
         return self._still_wanted(leftover) + found if leftover else found
 
     def _still_wanted(self, sources: list[Source]) -> list[Source]:
@@ -153,6 +155,7 @@ class Stores:
         rest = sources[num_granted:]
         if rest and state is not None and not is_last_chance:
             state.leftover = rest
+            self._short_of_slots.add(state)
         elif is_last_chance:
             self._counters[Count.SKIPPED_BLOCKS] += len(rest)
         if lease is None:
@@ -190,6 +193,12 @@ class Stores:
         """
         fences = self._in_flight.fence(early_written)
         self._counters[Count.FENCED_STORES] += len(fences)
+        for state in list(self._short_of_slots):
+            # This step writes the blocks that were given away: they can be stored no more. A window
+            # slides on even when its request is not scheduled, for want of blocks.
+            state.leftover = [source for source in state.leftover if not source.given_away]
+            if not state.leftover:
+                self._short_of_slots.discard(state)
         return tuple(fences)
 
     # ---- the workers have reported -------------------------------------------------------------
@@ -249,6 +258,7 @@ class Stores:
             if state.prefix is not None:
                 state.prefix.release()
                 state.prefix = None
+        self._short_of_slots.clear()
         for store in self._new:
             self._in_flight.remove(store.transfer_id)
             self._return_slots(store)

@@ -313,8 +313,8 @@ MUTANTS = (
     Mutant(
         "what finds no slot is stored later, overwritten or not",
         _STORES,
-        "[source for source in state.leftover if not source.given_away]",
-        "list(state.leftover)",
+        "        leftover = [source for source in state.leftover if not source.given_away]\n",
+        "        leftover = list(state.leftover)\n",
         "I6",
         ("hybrid-pressure",),
     ),
