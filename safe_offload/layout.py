@@ -2,17 +2,20 @@
 
 A GPU block is a set of byte ranges, one or more for each layer. vLLM describes them by placements;
 cache groups overlay one another, so the same range may be described many times. A `Geometry` lists
-every distinct range once. In host memory each range has an array of its own, one row for each slot,
+every distinct range once. In host memory each range has arrays of its own, one row for each slot,
 so that a run of blocks that goes to a run of slots is one contiguous copy.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from safe_offload.errors import ConfigError
+
+PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,13 +54,67 @@ class Geometry:
         """Bytes of one block, which is what a host slot holds."""
         return sum(segment.length_bytes for segment in self.segments)
 
-    def host_offsets(self, num_slots: int) -> tuple[int, ...]:
-        """Where each segment's array of `num_slots` rows begins in host memory, in bytes."""
-        offsets, offset = [], 0
-        for segment in self.segments:
-            offsets.append(offset)
-            offset += num_slots * segment.length_bytes
-        return tuple(offsets)
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """Where the bytes of a slot lie in host memory.
+
+    Slots come in slabs, one behind the other, so that memory can be made ready slab by slab. Within
+    a slab each segment of the geometry has an array with one row for each slot.
+
+    Attributes:
+        geometry: of the blocks that the slots take.
+        num_slots: the last slab may have fewer than the others; its arrays lie as in a full one.
+        slots_per_slab: slots of every other slab.
+    """
+
+    geometry: Geometry
+    num_slots: int
+    slots_per_slab: int
+
+    @classmethod
+    def in_one_slab(cls, geometry: Geometry, num_slots: int) -> HostLayout:
+        """All slots in one slab: the longest runs."""
+        return cls(geometry, num_slots, num_slots)
+
+    @classmethod
+    def in_slabs(cls, geometry: Geometry, num_slots: int, slab_bytes: int) -> HostLayout:
+        """Slabs of equal size, about `slab_bytes` each."""
+        num_slabs = max(1, num_slots * geometry.slot_bytes // slab_bytes)
+        return cls(geometry, num_slots, -(-num_slots // num_slabs))
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs, the last one included."""
+        return -(-self.num_slots // self.slots_per_slab)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Distance between slabs: whole pages if there are several, so that each can be locked."""
+        size_bytes = self.slots_per_slab * self.geometry.slot_bytes
+        return size_bytes if self.num_slabs == 1 else -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory of all slabs."""
+        return self.num_slabs * self.slab_bytes
+
+    def array_offsets(self) -> tuple[int, ...]:
+        """Where each segment's array begins, from the start of its slab, in bytes."""
+        lengths = (self.slots_per_slab * segment.length_bytes for segment in self.geometry.segments)
+        return tuple(itertools.accumulate(lengths, initial=0))[:-1]
+
+    def num_slots_within(self, num_slabs: int) -> int:
+        """Slots of the first `num_slabs` slabs."""
+        return min(num_slabs * self.slots_per_slab, self.num_slots)
+
+    def ranges_of(self, slot: int) -> tuple[tuple[int, int], ...]:
+        """(offset in host memory, length) of each segment's row of a slot, in bytes."""
+        slab, row = divmod(slot, self.slots_per_slab)
+        return tuple(
+            (slab * self.slab_bytes + offset + row * segment.length_bytes, segment.length_bytes)
+            for segment, offset in zip(self.geometry.segments, self.array_offsets(), strict=True)
+        )
 
 
 def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:

@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many host slots a rank can use, told once when its memory is ready."""
+    """How many host slots a rank can use, told when there are more: the first so many."""
 
     rank: int
     num_slots: int

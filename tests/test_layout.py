@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from safe_offload import compat
 from safe_offload.errors import ConfigError
-from safe_offload.layout import Geometry, Segment, make_geometry
+from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_geometry
 
 PAGE = 96
 BLOCKS = 7
@@ -181,8 +181,29 @@ def test_one_block_may_have_layers_one_behind_the_other():
 def test_host_memory_has_an_array_for_each_segment():
     geometry = Geometry((Segment(8, 0, 8), Segment(96, 80, 24), Segment(16, 2000, 16)), 10)
     assert geometry.slot_bytes == 48
-    assert geometry.host_offsets(5) == (0, 40, 160)
-    assert geometry.host_offsets(5)[-1] + 5 * 16 == 5 * geometry.slot_bytes
+    layout = HostLayout.in_one_slab(geometry, 5)
+    assert layout.array_offsets() == (0, 40, 160)
+    assert layout.size_bytes == 5 * geometry.slot_bytes
+    assert layout.ranges_of(2) == ((16, 8), (40 + 48, 24), (160 + 32, 16))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 100, 4097])
+@pytest.mark.parametrize("slab_bytes", [1, 4096, 10_000, 1 << 30])
+def test_slots_in_slabs_have_bytes_of_their_own(num_slots, slab_bytes):
+    geometry = Geometry((Segment(8, 0, 8), Segment(96, 80, 24), Segment(16, 2000, 16)), 10)
+    layout = HostLayout.in_slabs(geometry, num_slots, slab_bytes)
+    ranges = sorted(piece for slot in range(num_slots) for piece in layout.ranges_of(slot))
+    assert sum(length for _, length in ranges) == num_slots * geometry.slot_bytes
+    ends = [offset + length for offset, length in ranges]
+    assert all(end <= start for end, (start, _) in zip(ends, ranges[1:], strict=False))
+    assert ends[-1] <= layout.size_bytes
+    for slot in range(num_slots):
+        slabs = {offset // layout.slab_bytes for offset, _ in layout.ranges_of(slot)}
+        assert slabs == {slot // layout.slots_per_slab}
+        assert slot < layout.num_slots_within(slabs.pop() + 1)
+    assert layout.num_slots_within(layout.num_slabs) == num_slots
+    if layout.num_slabs > 1:
+        assert layout.slab_bytes % PAGE_BYTES == 0
 
 
 def test_a_segment_ends_behind_its_last_block():

@@ -207,7 +207,7 @@ class Planner:
             self._book.filter(output, self._gpu)
 
     def _add_capacity(self, rank: int, num_slots: int) -> None:
-        """Open the pool once every rank has said how many slots it has (FAULTS: X1)."""
+        """Open as many slots as every rank has (FAULTS: X1)."""
         self._capacities[rank] = num_slots
         if len(self._capacities) == self._options.num_ranks:
             self._index.slots.open(min(self._capacities.values()))
@@ -260,7 +260,7 @@ class Planner:
     def gauges(self) -> dict[str, int]:
         """How the host pool stands now; see `observe.metrics.GAUGES`."""
         return {
-            "slots": self._index.slots.num_slots,
+            "slots": self._index.slots.num_usable,
             "leased_slots": self._index.slots.num_leased,
             "stores_in_flight": len(self._stores),
             "loads_in_flight": len(self._loads),

@@ -26,8 +26,8 @@ def slot_id(slot: KVCacheBlock) -> int:
 class SlotPool:
     """Host slots, least recently used first; every operation is one step that cannot half happen.
 
-    Slots become usable when all ranks have said how many they have (`open`); before that, and when
-    the pool is full of leased slots, a smaller grant is the normal answer.
+    Slots become usable as all ranks say how many they have (`open`); before that, and when the pool
+    is full of leased slots, a smaller grant is the normal answer.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -40,6 +40,11 @@ class SlotPool:
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
+    def num_usable(self) -> int:
+        """Slots that every rank has."""
+        return self._num_usable
+
+    @property
     def num_free(self) -> int:
         """Slots that nothing leases; they may hold cached prefixes, which a grant then evicts."""
         return int(self._pool.get_num_free_blocks()) if self._num_usable else 0
@@ -50,16 +55,25 @@ class SlotPool:
         return self._num_usable - self.num_free if self._num_usable else 0
 
     def open(self, num_usable: int) -> None:
-        """Allow the first `num_usable` slots; the others are withheld for good.
+        """Allow the first `num_usable` slots and withhold the others.
 
-        Called once, when the capacity of every rank is known; a later call changes nothing.
+        Called when the capacity of every rank is known, and again when it has grown: memory is made
+        ready piece by piece. Fewer than before changes nothing.
         """
-        if self._num_usable or num_usable <= 0:
+        num_usable = min(num_usable, self.num_slots)
+        if num_usable <= self._num_usable:
             return
-        self._num_usable = min(num_usable, self.num_slots)
-        for slot in self._pool.blocks[self._num_usable + 1 :]:
-            self._pool.free_block_queue.remove(slot)
-            slot.ref_cnt = 1
+        queue, blocks = self._pool.free_block_queue, self._pool.blocks
+        if not self._num_usable:
+            for slot in blocks[num_usable + 1 :]:
+                queue.remove(slot)
+                slot.ref_cnt = 1
+        else:
+            opened = blocks[self._num_usable + 1 : num_usable + 1]
+            for slot in opened:
+                slot.ref_cnt = 0
+            queue.prepend_n(opened)  # empty: to be taken before a cached prefix is evicted
+        self._num_usable = num_usable
 
     def grant(self, count: int) -> list[KVCacheBlock]:
         """Take up to `count` slots, each under one lease of the caller's.

@@ -91,10 +91,12 @@ class DeviceOptions:
     Attributes:
         has_streams: whether the forward runs behind the hooks, on a compute stream.
         copy_ticks_max: how late a copy may end.
+        ticks_per_slot: how long one more host slot takes to be made ready; 0: all are.
     """
 
     has_streams: bool = False
     copy_ticks_max: int = 0
+    ticks_per_slot: int = 0
 
 
 @dataclass(slots=True)
@@ -112,11 +114,17 @@ class Device:
     """No copy moves by itself; a test's way to choose the moment."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
     running: list[SimCopy] = field(default_factory=list)
+    num_usable_slots: int = 0
+    """Host slots that are ready."""
     num_copies: int = 0
     num_ticks: int = 0
     num_enqueued: int = 0
     num_executed: int = 0
     _compute: deque[Callable[[], bool]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if not self.options.ticks_per_slot:
+            self.num_usable_slots = len(self.memory.host)
 
     # ---- the compute stream --------------------------------------------------------------------
 
@@ -195,6 +203,8 @@ class Device:
         """Time passes: every copy may move some of its words, and some end."""
         self.num_ticks += 1
         self.clock.advance(TICK_S)
+        if self.options.ticks_per_slot and self.num_ticks % self.options.ticks_per_slot == 0:
+            self.num_usable_slots = min(self.num_usable_slots + 1, len(self.memory.host))
         for copy in list(self.running):
             if self.hold_copies or not self._may_move(copy):
                 continue
@@ -276,6 +286,11 @@ class SimBackend:
         self.num_slots = len(device.memory.host)
         self._loop = loop
         self._is_closed = False
+
+    @property
+    def num_usable_slots(self) -> int:
+        """See `Backend.num_usable_slots`."""
+        return self.device.num_usable_slots
 
     def mark(self) -> int:
         """See `Backend.mark`."""

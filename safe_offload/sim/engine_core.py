@@ -72,7 +72,7 @@ class EngineCore:
         device = Device(
             rank,
             Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words),
-            DeviceOptions(shape.has_streams, copy_ticks_max),
+            DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
             self.chance,
             self.clock,
         )
@@ -84,7 +84,7 @@ class EngineCore:
         engine = SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
         engine.start()
         assert connector._worker is not None
-        connector._worker.attach(engine, shape.slots_of(rank))
+        connector._worker.attach(engine)
         return Worker(
             rank,
             connector,

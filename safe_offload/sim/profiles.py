@@ -184,6 +184,10 @@ PROFILES: dict[str, Profile] = {
         "ranks with different amounts of host memory",
         EngineShape(tensor_ranks=2, num_slots=30, num_missing_slots=6),
     ),
+    "warming": Profile(
+        "host memory that is made ready slot by slot, ranks with different amounts of it",
+        EngineShape(tensor_ranks=2, num_slots=40, num_missing_slots=6, ticks_per_slot=5),
+    ),
     "foreign-ids": Profile(
         "many ids where they do not belong, few requests",
         EngineShape(tensor_ranks=2, num_blocks=26, is_async=True),

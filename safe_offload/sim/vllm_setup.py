@@ -22,6 +22,7 @@ class EngineShape:
         num_blocks: GPU blocks, vLLM's null block included.
         num_slots: host slots of each rank that the scheduler side plans with.
         num_missing_slots: how many fewer each further rank has.
+        ticks_per_slot: of the device, until one more host slot is ready; 0: all are at once.
         tensor_ranks: ranks of each pipeline stage.
         pipeline_ranks: stages; as many steps are in flight.
         is_async: asynchronous scheduling: two steps in flight.
@@ -40,6 +41,7 @@ class EngineShape:
     num_blocks: int = 40
     num_slots: int = 60
     num_missing_slots: int = 0
+    ticks_per_slot: int = 0
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
     is_async: bool = False

@@ -68,7 +68,7 @@ class WorkerBridge:
         self._stores: tuple[Transfer, ...] = ()
         self._failures: tuple[str, ...] = ()
         self._outcomes: list[Outcome] = []
-        self._capacities: list[Capacity] = []
+        self._num_told_slots = 0
         self._storage: Any = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
@@ -92,7 +92,7 @@ class WorkerBridge:
         backend = _make_backend(device, self._storage.data_ptr(), geometry, host, self._config)
         engine = TransferEngine(backend, self._config.max_inflight_bytes)
         engine.start()
-        self.attach(engine, backend.num_slots)
+        self.attach(engine)
         logger.info(
             "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",
             self._rank,
@@ -101,10 +101,9 @@ class WorkerBridge:
             backend.slot_bytes,
         )
 
-    def attach(self, engine: TransferEngine, num_slots: int) -> None:
-        """Use a running engine, and tell the scheduler side how many slots there are."""
+    def attach(self, engine: TransferEngine) -> None:
+        """Use a running engine."""
         self._engine = engine
-        self._capacities.append(Capacity(self._rank, num_slots))
 
     def _take_host_memory(self, geometry: Geometry) -> HostMemory:
         num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // geometry.slot_bytes
@@ -159,12 +158,17 @@ class WorkerBridge:
 
     def report(self) -> StepReport | None:
         """build_connector_worker_meta: what settled since the last call, None if nothing did."""
+        capacities: tuple[Capacity, ...] = ()
         if self._engine is not None:
             self._drain(self._engine)
-        if not (self._outcomes or self._capacities):
+            num_slots = self._engine.num_usable_slots
+            if num_slots > self._num_told_slots:
+                self._num_told_slots = num_slots
+                capacities = (Capacity(self._rank, num_slots),)
+        if not (self._outcomes or capacities):
             return None
-        report = StepReport(tuple(self._outcomes), tuple(self._capacities))
-        self._outcomes, self._capacities = [], []
+        report = StepReport(tuple(self._outcomes), capacities)
+        self._outcomes = []
         return report
 
     def end(self) -> None:

@@ -167,6 +167,11 @@ class TransferEngine:
         """Whether transfers can succeed."""
         return self._started.is_set() and not self._ended.is_set()
 
+    @property
+    def num_usable_slots(self) -> int:
+        """Host slots that are ready by now."""
+        return self._backend.num_usable_slots
+
     def start(self) -> None:
         """Start the thread and wait until its loop runs."""
         self._thread.start()

@@ -190,6 +190,14 @@ MUTANTS = (
         ("uneven",),
     ),
     Mutant(
+        "a pool that grows is open as a whole",
+        "scheduler/slots.py",
+        "            opened = blocks[self._num_usable + 1 : num_usable + 1]",
+        "            opened = blocks[self._num_usable + 1 :]",
+        "I5",
+        ("warming",),
+    ),
+    Mutant(
         "the pool opens when the first rank is ready",
         _PLANNER,
         "        if len(self._capacities) == self._options.num_ranks:",

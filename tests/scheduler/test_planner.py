@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from safe_offload.protocol import Capacity, FailureReason, Outcome, StepReport
+from safe_offload.protocol import FailureReason, Outcome, StepReport
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.sim.engine_core import MutateOutputs
 from tests.scheduler.rig import MakeRig
@@ -348,14 +348,31 @@ def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig: Ma
 def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig: MakeRig) -> None:
     """FAULTS X1: ranks that have different numbers of slots."""
     rig = make_rig(tensor_ranks=2, num_slots=30)
-    capacities = rig.workers[1].connector._worker._capacities
-    capacities.clear()
+    rig.devices[1].num_usable_slots = 0
     rig.run_alone("a", rig.prompt(41, 1))
     assert rig.counts["stored_blocks"] == 0
-    capacities.append(Capacity(1, 7))
+    rig.devices[1].num_usable_slots = 7
     rig.run_alone("b", rig.prompt(61, 2))
     rig.run_alone("c", rig.prompt(61, 3))
     assert max(max(t.slot_ids) for p in rig.plans for t in p.stores_after_forward) == 6
+    rig.check_idle()
+
+
+def test_slots_that_become_ready_later_are_used_before_anything_is_evicted(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_slots=30)
+    rig.devices[0].num_usable_slots = 15
+    rig.run_alone("warm-up", [0, 1, 2])
+    a, b = rig.prompt(41, 1), rig.prompt(41, 2)
+    rig.run_alone("a", a)
+    assert rig.planner.gauges()["slots"] == 15
+    rig.devices[0].num_usable_slots = 30
+    rig.run_alone("warm-up 2", [0, 1, 2])
+    assert rig.planner.gauges()["slots"] == 30
+    rig.run_alone("b", b)
+    rig.scheduler.reset_prefix_cache()
+    assert rig.run_alone("a2", a) == rig.run_alone("b2", b) == 40
     rig.check_idle()
 
 

@@ -67,7 +67,7 @@ class FakeBackend:
     """
 
     slot_bytes = SLOT_BYTES
-    num_slots = 1_000_000
+    num_slots = num_usable_slots = 1_000_000
 
     def __init__(self) -> None:
         self.issued: list[FakeCompletion] = []

@@ -20,7 +20,6 @@ class SlotChecker:
     def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core
         self._ledger = ledger
-        self._num_slots = min(len(worker.device.memory.host) for worker in core.workers)
         self.squeezed: list[Lease | None] = []
         """Slots that somebody else has taken, as leases, so that our own checks add up."""
         self._leases = core.connector._planner._leases
@@ -52,10 +51,11 @@ class SlotChecker:
         for record in self._ledger.open_stores():
             name = f"store {record.transfer.transfer_id}"
             taken.update((slot, name) for slot in record.transfer.slot_ids)
+        num_slots = min(worker.device.num_usable_slots for worker in self._core.workers)
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
             for slot in transfer.slot_ids:
-                if not 0 <= slot < self._num_slots:
-                    raise Finding("I5", f"slot {slot} lies outside some rank's host memory")
+                if not 0 <= slot < num_slots:
+                    raise Finding("I5", f"slot {slot} lies outside some rank's usable host memory")
                 if slot in taken:
                     raise Finding(
                         "I5",

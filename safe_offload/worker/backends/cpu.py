@@ -21,12 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
-import numpy.typing as npt
 
 from safe_offload.errors import TransferError
-from safe_offload.layout import Geometry
+from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.host_memory import HostMemory
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -35,9 +35,6 @@ LONG_RUN_BYTES = 256 * 1024
 """Runs from this length on are copied by `memmove`, which is faster than the system call there."""
 IOV_MAX = 1024
 """Ranges of one `process_vm_readv` call (Linux, uio.h, UIO_MAXIOV)."""
-
-Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-"""Addresses to copy to, addresses to copy from, lengths in bytes."""
 
 
 class CpuCompletion:
@@ -69,19 +66,11 @@ class CpuBackend:
     def __init__(
         self, base_address: int, geometry: Geometry, host: HostMemory, num_threads: int = 1
     ) -> None:
+        layout = HostLayout.in_one_slab(geometry, host.size_bytes // geometry.slot_bytes)
         self.slot_bytes = geometry.slot_bytes
-        self.num_slots = host.size_bytes // geometry.slot_bytes
-        self._num_blocks = geometry.num_blocks
+        self.num_slots = self.num_usable_slots = layout.num_slots
         self._host = host
-        host_address = host.tensor.data_ptr()
-        segments = geometry.segments
-        self._block_address = _column(base_address + s.offset_bytes for s in segments)
-        self._block_stride = _column(s.stride_bytes for s in segments)
-        self._slot_address = _column(
-            host_address + offset for offset in geometry.host_offsets(self.num_slots)
-        )
-        self._row_bytes = _column(s.length_bytes for s in segments)
-        self._is_dense = all(s.stride_bytes == s.length_bytes for s in segments)
+        self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._gather = _find_gather()
         self._threads = {
             direction: ThreadPoolExecutor(num_threads, f"safe-offload-{direction.value}")
@@ -93,8 +82,7 @@ class CpuBackend:
 
     def issue(self, copy: Copy, after: None) -> CpuCompletion:
         """See `Backend.issue`."""
-        self._check(copy.block_ids, self._num_blocks, "block")
-        self._check(copy.slot_ids, self.num_slots, "slot")
+        self._table.check(copy)
         try:
             return CpuCompletion(self._threads[copy.direction].submit(self._run, copy))
         except RuntimeError as error:
@@ -120,62 +108,24 @@ class CpuBackend:
             executor.shutdown(wait=True)
         self._host.close()
 
-    @staticmethod
-    def _check(ids: npt.NDArray[np.int64], count: int, what: str) -> None:
-        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < count):
-            raise TransferError(
-                FailureReason.BAD_PLAN,
-                f"expected {what} ids from 0 to {count - 1}, "
-                f"found {int(ids.min())} to {int(ids.max())}",
-            )
-
     def _run(self, copy: Copy) -> None:
-        targets, sources, lengths = self._ranges(copy)
-        is_long = lengths >= LONG_RUN_BYTES
+        ranges = self._table.ranges(copy)
+        is_long = ranges.lengths >= LONG_RUN_BYTES
         if not is_long.all():
-            self._gather(targets[~is_long], sources[~is_long], lengths[~is_long])
+            self._gather(ranges.where(~is_long))
         if is_long.any():
-            _move_each(targets[is_long], sources[is_long], lengths[is_long])
-
-    def _ranges(self, copy: Copy) -> Ranges:
-        """The byte ranges of a copy, with neighbours joined."""
-        order = np.argsort(copy.block_ids, kind="stable")
-        blocks, slots = copy.block_ids[order], copy.slot_ids[order]
-        if self._is_dense:
-            breaks = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(slots) != 1)) + 1
-            starts = np.concatenate(([0], breaks))
-            counts = np.diff(np.concatenate((starts, [len(blocks)])))
-            blocks, slots = blocks[starts], slots[starts]
-        else:
-            counts = np.ones_like(blocks)
-        block_side = self._block_address + self._block_stride * blocks.astype(np.uint64)
-        slot_side = self._slot_address + self._row_bytes * slots.astype(np.uint64)
-        lengths = (self._row_bytes * counts.astype(np.uint64)).ravel()
-        if copy.direction is Direction.STORE:
-            return slot_side.ravel(), block_side.ravel(), lengths
-        return block_side.ravel(), slot_side.ravel(), lengths
+            _move_each(ranges.where(is_long))
 
 
-def _column(values: object) -> npt.NDArray[np.uint64]:
-    """One row for each segment, to be broadcast against blocks."""
-    return np.fromiter(values, dtype=np.uint64)[:, None]  # type: ignore[call-overload,no-any-return]
-
-
-def _move_each(
-    targets: npt.NDArray[np.uint64],
-    sources: npt.NDArray[np.uint64],
-    lengths: npt.NDArray[np.uint64],
-) -> None:
+def _move_each(ranges: Ranges) -> None:
     """Copy each range by one `memmove`, the lock released in each."""
     for target, source, length in zip(
-        targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
+        ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
     ):
         ctypes.memmove(target, source, length)
 
 
-def _find_gather() -> Callable[
-    [npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]], None
-]:
+def _find_gather() -> Callable[[Ranges], None]:
     """`process_vm_readv` if the system allows it (some containers do not), else `_move_each`."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -186,14 +136,10 @@ def _find_gather() -> Callable[
     pointer, count = ctypes.c_void_p, ctypes.c_ulong
     readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, ctypes.c_ulong]
 
-    def gather(
-        targets: npt.NDArray[np.uint64],
-        sources: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
-    ) -> None:
-        pid = os.getpid()
-        local = np.stack((targets, lengths), axis=1)
-        remote = np.stack((sources, lengths), axis=1)
+    def gather(ranges: Ranges) -> None:
+        pid, lengths = os.getpid(), ranges.lengths
+        local = np.stack((ranges.targets, lengths), axis=1)
+        remote = np.stack((ranges.sources, lengths), axis=1)
         for start in range(0, len(lengths), IOV_MAX):
             end = min(start + IOV_MAX, len(lengths))
             expected = int(lengths[start:end].sum())
@@ -213,10 +159,10 @@ def _find_gather() -> Callable[
                 )
 
     probe = np.arange(2, dtype=np.uint64)
+    address = np.array([probe.ctypes.data], dtype=np.uint64)
+    size = np.array([probe.itemsize], dtype=np.uint64)
     try:
-        size = np.array([8], dtype=np.uint64)
-        address = np.array([probe.ctypes.data], dtype=np.uint64)
-        gather(address, address + np.uint64(8), size)
+        gather(Ranges(address, address + size, size))
     except TransferError as error:
         logger.info("Gathering by process_vm_readv is not allowed here (%s); using memmove.", error)
         return _move_each

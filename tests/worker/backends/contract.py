@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pytest
 
 from safe_offload.errors import TransferError
-from safe_offload.layout import Geometry, Segment, make_geometry
+from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Backend, Copy, Direction
 
@@ -63,11 +63,16 @@ class Subject(ABC):
 
     Attributes:
         backend: under test.
-        geometry: where the blocks lie in the storage.
+        layout: where the slots lie in the host memory.
     """
 
     backend: Backend
-    geometry: Geometry
+    layout: HostLayout
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where the blocks lie in the storage."""
+        return self.layout.geometry
 
     @abstractmethod
     def read_storage(self) -> Bytes:
@@ -118,14 +123,10 @@ class Subject(ABC):
 
     def ranges(self, block: int, slot: int) -> Iterator[tuple[slice, slice]]:
         """Every byte of a block, and where it belongs in a slot."""
-        offsets = self.geometry.host_offsets(self.backend.num_slots)
-        for segment, offset in zip(self.geometry.segments, offsets, strict=True):
+        rows = self.layout.ranges_of(slot)
+        for segment, (row, length) in zip(self.geometry.segments, rows, strict=True):
             start = segment.offset_bytes + block * segment.stride_bytes
-            row = offset + slot * segment.length_bytes
-            yield (
-                slice(start, start + segment.length_bytes),
-                slice(row, row + segment.length_bytes),
-            )
+            yield slice(start, start + length), slice(row, row + length)
 
 
 MakeSubject = Callable[[Geometry, int], Subject]
@@ -173,6 +174,7 @@ class BackendContract:
     def test_it_says_how_large_a_slot_is_and_how_many_there_are(self, subject):
         assert subject.backend.slot_bytes == subject.geometry.slot_bytes
         assert subject.backend.num_slots == NUM_SLOTS
+        assert subject.backend.num_usable_slots <= NUM_SLOTS
 
     @pytest.mark.parametrize("seed", range(6))
     async def test_a_store_fills_its_slots_and_changes_no_other_byte(self, subject, seed):

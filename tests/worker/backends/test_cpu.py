@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from safe_offload.errors import TransferError
-from safe_offload.layout import Geometry, Segment, make_geometry
+from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.backends.contract import (
     GEOMETRIES,
@@ -37,9 +38,9 @@ class CpuSubject(Subject):
 
     def __init__(self, geometry: Geometry, num_slots: int, num_threads: int = 1) -> None:
         size_bytes = max(segment.end_bytes(geometry.num_blocks) for segment in geometry.segments)
-        self.geometry = geometry
+        self.layout = HostLayout.in_one_slab(geometry, num_slots)
         self.storage = torch.zeros(size_bytes + 64, dtype=torch.uint8)
-        self.host = HostMemory.allocate(num_slots * geometry.slot_bytes)
+        self.host = HostMemory.allocate(self.layout.size_bytes)
         self.backend = CpuBackend(self.storage.data_ptr(), geometry, self.host, num_threads)
         self.started = {direction: threading.Semaphore(0) for direction in Direction}
         self._releases: list[threading.Event] = []
@@ -124,32 +125,7 @@ class TestSeveralThreads(BackendContract):
         return lambda geometry, num_slots: make_cpu_subject(geometry, num_slots, num_threads=3)
 
 
-# ---- joining runs ------------------------------------------------------------------------------
-
-
-def ranges_of(subject: CpuSubject, blocks: list[int], slots: list[int]) -> list[int]:
-    """Lengths of the ranges that a store of these blocks is made of, longest first."""
-    copy = cpu.Copy(Direction.STORE, np.array(blocks), np.array(slots))
-    return sorted(map(int, subject.backend._ranges(copy)[2]), reverse=True)
-
-
-def test_a_run_of_blocks_to_a_run_of_slots_is_one_range_for_each_layer(subject):
-    assert ranges_of(subject, [4, 5, 6], [1, 2, 3]) == [3 * 96] * 3
-
-
-def test_a_run_is_found_in_any_order(subject):
-    assert ranges_of(subject, [6, 4, 5], [3, 1, 2]) == [3 * 96] * 3
-
-
-def test_a_run_ends_where_blocks_or_slots_jump(subject):
-    assert ranges_of(subject, [4, 5, 7, 8], [1, 2, 3, 4]) == [2 * 96] * 6
-    assert ranges_of(subject, [4, 5, 6, 7], [1, 2, 4, 5]) == [2 * 96] * 6
-    assert ranges_of(subject, [4, 5, 6], [3, 2, 1]) == [96] * 9
-
-
-def test_blocks_with_gaps_between_them_are_not_joined(make_cpu_subject):
-    subject = make_cpu_subject(GEOMETRIES["blocks outermost with gaps"], NUM_SLOTS)
-    assert ranges_of(subject, [4, 5], [1, 2]) == [128, 128, 48, 48, 24, 24]
+# ---- long and short runs -------------------------------------------------------------------------
 
 
 def spy(subject: CpuSubject, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
@@ -158,13 +134,13 @@ def spy(subject: CpuSubject, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int]
     moved: list[int] = []
     gather, move = subject.backend._gather, cpu._move_each
 
-    def spy_gather(targets, sources, lengths):
-        gathered.extend(map(int, lengths))
-        gather(targets, sources, lengths)
+    def spy_gather(ranges):
+        gathered.extend(map(int, ranges.lengths))
+        gather(ranges)
 
-    def spy_move(targets, sources, lengths):
-        moved.extend(map(int, lengths))
-        move(targets, sources, lengths)
+    def spy_move(ranges):
+        moved.extend(map(int, ranges.lengths))
+        move(ranges)
 
     subject.backend._gather = spy_gather
     monkeypatch.setattr(cpu, "_move_each", spy_move)
@@ -260,7 +236,7 @@ async def test_a_call_that_copies_too_little_fails_the_copy(fake_libc, answer, d
 async def test_an_address_that_is_not_mapped_fails_the_copy_and_not_the_process(make_cpu_subject):
     geometry = make_geometry([Segment(64, 0, 64)], 8, 512)
     subject = make_cpu_subject(geometry, 8)
-    subject.backend._block_address = np.zeros_like(subject.backend._block_address)
+    subject.backend._table = RangeTable(0, subject.host.tensor.data_ptr(), subject.layout)
     with pytest.raises(TransferError) as caught:
         await subject.copy(Direction.STORE, [1, 3], [1, 3])
     assert caught.value.reason is FailureReason.COPY_FAILED
@@ -274,9 +250,11 @@ def test_no_call_has_more_ranges_than_the_kernel_takes():
     gather = cpu._find_gather()
     order = np.random.default_rng(1).permutation(len(lengths))
     gather(
-        np.uint64(target.ctypes.data) + steps,
-        np.uint64(source.ctypes.data) + steps[order],
-        lengths,
+        Ranges(
+            np.uint64(target.ctypes.data) + steps,
+            np.uint64(source.ctypes.data) + steps[order],
+            lengths,
+        )
     )
     np.testing.assert_array_equal(target, source[order])
 
