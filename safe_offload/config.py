@@ -41,6 +41,9 @@ MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 
+CopyPathName = Literal["auto", "batch", "kernel", "each"]
+COPY_PATHS: Final[tuple[CopyPathName, ...]] = ("auto", "batch", "kernel", "each")
+
 CapacityKey = Literal["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "num_cpu_blocks"]
 
 VALID_KEYS: Final = (
@@ -51,6 +54,7 @@ VALID_KEYS: Final = (
     "kv_offload_backend",
     "max_inflight_bytes",
     "copy_threads",
+    "copy_path",
     "check_invariants",
 )
 
@@ -100,6 +104,7 @@ class OffloadConfig:
         lazy_offload: store only blocks that are about to be evicted, instead of every full block.
         max_inflight_bytes: bytes of copies that one worker may have under way at a time.
         copy_threads: threads that copy, in the CPU backend.
+        copy_path: how the GPU backend copies; "auto" chooses by the lengths of the ranges.
         verify_invariants: check the connector's own state after every step; for tests.
     """
 
@@ -110,6 +115,7 @@ class OffloadConfig:
     lazy_offload: bool = False
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     copy_threads: int = DEFAULT_COPY_THREADS
+    copy_path: CopyPathName = "auto"
     verify_invariants: bool = False
 
     @classmethod
@@ -166,6 +172,7 @@ class OffloadConfig:
                 if "copy_threads" in settings
                 else DEFAULT_COPY_THREADS
             ),
+            copy_path=_read_copy_path(settings),
             verify_invariants=_read_switch(settings, "check_invariants"),
         )
 
@@ -331,6 +338,21 @@ def _read_count(settings: Mapping[str, object], key: str, *, maximum: int) -> in
     problem = "it is too large" if count > maximum else "it is too small"
     raise _value_error(
         key, value, problem=problem, allowed=allowed, fix="choose a number in that range"
+    )
+
+
+def _read_copy_path(settings: Mapping[str, object]) -> CopyPathName:
+    """Return the way that copies take on a GPU."""
+    value = settings.get("copy_path", "auto")
+    for name in COPY_PATHS:
+        if isinstance(value, str) and value == name:
+            return name
+    raise _value_error(
+        "copy_path",
+        value,
+        problem="there is no such way to copy",
+        allowed=", ".join(f'"{name}"' for name in COPY_PATHS),
+        fix='write "copy_path": "auto", or leave it out',
     )
 
 

@@ -43,6 +43,10 @@ class TransferError(SafeOffloadError):
         return f"{getattr(self.reason, 'name', self.reason)}: {self.detail}"
 
 
+class DeviceError(SafeOffloadError):
+    """A call that the driver of a GPU refused, by its name and the driver's own word for it."""
+
+
 class InvariantError(SafeOffloadError):
     """One of the numbered promises I1 to I8 does not hold: a defect of safe_offload itself.
 

@@ -206,6 +206,16 @@ def test_a_count_must_be_a_whole_number_in_its_range(key, maximum):
         assert "Fix: " in message
 
 
+def test_a_copy_path_is_one_of_a_few_words():
+    assert read().copy_path == "auto"
+    for written in ("auto", "batch", "kernel", "each"):
+        assert read(copy_path=written).copy_path == written
+    for written in ("Auto", "", "dma", 1, True, None, ["batch"]):
+        message = refusal("copy_path", written)
+        assert 'Allowed: "auto", "batch", "kernel", "each"' in message
+        assert "Fix: " in message
+
+
 @pytest.mark.parametrize("key", ["lazy_offload", "check_invariants"])
 @pytest.mark.parametrize("written", ["false", "True", 0, 1, None, 0.0, [], {}])
 def test_a_switch_must_be_a_boolean(key, written):

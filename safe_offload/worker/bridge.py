@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
 from safe_offload.config import OffloadConfig, format_bytes
-from safe_offload.errors import ConfigError
-from safe_offload.layout import Geometry, make_geometry
+from safe_offload.errors import ConfigError, DeviceError
+from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.protocol import (
     EMPTY_PLAN,
     Capacity,
@@ -30,8 +30,11 @@ from safe_offload.protocol import (
 )
 from safe_offload.worker.backends.base import Backend, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.device import TorchDevice
+from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
 from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
+from safe_offload.worker.page_lock import SLAB_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +91,9 @@ class WorkerBridge:
             self._kv_cache_config.num_blocks,
             self._storage.nbytes(),
         )
-        host = self._take_host_memory(geometry)
-        backend = _make_backend(device, self._storage.data_ptr(), geometry, host, self._config)
+        layout = self._lay_out(geometry, device)
+        host = self._take_host_memory(layout)
+        backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
         engine = TransferEngine(backend, self._config.max_inflight_bytes)
         engine.start()
         self.attach(engine)
@@ -105,7 +109,7 @@ class WorkerBridge:
         """Use a running engine."""
         self._engine = engine
 
-    def _take_host_memory(self, geometry: Geometry) -> HostMemory:
+    def _lay_out(self, geometry: Geometry, device: torch.device) -> HostLayout:
         num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // geometry.slot_bytes
         if num_slots < 1:
             raise ConfigError(
@@ -113,13 +117,18 @@ class WorkerBridge:
                 f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
                 f"{format_bytes(geometry.slot_bytes)}. Fix: give more, or shorten the block size."
             )
+        if device.type == "cpu":
+            return HostLayout.in_one_slab(geometry, num_slots)
+        return HostLayout.in_slabs(geometry, num_slots, SLAB_BYTES)
+
+    def _take_host_memory(self, layout: HostLayout) -> HostMemory:
         check_host_bytes(
             self._config,
-            pool_bytes_per_rank=num_slots * geometry.slot_bytes,
+            pool_bytes_per_rank=layout.size_bytes,
             num_ranks_on_host=self._num_ranks_on_host,
             available_bytes=available_host_bytes(),
         )
-        return HostMemory.allocate(num_slots * geometry.slot_bytes)
+        return HostMemory.allocate(layout.size_bytes)
 
     def before_step(self, plan: StepPlan) -> None:
         """handle_preemptions: rescue and fence what this step is about to overwrite."""
@@ -233,14 +242,18 @@ def _one_storage(caches: Iterable[torch.Tensor | list[torch.Tensor]]) -> tuple[A
 def _make_backend(
     device: torch.device,
     base_address: int,
-    geometry: Geometry,
+    layout: HostLayout,
     host: HostMemory,
     config: OffloadConfig,
 ) -> Backend:
-    if device.type == "cpu":
-        return CpuBackend(base_address, geometry, host, config.copy_threads)
+    try:
+        if device.type == "cpu":
+            return CpuBackend(base_address, layout, host, config.copy_threads)
+        if device.type == "cuda":  # torch's word for ROCm too
+            path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
+            return GpuBackend(TorchDevice(device), base_address, layout, host, path)
+        problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
+    except DeviceError as error:
+        problem = f"the GPU's driver cannot be used: {error}"
     host.close()
-    raise ConfigError(
-        f"there is no backend for a KV cache on {device.type!r}; expected 'cpu'. "
-        "Fix: remove --kv-transfer-config on this machine."
-    )
+    raise ConfigError(f"{problem}. Fix: remove --kv-transfer-config on this machine.")

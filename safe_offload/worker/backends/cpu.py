@@ -23,7 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 
 from safe_offload.errors import TransferError
-from safe_offload.layout import Geometry, HostLayout
+from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
@@ -58,16 +58,15 @@ class CpuBackend:
 
     Args:
         base_address: of the KV cache's storage, in bytes.
-        geometry: where the blocks lie in it.
-        host: the slots; its size decides how many there are. Closed by `close`.
+        layout: where blocks and slots lie.
+        host: the slots. Closed by `close`.
         num_threads: copying threads for each direction.
     """
 
     def __init__(
-        self, base_address: int, geometry: Geometry, host: HostMemory, num_threads: int = 1
+        self, base_address: int, layout: HostLayout, host: HostMemory, num_threads: int = 1
     ) -> None:
-        layout = HostLayout.in_one_slab(geometry, host.size_bytes // geometry.slot_bytes)
-        self.slot_bytes = geometry.slot_bytes
+        self.slot_bytes = layout.geometry.slot_bytes
         self.num_slots = self.num_usable_slots = layout.num_slots
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
@@ -109,7 +108,7 @@ class CpuBackend:
         self._host.close()
 
     def _run(self, copy: Copy) -> None:
-        ranges = self._table.ranges(copy)
+        ranges = self._table.ranges(self._table.runs(copy))
         is_long = ranges.lengths >= LONG_RUN_BYTES
         if not is_long.all():
             self._gather(ranges.where(~is_long))

@@ -42,6 +42,25 @@ class Ranges:
         return Ranges(self.targets[chosen], self.sources[chosen], self.lengths[chosen])
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of blocks that go to runs of slots; arrays of shape (n,), uint64.
+
+    Attributes:
+        blocks: the first block of each.
+        slots: the first slot of each.
+        counts: how many blocks each has; None if all have one.
+    """
+
+    direction: Direction
+    blocks: Words
+    slots: Words
+    counts: Words | None
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
 class RangeBuffers:
     """Memory for the ranges of one copy at a time, kept for the next."""
 
@@ -87,23 +106,38 @@ class RangeTable:
         _check_ids(copy.block_ids, self._layout.geometry.num_blocks, "block")
         _check_ids(copy.slot_ids, self._layout.num_slots, "slot")
 
-    def ranges(self, copy: Copy, buffers: RangeBuffers | None = None) -> Ranges:
-        """The ranges of a copy, those of the first segment first, neighbours joined.
+    def runs(self, copy: Copy) -> Runs:
+        """The ids of a copy, neighbours joined; they have been checked."""
+        order = np.argsort(copy.block_ids, kind="stable")
+        blocks = copy.block_ids[order].astype(np.uint64)
+        slots = copy.slot_ids[order].astype(np.uint64)
+        if not self._is_dense:
+            return Runs(copy.direction, blocks, slots, None)
+        one = np.uint64(1)
+        is_new = (blocks[1:] - blocks[:-1] != one) | (slots[1:] - slots[:-1] != one)
+        if self._layout.num_slabs > 1:
+            is_new |= slots[1:] % np.uint64(self._layout.slots_per_slab) == 0
+        starts = np.concatenate(([0], np.flatnonzero(is_new) + 1))
+        if len(starts) == len(blocks):
+            return Runs(copy.direction, blocks, slots, None)
+        counts = np.diff(starts, append=len(blocks)).astype(np.uint64)
+        return Runs(copy.direction, blocks[starts], slots[starts], counts)
+
+    def ranges(self, runs: Runs, buffers: RangeBuffers | None = None) -> Ranges:
+        """The ranges of every run, those of the first segment first.
 
         Args:
-            copy: of ids that have been checked.
             buffers: where the ranges are put; they are valid until its next use.
         """
-        blocks, slots, counts = self._runs(copy)
         block_side, slot_side, lengths = (buffers or RangeBuffers()).take(
-            len(self._row_bytes), len(blocks)
+            len(self._row_bytes), len(runs)
         )
         if self._has_one_stride:
-            np.add(self._block_bases, blocks * self._block_strides[0], out=block_side)
+            np.add(self._block_bases, runs.blocks * self._block_strides[0], out=block_side)
         else:
-            np.multiply(self._block_strides, blocks, out=block_side)
+            np.multiply(self._block_strides, runs.blocks, out=block_side)
             np.add(block_side, self._block_bases, out=block_side)
-        slabs, rows = np.divmod(slots, np.uint64(self._layout.slots_per_slab))
+        slabs, rows = np.divmod(runs.slots, np.uint64(self._layout.slots_per_slab))
         slabs *= np.uint64(self._layout.slab_bytes)
         if self._has_one_length:
             np.add(self._array_bases, rows * self._row_bytes[0] + slabs, out=slot_side)
@@ -111,33 +145,13 @@ class RangeTable:
             np.multiply(self._row_bytes, rows, out=slot_side)
             np.add(slot_side, slabs, out=slot_side)
             np.add(slot_side, self._array_bases, out=slot_side)
-        if counts is None:
+        if runs.counts is None:
             lengths[:] = self._row_bytes
         else:
-            np.multiply(self._row_bytes, counts, out=lengths)
-        if copy.direction is Direction.STORE:
+            np.multiply(self._row_bytes, runs.counts, out=lengths)
+        if runs.direction is Direction.STORE:
             return Ranges(slot_side.ravel(), block_side.ravel(), lengths.ravel())
         return Ranges(block_side.ravel(), slot_side.ravel(), lengths.ravel())
-
-    def _runs(self, copy: Copy) -> tuple[Words, Words, Words | None]:
-        """First block and slot of every run of blocks that goes to a run of slots, and its length.
-
-        The lengths are None if all are 1.
-        """
-        order = np.argsort(copy.block_ids, kind="stable")
-        blocks = copy.block_ids[order].astype(np.uint64)
-        slots = copy.slot_ids[order].astype(np.uint64)
-        if not self._is_dense:
-            return blocks, slots, None
-        one = np.uint64(1)
-        is_new = (blocks[1:] - blocks[:-1] != one) | (slots[1:] - slots[:-1] != one)
-        if self._layout.num_slabs > 1:
-            is_new |= slots[1:] % np.uint64(self._layout.slots_per_slab) == 0
-        starts = np.concatenate(([0], np.flatnonzero(is_new) + 1))
-        if len(starts) == len(blocks):
-            return blocks, slots, None
-        counts = np.diff(starts, append=len(blocks)).astype(np.uint64)
-        return blocks[starts], slots[starts], counts
 
 
 def _check_ids(ids: npt.NDArray[np.int64], count: int, what: str) -> None:

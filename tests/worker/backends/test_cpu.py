@@ -41,7 +41,7 @@ class CpuSubject(Subject):
         self.layout = HostLayout.in_one_slab(geometry, num_slots)
         self.storage = torch.zeros(size_bytes + 64, dtype=torch.uint8)
         self.host = HostMemory.allocate(self.layout.size_bytes)
-        self.backend = CpuBackend(self.storage.data_ptr(), geometry, self.host, num_threads)
+        self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, num_threads)
         self.started = {direction: threading.Semaphore(0) for direction in Direction}
         self._releases: list[threading.Event] = []
         self._run = self.backend._run
@@ -373,11 +373,3 @@ def test_no_thread_is_left_after_close(make_cpu_subject):
         assert all(subject.backend.fence(c, PATIENCE_S) for c in completions)
     subject.backend.close()
     assert set(threading.enumerate()) <= before
-
-
-def test_a_pool_that_does_not_divide_leaves_its_rest_alone():
-    geometry = make_geometry([Segment(100, 0, 100)], 4, 400)
-    host = HostMemory.allocate(399)
-    backend = CpuBackend(0, geometry, host)
-    assert backend.num_slots == 3
-    backend.close()

@@ -26,7 +26,7 @@ def lengths_of(
 ) -> list[int]:
     """Lengths of the ranges of a store, longest first."""
     table = RangeTable(BASE, HOST, HostLayout(geometry, NUM_SLOTS, slots_per_slab))
-    return sorted(map(int, table.ranges(copy_of(blocks, slots)).lengths), reverse=True)
+    return sorted(map(int, table.ranges(table.runs(copy_of(blocks, slots))).lengths), reverse=True)
 
 
 def test_a_run_of_blocks_to_a_run_of_slots_is_one_range_for_each_layer():
@@ -82,13 +82,16 @@ def test_every_byte_of_every_block_goes_where_the_layout_says(geometry, slots_pe
                     pair = (HOST + row + i, start + i)
                     target, source = pair if direction is Direction.STORE else pair[::-1]
                     expected[target] = source
-        assert bytes_of(table.ranges(copy_of(blocks, slots, direction), buffers)) == expected
+        assert (
+            bytes_of(table.ranges(table.runs(copy_of(blocks, slots, direction)), buffers))
+            == expected
+        )
 
 
 def test_buffers_are_used_again():
     layout = HostLayout.in_one_slab(THREE_LAYERS, NUM_SLOTS)
     table, buffers = RangeTable(BASE, HOST, layout), RangeBuffers()
-    large = table.ranges(copy_of([1, 3, 5, 7], [1, 2, 3, 4]), buffers)
-    small = table.ranges(copy_of([2, 4], [1, 2]), buffers)
+    large = table.ranges(table.runs(copy_of([1, 3, 5, 7], [1, 2, 3, 4])), buffers)
+    small = table.ranges(table.runs(copy_of([2, 4], [1, 2])), buffers)
     assert np.shares_memory(large.targets, small.targets)
     assert (len(large), len(small)) == (12, 6)
