@@ -54,14 +54,14 @@ class Backend(Protocol):
     Attributes:
         slot_bytes: bytes of one slot.
         num_slots: slots of the host memory.
-        num_usable_slots: the first so many may be used; it grows while memory is made ready.
     """
 
     slot_bytes: int
     num_slots: int
 
     @property
-    def num_usable_slots(self) -> int: ...
+    def num_usable_slots(self) -> int:
+        """The first so many slots may be used; it grows while memory is made ready."""
 
     def mark(self) -> Any:
         """The compute stream as it stands now. Called on the engine's thread."""
