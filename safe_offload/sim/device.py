@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.sim.chance import Chance
-from safe_offload.sim.virtual_loop import Clock, VirtualLoop
+from safe_offload.sim.virtual_loop import Clock
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 
 SLOT_BYTES = 2048
@@ -279,10 +279,11 @@ class Device:
 class SimBackend:
     """See `Backend`: the copies of one device, awaited on a virtual loop."""
 
-    slot_bytes = SLOT_BYTES
-
-    def __init__(self, device: Device, loop: VirtualLoop) -> None:
+    def __init__(
+        self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = SLOT_BYTES
+    ) -> None:
         self.device = device
+        self.slot_bytes = slot_bytes
         self.num_slots = len(device.memory.host)
         self._loop = loop
         self._is_closed = False
