@@ -18,6 +18,7 @@ from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.sim.chance import Chance
 from safe_offload.sim.virtual_loop import Clock
+from safe_offload.sim.words import ZEROED
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 
 SLOT_BYTES = 2048
@@ -142,6 +143,35 @@ class Device:
         self.num_enqueued += 1
         if not self.options.has_streams:
             self.synchronize(self.num_enqueued)
+
+    # ---- what a kernel does, on the compute stream ---------------------------------------------
+
+    def zero(self, block_id: int) -> None:
+        """Fill a block with zeros."""
+        block = self.memory.gpu[block_id]
+        block[:] = [ZEROED] * len(block)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block onto another."""
+        self.memory.gpu[target][:] = self.memory.gpu[source]
+
+    def write(self, block_id: int, first: int, words: list[int]) -> None:
+        """Write words of a block from the `first` on."""
+        self.memory.gpu[block_id][first : first + len(words)] = words
+
+    def check(
+        self, block_id: int, first: int, expected: list[int], report: Callable[[str], None]
+    ) -> None:
+        """Compare words of a block, from the `first` on, with what they should be."""
+        found = self.memory.gpu[block_id][first : first + len(expected)]
+        if found != expected:
+            wrong = [i for i, word in enumerate(found) if word != expected[i]]
+            report(
+                f"words {wrong} of {len(expected)} are not those of its prefix "
+                f"(found {[found[i] for i in wrong][:4]})"
+            )
+
+    # ---- the compute stream itself -------------------------------------------------------------
 
     def advance_compute(self, num_operations: int) -> None:
         """Let the compute stream do up to so many operations."""

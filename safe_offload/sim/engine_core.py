@@ -69,19 +69,12 @@ class EngineCore:
         from safe_offload.connector import SafeCPUOffloadConnector
 
         shape = self.shape
-        device = Device(
-            rank,
-            Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words),
-            DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
-            self.chance,
-            self.clock,
-        )
-        loop = VirtualLoop(self.clock)
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        max_inflight_bytes = connector._config.max_inflight_bytes
-        engine = SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
+        device, engine = self._make_engine(
+            rank, copy_ticks_max, connector._config.max_inflight_bytes
+        )
         engine.start()
         assert connector._worker is not None
         connector._worker.attach(engine)
@@ -95,6 +88,21 @@ class EngineCore:
             is_last_stage=rank >= shape.num_ranks - shape.tensor_ranks,
             pause=self._pause,
         )
+
+    def _make_engine(
+        self, rank: int, copy_ticks_max: int, max_inflight_bytes: int
+    ) -> tuple[Device, SteppedEngine]:
+        """A device and the transfer engine that copies for it."""
+        shape = self.shape
+        device = Device(
+            rank,
+            Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words),
+            DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
+            self.chance,
+            self.clock,
+        )
+        loop = VirtualLoop(self.clock)
+        return device, SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
 
     # ---- what clients do -----------------------------------------------------------------------
 

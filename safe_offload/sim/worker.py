@@ -182,15 +182,13 @@ class Worker:
         return result
 
     def _write_early(self, forward: Forward) -> None:
-        memory = self.device.memory.gpu
-
         def zero() -> None:
             for block_id in forward.zeroed:
-                memory[block_id][:] = [0] * len(memory[block_id])
+                self.device.zero(block_id)
 
         def copy() -> None:
             for source, target in forward.copies:
-                memory[target][:] = memory[source]
+                self.device.copy_block(source, target)
 
         if forward.zeroed:
             self.device.enqueue(zero)

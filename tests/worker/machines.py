@@ -1,0 +1,95 @@
+"""Where the runs of `tensor_core` take place without a GPU."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from safe_offload.layout import Geometry, HostLayout
+from safe_offload.sim.vllm_setup import EngineShape
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker.host_memory import HostMemory
+from tests.worker.backends.fake_device import FakeDevice
+from tests.worker.tensor_core import NUM_LAYERS, PATIENCE_S
+
+DELAY_S_MAX = 0.01
+SLOTS_PER_SLAB = 16
+
+
+def make_storage(shape: EngineShape) -> torch.Tensor:
+    """A KV cache of noise, at an address that every copy path takes."""
+    noise = np.random.default_rng(1).integers(1 << 62, size=(NUM_LAYERS, shape.num_blocks, 16))
+    return torch.from_numpy(noise)[:, :, : shape.block_words].contiguous()
+
+
+class CpuMachine:
+    """vLLM's CPU engine: what it computes is there when it returns."""
+
+    def __init__(self, shape: EngineShape, geometry: Geometry, num_slots: int) -> None:
+        self.storage = make_storage(shape)
+        layout = HostLayout.in_one_slab(geometry, num_slots)
+        host = HostMemory.allocate(layout.size_bytes)
+        self.backend = CpuBackend(self.storage.data_ptr(), layout, host)
+        self._run = self.backend._run
+        self.backend._run = self._run_late
+        self._random = random.Random(1)
+
+    def _run_late(self, copy: object) -> None:
+        threading.Event().wait(self._random.choice([0.0, 0.0, DELAY_S_MAX]))
+        self._run(copy)
+
+    def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:
+        operation()
+        return lambda: None
+
+    def delay(self, where: Direction | None, amount: float) -> None:
+        """Nothing: the copies are late by themselves."""
+
+    def to_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class ThreadMachine:
+    """A GPU of threads."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        geometry: Geometry,
+        num_slots: int,
+        path: CopyPath | None = None,
+    ) -> None:
+        self.storage = make_storage(shape)
+        self._device = FakeDevice()
+        layout = HostLayout(geometry, num_slots, SLOTS_PER_SLAB)
+        host = HostMemory.allocate(layout.size_bytes)
+        self.backend = GpuBackend(self._device, self.storage.data_ptr(), layout, host, path)
+
+    def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:
+        done = threading.Event()
+        self._device.compute.enqueue(operation)
+        self._device.compute.enqueue(done.set)
+
+        def wait() -> None:
+            assert done.wait(PATIENCE_S)
+
+        return wait
+
+    def delay(self, where: Direction | None, amount: float) -> None:
+        stream = self._device.compute if where is None else self.backend._lanes[where].stream
+        stream.enqueue(lambda: threading.Event().wait(amount * DELAY_S_MAX))
+
+    def to_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers)
+
+    def close(self) -> None:
+        self._device.close()

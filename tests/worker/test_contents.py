@@ -1,0 +1,75 @@
+"""Right bytes at every forward, over real copies and vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from safe_offload.sim.findings import Finding
+from safe_offload.sim.vllm_setup import EngineShape
+from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from tests.worker.machines import CpuMachine, ThreadMachine
+from tests.worker.tensor_core import TensorCore, run_random_requests
+
+CPU = EngineShape(num_blocks=60, num_slots=90)
+GPU = EngineShape(num_blocks=60, num_slots=90, is_async=True, is_v2=True)
+HYBRID = EngineShape(
+    groups=("full", "window:10", "window:5"),
+    num_blocks=90,
+    num_slots=160,
+    is_async=True,
+    tensor_ranks=2,
+)
+ZEROED = EngineShape(
+    groups=("full", "full"), num_blocks=90, num_slots=120, is_async=True, is_zeroed=True
+)
+MAMBA = EngineShape(groups=("full", "mamba"), num_blocks=90, num_slots=120, is_v2=True)
+KERNEL = functools.partial(ThreadMachine, path=CopyPath.KERNEL)
+
+RUNS = {
+    "cpu": (CPU, CpuMachine),
+    "cpu hybrid": (HYBRID, CpuMachine),
+    "streams": (GPU, ThreadMachine),
+    "streams, hybrid, two ranks": (HYBRID, ThreadMachine),
+    "streams, row kernel": (GPU, KERNEL),
+    "streams, zeroed blocks": (ZEROED, ThreadMachine),
+    "streams, states": (MAMBA, KERNEL),
+}
+
+
+def run(name: str, seed: int) -> dict[str, int]:
+    """A random run; returns the connector's counts."""
+    shape, make_machine = RUNS[name]
+    core = TensorCore(shape, seed, make_machine)
+    try:
+        run_random_requests(core, seed)
+        assert core.pool.get_num_free_blocks() == shape.num_blocks - 1
+        assert core.connector._planner._index.slots.num_leased == 0
+        return core.counts
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_word_that_attention_reads_is_the_one_that_was_computed(name):
+    counts = run(name, seed=1)
+    assert counts["stored_blocks"] > 0
+    assert counts["loaded_blocks"] > 0
+    assert counts["failed_loads"] == counts["contained_errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [("cpu", CpuBackend), ("streams", GpuBackend)], ids=["cpu", "streams"]
+)
+def test_without_fences_torn_words_are_found(name, backend, monkeypatch):
+    """The test above can fail: the same runs, with fences that are said to be kept."""
+    monkeypatch.setattr(backend, "fence", lambda self, completion, timeout_s: True)
+
+    def run_many() -> None:
+        for seed in range(20):
+            run(name, seed)
+
+    with pytest.raises(Finding, match="I6"):
+        run_many()
