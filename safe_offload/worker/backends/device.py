@@ -111,6 +111,7 @@ class TorchDevice:
             torch.cuda.current_stream(device).query()
             self.driver = load_driver(is_hip=torch.version.hip is not None)
         self._kernel: Any = None
+        self._cupy_streams: dict[int, Any] = {}
 
     def compute_stream(self) -> Any:
         """See `Device`."""
@@ -154,9 +155,21 @@ class TorchDevice:
 
     def launch(self, arguments: RowArguments, stream: Any) -> None:
         """See `Device`."""
-        import cupy
-
-        with cupy.cuda.ExternalStream(stream.cuda_stream, self._device.index):
+        found = self._cupy_streams.get(stream.cuda_stream)
+        if found is None:
+            found = _cupy_stream(stream, self._device.index)
+            self._cupy_streams[stream.cuda_stream] = found
+        with found:
             self._kernel(
                 (row_kernel.NUM_BLOCKS,), (row_kernel.THREADS_PER_BLOCK,), arguments.as_scalars()
             )
+
+
+def _cupy_stream(stream: Any, device_index: int | None) -> Any:
+    """A stream of torch's, for cupy."""
+    import cupy
+
+    try:
+        return cupy.cuda.Stream.from_external(stream)
+    except (AttributeError, TypeError):  # cupy before 14, or a torch without the protocol
+        return cupy.cuda.ExternalStream(stream.cuda_stream, device_index)

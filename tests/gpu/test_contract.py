@@ -1,0 +1,61 @@
+"""The GPU backend on a GPU: the contract on every copy path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from safe_offload.worker.backends.gpu import CopyPath
+from tests.gpu.torch_gpu import TorchSubject
+from tests.worker.backends.contract import BackendContract, MakeSubject
+
+
+@pytest.fixture
+def make_torch_subject() -> Iterator[Callable[..., TorchSubject]]:
+    subjects: list[TorchSubject] = []
+
+    def make(*arguments: object, **options: object) -> TorchSubject:
+        subjects.append(TorchSubject(*arguments, **options))
+        return subjects[-1]
+
+    yield make
+    for subject in subjects:
+        subject.end()
+
+
+class Contract(BackendContract):
+    path: CopyPath | None = None
+
+    @pytest.fixture
+    def make_subject(self, make_torch_subject: Callable[..., TorchSubject]) -> MakeSubject:
+        return lambda geometry, num_slots: make_torch_subject(geometry, num_slots, self.path)
+
+
+class TestChosenByLength(Contract):
+    path = None
+
+
+class TestBatchedCopies(Contract):
+    path = CopyPath.BATCH
+
+
+class TestRowKernel(Contract):
+    path = CopyPath.KERNEL
+
+
+class TestCopiesOneByOne(Contract):
+    path = CopyPath.EACH
+
+
+del Contract, BackendContract  # only what inherits from them is a test
+
+
+def test_a_gpu_has_what_the_fast_paths_need(make_torch_subject):
+    """Otherwise the classes above test a fallback; what is missing is in the log."""
+    from tests.worker.backends.contract import GEOMETRIES
+
+    subject = make_torch_subject(GEOMETRIES["layers outermost"], 31)
+    assert subject.backend._driver.has_batch
+    assert subject.backend._can_launch()
+    assert not subject.backend._lock.is_pageable

@@ -1,0 +1,96 @@
+"""Order on the device: fences, loads behind the compute stream, bytes of every neighbour."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from safe_offload.layout import Segment, make_geometry
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.backends.gpu import CopyPath
+from tests.gpu.torch_gpu import TorchSubject, sleep_on
+
+NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS, ROW_BYTES = 64, 64, 4, 16 << 10
+PATHS = [CopyPath.BATCH, CopyPath.KERNEL]
+
+
+@pytest.fixture(params=PATHS, ids=[path.value for path in PATHS])
+def subject(request: pytest.FixtureRequest) -> Iterator[TorchSubject]:
+    layer_bytes = NUM_BLOCKS * ROW_BYTES
+    segments = [Segment(ROW_BYTES, layer_bytes * i, ROW_BYTES) for i in range(NUM_LAYERS)]
+    geometry = make_geometry(segments, NUM_BLOCKS, NUM_LAYERS * layer_bytes)
+    made = TorchSubject(geometry, NUM_SLOTS, request.param, slots_per_slab=16)
+    yield made
+    made.end()
+
+
+def blocks_of(subject: TorchSubject) -> torch.Tensor:
+    """The storage as (layers, blocks, bytes)."""
+    return subject.storage[: NUM_LAYERS * NUM_BLOCKS * ROW_BYTES].view(NUM_LAYERS, NUM_BLOCKS, -1)
+
+
+def row_values(subject: TorchSubject, slot: int) -> set[int]:
+    """All values in a slot."""
+    host = subject.read_host()
+    rows = subject.layout.ranges_of(slot)
+    return {int(v) for offset, length in rows for v in np.unique(host[offset : offset + length])}
+
+
+async def count_torn_stores(subject: TorchSubject, num_rounds: int, *, is_fenced: bool) -> int:
+    """Stores that are held back while a kernel overwrites their blocks right behind the fence."""
+    blocks, num_torn = blocks_of(subject), 0
+    for index in range(num_rounds):
+        value, block = index % 200 + 1, index % NUM_BLOCKS
+        blocks[:, block] = value
+        sleep_on(subject.stream(Direction.STORE), (index % 4) / 10)
+        completion = subject.issue(Direction.STORE, [block], [block])
+        if is_fenced:
+            assert subject.backend.fence(completion, 0.0)
+        blocks[:, block] = 255
+        await completion.wait()
+        num_torn += row_values(subject, block) != {value}
+    return num_torn
+
+
+async def test_no_store_is_torn_behind_a_fence(subject):
+    assert await count_torn_stores(subject, 1000, is_fenced=True) == 0
+
+
+async def test_stores_are_torn_without_the_fence(subject):
+    """The test above can fail."""
+    assert await count_torn_stores(subject, 50, is_fenced=False) > 0
+
+
+async def test_a_load_lands_behind_what_zeroes_its_blocks(subject):
+    blocks = blocks_of(subject)
+    subject.write_host(np.full(subject.layout.size_bytes, 7, np.uint8))
+    for index in range(200):
+        block = index % NUM_BLOCKS
+        sleep_on(torch.cuda.current_stream(), (index % 4) / 10)
+        blocks[:, block] = 0
+        await subject.copy(Direction.LOAD, [block], [index % NUM_SLOTS])
+        assert blocks[:, block].unique().tolist() == [7]
+
+
+async def test_loads_and_stores_at_once_keep_to_their_own_bytes(subject):
+    rng = np.random.default_rng(1)
+    storage, host = subject.fill(1)
+    for _ in range(100):
+        chosen = rng.permutation(NUM_BLOCKS)
+        slots = rng.permutation(NUM_SLOTS)
+        stored, loaded = (chosen[:20], slots[:20]), (chosen[20:50], slots[20:50])
+        store = subject.issue(Direction.STORE, stored[0].tolist(), stored[1].tolist())
+        load = subject.issue(Direction.LOAD, loaded[0].tolist(), loaded[1].tolist())
+        await asyncio.gather(store.wait(), load.wait())
+        for block, slot in zip(*stored, strict=True):
+            for in_storage, in_host in subject.ranges(block, slot):
+                host[in_host] = storage[in_storage]
+        for block, slot in zip(*loaded, strict=True):
+            for in_storage, in_host in subject.ranges(block, slot):
+                storage[in_storage] = host[in_host]
+        np.testing.assert_array_equal(subject.read_host(), host)
+        np.testing.assert_array_equal(subject.read_storage(), storage)
