@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -46,10 +46,18 @@ class HttpServer:
         model: folder of the model; served under the name `model`.
         arguments: further arguments of the server.
         folder: the server runs in it, and its output goes to `server.log` there.
+        environment: more variables for the server.
     """
 
-    def __init__(self, model: Path, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
+        self._environment = dict(environment or {})
         self._log_path = folder / "server.log"
         self._port = _find_free_port()
         self._command = [
@@ -70,6 +78,7 @@ class HttpServer:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": self._socket_folder,
+            **self._environment,
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("wb") as log:

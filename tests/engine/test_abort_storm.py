@@ -15,14 +15,22 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from safe_offload.bench.tiny_models import ModelKind, write_tiny_model
+from tests.engine.clients import (
+    Ask,
+    Expected,
+    Reply,
+    ask_all,
+    ask_baseline,
+    first_difference,
+    is_a_tie,
+    wait_until_drained,
+)
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -39,7 +47,6 @@ NUM_IN_FLIGHT = 16
 CUT_OFF_DELAY_MAX_S = 1.0
 NUM_GUST_REQUESTS = 150
 GUST_DELAY_MAX_S = 0.06
-REQUEST_TIMEOUT_S = 180.0
 
 BLOCK_SIZE = 32
 SLIDING_WINDOW = 96
@@ -47,13 +54,6 @@ LARGE_GPU_POOL_BLOCKS = 2000
 NUM_GPU_BLOCKS: dict[ModelKind, int] = {"llama": 40, "gemma3": 80}
 """Enough for one request of the longest kind, and far from enough for all that may run."""
 NUM_HOST_SLOTS: dict[ModelKind, int] = {"llama": 100, "gemma3": 200}
-
-MARGIN_MIN = 1e-3
-"""Nearer than this (in log-probability) the two likeliest tokens are a tie, which rounding decides.
-
-A prompt that is computed in other chunks, in another batch, or from a cache rounds differently, by
-about 1e-5 in float32.
-"""
 
 MUST_BE_ZERO = (
     "vllm:kv_cache_usage_perc",
@@ -82,54 +82,6 @@ SERVER_ARGUMENTS = (
     *("--block-size", str(BLOCK_SIZE), "--max-model-len", "512", "--max-num-seqs", "16"),
     *("--enable-chunked-prefill", "--max-num-batched-tokens", "128"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The baseline's answer to a prompt.
-
-    Attributes:
-        margins: by how much each token is likelier than the runner-up, in log-probability.
-        runners_up: the second likeliest token at each position.
-    """
-
-    tokens: tuple[int, ...]
-    margins: tuple[float, ...]
-    runners_up: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request of the storm.
-
-    Attributes:
-        prompt_idx: which prompt.
-        num_tokens: length of the answer that is asked for.
-        cut_off_tokens: the client goes away when it has received this many tokens; 0 is before the
-            first one.
-        cut_off_s: the client goes away this long after it has begun to send.
-    """
-
-    number: int
-    prompt_idx: int
-    num_tokens: int
-    cut_off_tokens: int | None = None
-    cut_off_s: float | None = None
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the client means to go away before the end."""
-        return self.cut_off_tokens is not None or self.cut_off_s is not None
-
-
-@dataclass(slots=True)
-class Reply:
-    """What the client of one request saw."""
-
-    ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    is_complete: bool = False
-    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -208,113 +160,6 @@ def make_gust(rng: random.Random) -> list[Ask]:
     ]
 
 
-# ---- the clients ---------------------------------------------------------------------------------
-
-
-def make_body(prompt: list[int], num_tokens: int) -> dict[str, object]:
-    """A greedy request for exactly so many tokens, in token ids."""
-    return {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "return_token_ids": True,
-    }
-
-
-def open_session(server: HttpServer) -> aiohttp.ClientSession:
-    """A session whose every request has a connection of its own, which going away closes."""
-    return aiohttp.ClientSession(
-        server.url,
-        connector=aiohttp.TCPConnector(limit=NUM_IN_FLIGHT, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-    )
-
-
-async def ask_baseline(server: HttpServer, prompts: Sequence[list[int]]) -> list[Expected]:
-    """The answer of maximal length to every prompt, with the likelihood of its tokens."""
-    turn = asyncio.Semaphore(8)
-
-    async def ask_one(session: aiohttp.ClientSession, prompt: list[int]) -> Expected:
-        body = make_body(prompt, NUM_ANSWER_TOKENS_MAX)
-        body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
-        async with turn, session.post("/v1/completions", json=body) as response:
-            response.raise_for_status()
-            (choice,) = (await response.json())["choices"]
-        margins, runners_up = [], []
-        for likeliest in choice["logprobs"]["top_logprobs"]:
-            (_, first), (second_token, second) = likeliest.items()
-            margins.append(first - second)
-            runners_up.append(int(second_token.removeprefix("token_id:")))
-        return Expected(tuple(choice["token_ids"]), tuple(margins), tuple(runners_up))
-
-    async with open_session(server) as session:
-        return list(await asyncio.gather(*(ask_one(session, prompt) for prompt in prompts)))
-
-
-async def ask_all(
-    server: HttpServer, prompts: Sequence[list[int]], asks: Sequence[Ask], num_in_flight: int
-) -> list[Reply]:
-    """Send requests in order, so many at a time, and go away from those that say so.
-
-    When one gets no answer, no other is sent: an engine that hangs does so for all of them.
-    """
-    turn = asyncio.Semaphore(num_in_flight)
-    gave_up = False
-
-    async def ask_one(session: aiohttp.ClientSession, ask: Ask) -> Reply:
-        nonlocal gave_up
-        reply = Reply(ask)
-        async with turn:
-            if gave_up:
-                reply.error = "not sent"
-                return reply
-            try:
-                async with asyncio.timeout(ask.cut_off_s):
-                    await receive(session, prompts[ask.prompt_idx], reply)
-            except TimeoutError:
-                if ask.cut_off_s is None:
-                    reply.error = f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
-                    gave_up = True
-            except (aiohttp.ClientError, OSError) as error:
-                reply.error = repr(error)
-        return reply
-
-    async with open_session(server) as session:
-        return list(await asyncio.gather(*(ask_one(session, ask) for ask in asks)))
-
-
-async def receive(session: aiohttp.ClientSession, prompt: list[int], reply: Reply) -> None:
-    """Stream one answer into the reply until its end or until the client goes away."""
-    ask = reply.ask
-    body = make_body(prompt, ask.num_tokens) | {"stream": True}
-    async with session.post("/v1/completions", json=body) as response:
-        if response.status != 200:
-            reply.error = f"HTTP {response.status}: {await response.text()}"
-            return
-        if ask.cut_off_tokens == 0:
-            response.close()
-            return
-        async for line in response.content:
-            if not line.startswith(b"data: "):
-                continue
-            data = line.removeprefix(b"data: ").strip()
-            if data == b"[DONE]":
-                reply.is_complete = True
-                return
-            event = json.loads(data)
-            if "error" in event:
-                reply.error = str(event["error"])
-                return
-            reply.tokens += event["choices"][0]["token_ids"]
-            if ask.cut_off_tokens is not None and len(reply.tokens) >= ask.cut_off_tokens:
-                response.close()
-                return
-    reply.error = "the stream ended without [DONE]"
-
-
 # ---- the storm -----------------------------------------------------------------------------------
 
 
@@ -334,7 +179,7 @@ def storm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         start_server(model, folder / "storm", NUM_GPU_BLOCKS[kind], NUM_HOST_SLOTS[kind]) as server,
     ):
         baseline.wait_until_healthy()
-        expected = asyncio.run(ask_baseline(baseline, prompts))
+        expected = asyncio.run(ask_baseline(baseline, prompts, NUM_ANSWER_TOKENS_MAX))
         baseline.stop()
         server.wait_until_healthy()
         replies = asyncio.run(ask_all(server, prompts, asks, NUM_IN_FLIGHT))
@@ -376,17 +221,6 @@ def start_server(
     return HttpServer(model, arguments, folder)
 
 
-def wait_until_drained(server: HttpServer) -> None:
-    """Wait until the engine has no request, or fail: then it lost one."""
-
-    def is_drained() -> bool:
-        metrics = server.metrics()
-        names = ("running", "waiting")
-        return not any(metrics[f"vllm:num_requests_{name}"] for name in names)
-
-    server.wait_for(is_drained, "the engine to be without requests", timeout_s=120.0)
-
-
 def observe_final_state(server: HttpServer) -> dict[str, float]:
     """The metrics when nothing is in flight any more; as they are after 60 s if something stays."""
     deadline_s = time.monotonic() + 60.0
@@ -424,10 +258,7 @@ def test_every_token_that_a_client_received_is_the_baselines(storm: Storm) -> No
         num_tokens += len(reply.tokens)
         if position is None:
             continue
-        if (
-            expected.margins[position] < MARGIN_MIN
-            and reply.tokens[position] == expected.runners_up[position]
-        ):
+        if is_a_tie(expected, reply.tokens, position):
             num_ties += 1
         else:
             wrong.append(describe(storm, reply, position))
@@ -458,12 +289,6 @@ def test_it_was_a_storm(storm: Storm) -> None:
     assert num_stored > 2 * NUM_HOST_SLOTS[storm.kind], "hardly anything was evicted"
     assert metrics["vllm:safe_offload_hit_tokens_total"] > 0
     assert metrics["vllm:safe_offload_loaded_blocks_total"] > 0
-
-
-def first_difference(expected: Expected, tokens: Sequence[int]) -> int | None:
-    """Position of the first token that is not the baseline's, if any."""
-    pairs = zip(tokens, expected.tokens, strict=False)
-    return next((i for i, (found, wanted) in enumerate(pairs) if found != wanted), None)
 
 
 def describe(storm: Storm, reply: Reply, position: int) -> str:
