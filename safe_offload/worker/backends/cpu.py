@@ -27,6 +27,7 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -53,7 +54,11 @@ class CpuCompletion:
         except asyncio.CancelledError:
             if not self.future.cancelled():
                 raise
-            raise TransferError(FailureReason.CANCELLED, "the backend was closed") from None
+            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`: a copy that no thread has taken can be taken back."""
+        return self.future.cancel()
 
 
 class CpuBackend:
@@ -82,6 +87,7 @@ class CpuBackend:
         )
         self._row_bytes = _column(s.length_bytes for s in segments)
         self._is_dense = all(s.stride_bytes == s.length_bytes for s in segments)
+        self._checksums = SlotChecksums(host.tensor.numpy(), geometry, self.num_slots)
         self._gather = _find_gather()
         self._threads = {
             direction: ThreadPoolExecutor(num_threads, f"safe-offload-{direction.value}")
@@ -110,6 +116,10 @@ class CpuBackend:
         except FutureCancelledError:  # not asyncio's: they are two classes
             pass
         return True
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        return self._checksums.of(slot_ids)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -124,6 +124,23 @@ class TestSeveralThreads(BackendContract):
         return lambda geometry, num_slots: make_cpu_subject(geometry, num_slots, num_threads=3)
 
 
+# ---- taking copies back ------------------------------------------------------------------------
+
+
+async def test_a_copy_that_no_thread_has_taken_is_taken_back(subject):
+    release = subject.hold(Direction.LOAD)
+    running = subject.issue(Direction.LOAD, [0], [0])
+    subject.wait_until_started(Direction.LOAD)
+    queued = subject.issue(Direction.LOAD, [1], [1])
+    assert queued.cancel()
+    assert queued.cancel()
+    assert not running.cancel()
+    with pytest.raises(TransferError, match="taken back"):
+        await asyncio.wait_for(queued.wait(), PATIENCE_S)
+    release()
+    await asyncio.wait_for(running.wait(), PATIENCE_S)
+
+
 # ---- joining runs ------------------------------------------------------------------------------
 
 
