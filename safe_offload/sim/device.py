@@ -13,6 +13,10 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
@@ -77,11 +81,17 @@ class SimCopy:
     stalled_until_s: float
     fails: bool
     ended: asyncio.Future[None]
+    take_back: Callable[[SimCopy], bool]
     has_ended: bool = False
+    has_begun: bool = False
 
     async def wait(self) -> None:
         """See `Completion.wait`."""
         await self.ended
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`."""
+        return self.take_back(self)
 
 
 @dataclass(slots=True)
@@ -110,6 +120,8 @@ class Device:
     """By the number of the copy on this rank."""
     hold_copies: bool = False
     """No copy moves by itself; a test's way to choose the moment."""
+    is_broken: bool = False
+    """Every call of its backend raises; what runs on it goes on."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
     running: list[SimCopy] = field(default_factory=list)
     num_copies: int = 0
@@ -117,6 +129,15 @@ class Device:
     num_enqueued: int = 0
     num_executed: int = 0
     _compute: deque[Callable[[], bool]] = field(default_factory=deque)
+
+    def check_alive(self) -> None:
+        """Whatever is asked of a broken device ends here.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        if self.is_broken:
+            raise RuntimeError(f"the device of rank {self.rank} is lost")
 
     # ---- the compute stream --------------------------------------------------------------------
 
@@ -159,7 +180,9 @@ class Device:
         Raises:
             TransferError: a fault says so.
             LoopKilledError: a fault says so.
+            RuntimeError: the device is broken.
         """
+        self.check_alive()
         number, self.num_copies = self.num_copies, self.num_copies + 1
         fault = self.faults.get(number)
         if fault is CopyFault.REFUSE:
@@ -187,9 +210,19 @@ class Device:
             stalled_until_s,
             fault is CopyFault.FAIL,
             ended,
+            self._take_back,
         )
         self.running.append(running)
         return running
+
+    def _take_back(self, copy: SimCopy) -> bool:
+        """Whether a copy is still in the queue of a thread; streams give nothing back."""
+        if self.options.has_streams or copy.has_begun or copy.has_ended:
+            return False
+        self.running.remove(copy)
+        copy.has_ended = True
+        copy.ended.set_exception(TransferError(FailureReason.CANCELLED, "it was taken back"))
+        return True
 
     def tick(self) -> None:
         """Time passes: every copy may move some of its words, and some end."""
@@ -210,6 +243,7 @@ class Device:
 
     def _move(self, copy: SimCopy, count: int) -> None:
         is_store = copy.copy.direction is Direction.STORE
+        copy.has_begun = True
         for block_id, slot_id, word in self._take(copy, count):
             block, slot = self.memory.gpu[block_id], self.memory.host[slot_id]
             if is_store:
@@ -237,6 +271,7 @@ class Device:
 
     def fence(self, copy: SimCopy, timeout_s: float) -> bool:
         """See `Backend.fence`."""
+        self.check_alive()
         if self.options.has_streams:
             self._enqueue(lambda: self._finish_reads(copy))
             return True
@@ -279,6 +314,7 @@ class SimBackend:
 
     def mark(self) -> int:
         """See `Backend.mark`."""
+        self.device.check_alive()
         return self.device.num_enqueued
 
     def issue(self, copy: Copy, after: int) -> SimCopy:
@@ -297,6 +333,13 @@ class SimBackend:
         """See `Backend.fence`."""
         assert isinstance(completion, SimCopy)
         return self.device.fence(completion, timeout_s)
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        self.device.check_alive()
+        slots = (self.device.memory.host[slot_id] for slot_id in slot_ids.tolist())
+        digests = (blake2b(repr(words).encode(), digest_size=8).digest() for words in slots)
+        return np.array([int.from_bytes(digest) for digest in digests], dtype=np.uint64)
 
     def close(self) -> None:
         """See `Backend.close`."""

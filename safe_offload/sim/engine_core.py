@@ -80,8 +80,7 @@ class EngineCore:
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        max_inflight_bytes = connector._config.max_inflight_bytes
-        engine = SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
+        engine = SteppedEngine(SimBackend(device, loop), connector._config, loop)
         engine.start()
         assert connector._worker is not None
         connector._worker.attach(engine, shape.slots_of(rank))
