@@ -21,11 +21,10 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.sim.chance import Chance
+from safe_offload.sim.groups import PAGE_BYTES
 from safe_offload.sim.virtual_loop import Clock, VirtualLoop
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 
-SLOT_BYTES = 2048
-"""What a slot counts for in bytes in flight; no memory of this size exists."""
 TICK_S = 0.001
 """Virtual time between two looks at the copies."""
 
@@ -122,6 +121,8 @@ class Device:
     """No copy moves by itself; a test's way to choose the moment."""
     is_broken: bool = False
     """Every call of its backend raises; what runs on it goes on."""
+    fails_loads: bool = False
+    """Every load fails half way."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
     running: list[SimCopy] = field(default_factory=list)
     num_copies: int = 0
@@ -208,7 +209,7 @@ class Device:
             after,
             stream.randint(0, self.options.copy_ticks_max),
             stalled_until_s,
-            fault is CopyFault.FAIL,
+            fault is CopyFault.FAIL or (self.fails_loads and copy.direction is Direction.LOAD),
             ended,
             self._take_back,
         )
@@ -304,7 +305,7 @@ class Device:
 class SimBackend:
     """See `Backend`: the copies of one device, awaited on a virtual loop."""
 
-    slot_bytes = SLOT_BYTES
+    slot_bytes = PAGE_BYTES
 
     def __init__(self, device: Device, loop: VirtualLoop) -> None:
         self.device = device

@@ -30,6 +30,7 @@ class Faults:
         self._slots = checkers.slots
         self._contents = checkers.contents
         self._ids = ids
+        self._all = faults
         self._by_step = [fault for fault in faults if not isinstance(fault.kind, CopyFault)]
         self._give_back_at: list[int] = []
         self._withheld: dict[int, tuple[int, list[StepReport]]] = {}
@@ -38,6 +39,11 @@ class Faults:
             if isinstance(fault.kind, CopyFault):
                 core.workers[fault.rank].device.faults[fault.number] = fault.kind
         core.mutate_outputs.append(self._mutate)
+
+    @property
+    def is_faultless(self) -> bool:
+        """Whether nothing goes wrong in this run."""
+        return not self._all
 
     @property
     def is_pending(self) -> bool:
@@ -53,6 +59,8 @@ class Faults:
             self._by_step.remove(fault)
             if fault.kind is FaultKind.LOOP_DIES:
                 self._core.workers[fault.rank].engine.kill()
+            elif fault.kind is FaultKind.LOADS_FAIL:
+                self._core.workers[fault.rank].device.fails_loads = True
             elif fault.kind is FaultKind.BREAK:
                 self._core.workers[fault.rank].device.is_broken = True
             elif fault.kind is FaultKind.FLIP:

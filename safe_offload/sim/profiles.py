@@ -23,7 +23,7 @@ ALL_FAULTS: FaultCounts = {
     **PEER_FAULTS,
     **SQUEEZES,
     **DEATHS,
-    FaultKind.FLIP: 8,
+    FaultKind.FLIP: 16,
     FaultKind.BREAK: 1,
 }
 
@@ -258,6 +258,13 @@ PROFILES: dict[str, Profile] = {
         "bits that flip in host memory, with verify on",
         EngineShape(tensor_ranks=2, num_slots=40, extra={"verify": "load"}),
         faults={FaultKind.FLIP: 40},
+    ),
+    "loads-fail": Profile(
+        "every load fails, in a pool so small that requests are preempted again and again",
+        EngineShape(num_blocks=18, max_seqs=4, num_slots=100),
+        Workload(num_requests=24, num_stems=2, stem_tokens=24, tail_tokens=4, output_tokens=36),
+        copy_ticks_max=0,
+        faults={FaultKind.LOADS_FAIL: 4},
     ),
     "broken": Profile(
         "a device of which every call raises",

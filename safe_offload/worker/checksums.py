@@ -25,7 +25,7 @@ class SlotChecksums:
     """
 
     def __init__(self, host: npt.NDArray[np.uint8], geometry: Geometry, num_slots: int) -> None:
-        self._host = memoryview(host)
+        self._host = host.data
         self._segments = [
             (offset, segment.length_bytes)
             for offset, segment in zip(

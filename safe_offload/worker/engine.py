@@ -273,7 +273,7 @@ class TransferEngine:
             failure = FailureReason.CANCELLED
         except TransferError as error:
             logger.warning("Transfer %d failed: %s", transfer_id, error)
-            reason = FailureReason.TIMED_OUT if job.taken_back else error.reason
+            reason = error.reason
             failure = reason if isinstance(reason, FailureReason) else FailureReason.COPY_FAILED
         except Exception:
             logger.exception("Transfer %d failed", transfer_id)
@@ -295,12 +295,22 @@ class TransferEngine:
             ) from None
 
     async def _wait_for_copy(self, transfer_id: int, job: Job, deadline_s: float) -> None:
-        """Wait until an issued copy has ended, however long that takes."""
+        """Wait until an issued copy has ended, however long that takes.
+
+        Raises:
+            TransferError: it failed, or it had not begun in time and was taken back.
+        """
         assert job.completion is not None
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline_s, self._pass_deadline, transfer_id, job)
         try:
             await job.completion.wait()
+        except TransferError:
+            if not job.taken_back:
+                raise
+            raise TransferError(
+                FailureReason.TIMED_OUT, f"its copy had not begun within {self._timeout_s:g} s"
+            ) from None
         finally:
             timer.cancel()
 
