@@ -7,11 +7,10 @@ is over nobody is told of the load, so what it found changed is never attended t
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 
 from safe_offload.worker.backends.base import Backend, Copy, Direction
+from safe_offload.worker.threads import start_threads
 
 
 class Verifier:
@@ -28,7 +27,7 @@ class Verifier:
         self._kept = np.zeros(backend.num_slots, dtype=np.uint64)
         # A thread for each direction, so that no load waits for the checksums of stores.
         self.executors = {
-            direction: ThreadPoolExecutor(1, f"safe-offload-verify-{direction.value}")
+            direction: start_threads(1, f"safe-offload-verify-{direction.value}")
             for direction in Direction
         }
 

@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
@@ -29,6 +29,7 @@ from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import start_threads
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -90,7 +91,7 @@ class CpuBackend:
         self._checksums = SlotChecksums(host.tensor.numpy(), geometry, self.num_slots)
         self._gather = _find_gather()
         self._threads = {
-            direction: ThreadPoolExecutor(num_threads, f"safe-offload-{direction.value}")
+            direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
         }
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from safe_offload.errors import TransferError
+from safe_offload.errors import ConfigError, TransferError
 from safe_offload.layout import Geometry, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends import cpu
@@ -420,3 +420,33 @@ def test_a_pool_that_does_not_divide_leaves_its_rest_alone():
     backend = CpuBackend(0, geometry, host)
     assert backend.num_slots == 3
     backend.close()
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypatch, num_threads):
+    """A pool that cannot start one raises, and runs the copy all the same when it can again."""
+    subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads)
+    before = threading.active_count()
+    refuse_threads(monkeypatch)
+    for block in range(8):
+        await subject.copy(Direction.STORE, [block], [block])
+        await subject.copy(Direction.LOAD, [block], [block])
+    assert threading.active_count() == before
+
+
+def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
+    refuse_threads(monkeypatch)
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=r"refused .* thread.*ulimit -u"):
+        CpuSubject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads=2)
+    assert threading.active_count() == before
