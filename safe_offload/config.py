@@ -19,6 +19,17 @@ from fractions import Fraction
 from typing import Any, Final, Literal
 
 from safe_offload.errors import ConfigError
+from safe_offload.settings import (
+    SIZE_FORMS,
+    integer,
+    read_choice,
+    read_count,
+    read_sampling,
+    read_seconds,
+    read_switch,
+    shown,
+    value_error,
+)
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -29,6 +40,7 @@ TIB: Final = 1 << 40
 DEFAULT_CPU_BYTES: Final = 8 * GIB
 DEFAULT_MAX_INFLIGHT_BYTES: Final = 256 * MIB
 DEFAULT_COPY_THREADS: Final = 1
+DEFAULT_TRANSFER_TIMEOUT_S: Final = 30.0
 
 # Less than one memory page is never a size: it is a number of GiB written without its unit.
 MIN_SIZE_BYTES: Final = 4 * KIB
@@ -40,9 +52,9 @@ MAX_BYTES_PER_RANK: Final = 64 * TIB
 MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
+MAX_TRANSFER_TIMEOUT_S: Final = 3600
 
-CopyPathName = Literal["auto", "batch", "kernel", "each"]
-COPY_PATHS: Final[tuple[CopyPathName, ...]] = ("auto", "batch", "kernel", "each")
+COPY_PATHS: Final = ("auto", "batch", "kernel", "each")
 
 CapacityKey = Literal["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "num_cpu_blocks"]
 
@@ -55,6 +67,8 @@ VALID_KEYS: Final = (
     "max_inflight_bytes",
     "copy_threads",
     "copy_path",
+    "transfer_timeout_s",
+    "verify",
     "check_invariants",
 )
 
@@ -86,10 +100,6 @@ _SIZE_PATTERN: Final = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _SIZE_LENGTH_MAX: Final = 40
-_SIZE_FORMS: Final = (
-    'a whole number of bytes, or a string with a unit such as "64GiB" (2**30) or "64GB" (10**9)'
-)
-_SHOWN_LENGTH_MAX: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,10 @@ class OffloadConfig:
         max_inflight_bytes: bytes of copies that one worker may have under way at a time.
         copy_threads: threads that copy, in the CPU backend.
         copy_path: how the GPU backend copies; "auto" chooses by the lengths of the ranges.
+        transfer_timeout_s: a transfer that has not been started by then fails; one that was started
+            and has not ended by then is overdue.
+        verify_every: one in so many loaded slots is compared with the checksum of what was stored
+            in it; 0 for none, and then no checksums are computed.
         verify_invariants: check the connector's own state after every step; for tests.
     """
 
@@ -115,7 +129,9 @@ class OffloadConfig:
     lazy_offload: bool = False
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     copy_threads: int = DEFAULT_COPY_THREADS
-    copy_path: CopyPathName = "auto"
+    copy_path: str = "auto"
+    transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
+    verify_every: int = 0
     verify_invariants: bool = False
 
     @classmethod
@@ -135,7 +151,7 @@ class OffloadConfig:
             ConfigError: the first thing that cannot be used, with what is allowed and the fix.
         """
         if type(world_size) is not int or world_size < 1:
-            raise ConfigError(f"world_size is {_shown(world_size)}; expected an integer of 1 up.")
+            raise ConfigError(f"world_size is {shown(world_size)}; expected an integer of 1 up.")
         settings = _require_mapping({} if extra is None else extra)
         # Before the keys: who asks for a disk tier has set its other keys as well.
         _require_cpu_backend(settings)
@@ -154,26 +170,32 @@ class OffloadConfig:
             bytes_per_rank = _read_size(settings, capacity_key)
         if "num_cpu_blocks" in settings:
             capacity_key = "num_cpu_blocks"
-            num_slots = _read_count(settings, capacity_key, maximum=MAX_NUM_SLOTS)
+            num_slots = read_count(settings, capacity_key, maximum=MAX_NUM_SLOTS)
 
         return cls(
             cpu_bytes_per_rank=bytes_per_rank,
             num_slots=num_slots,
             capacity_key=capacity_key,
             world_size=world_size,
-            lazy_offload=_read_switch(settings, "lazy_offload"),
+            lazy_offload=read_switch(settings, "lazy_offload"),
             max_inflight_bytes=(
                 _read_size(settings, "max_inflight_bytes")
                 if "max_inflight_bytes" in settings
                 else DEFAULT_MAX_INFLIGHT_BYTES
             ),
             copy_threads=(
-                _read_count(settings, "copy_threads", maximum=MAX_COPY_THREADS)
+                read_count(settings, "copy_threads", maximum=MAX_COPY_THREADS)
                 if "copy_threads" in settings
                 else DEFAULT_COPY_THREADS
             ),
-            copy_path=_read_copy_path(settings),
-            verify_invariants=_read_switch(settings, "check_invariants"),
+            copy_path=read_choice(settings, "copy_path", COPY_PATHS),
+            transfer_timeout_s=(
+                read_seconds(settings, "transfer_timeout_s", maximum=MAX_TRANSFER_TIMEOUT_S)
+                if "transfer_timeout_s" in settings
+                else DEFAULT_TRANSFER_TIMEOUT_S
+            ),
+            verify_every=read_sampling(settings, "verify"),
+            verify_invariants=read_switch(settings, "check_invariants"),
         )
 
 
@@ -190,7 +212,7 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
     if isinstance(extra, Mapping):
         return extra
     raise ConfigError(
-        f"kv_connector_extra_config is {_shown(extra)}; expected a mapping of settings. "
+        f"kv_connector_extra_config is {shown(extra)}; expected a mapping of settings. "
         'Fix: write it as {"cpu_bytes_to_use": "64GiB"}, or leave it out.'
     )
 
@@ -219,7 +241,7 @@ def _key_error(key: object, value: object) -> ConfigError:
         nearest = difflib.get_close_matches(spelling, VALID_KEYS, n=1, cutoff=0.5)
         fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
     return ConfigError(
-        f"kv_connector_extra_config[{_shown(key)}] = {_shown(value)}: this {problem}. "
+        f"kv_connector_extra_config[{shown(key)}] = {shown(value)}: this {problem}. "
         f"Allowed keys: {valid}. Fix: {fix}."
     )
 
@@ -230,7 +252,7 @@ def _require_cpu_backend(settings: Mapping[str, object]) -> None:
     if isinstance(backend, str) and backend == "cpu":
         return
     is_disk = isinstance(backend, str) and backend == "disk"
-    raise _value_error(
+    raise value_error(
         "kv_offload_backend",
         backend,
         problem="there is no disk tier here" if is_disk else "there is no such backend",
@@ -254,7 +276,7 @@ def _read_size(
         maximum: the largest size in bytes.
     """
     value = settings[key]
-    size_bytes = _size_from_string(key, value) if isinstance(value, str) else _integer(key, value)
+    size_bytes = _size_from_string(key, value) if isinstance(value, str) else integer(key, value)
     minimum = MIN_SIZE_BYTES * num_shares
     if minimum <= size_bytes <= maximum:
         return size_bytes
@@ -276,7 +298,7 @@ def _read_size(
     else:
         problem = "it is too large"
     bounds = f"{format_bytes(minimum)}{among} to {format_bytes(maximum)}"
-    raise _value_error(key, value, problem=problem, allowed=f"{_SIZE_FORMS}, {bounds}", fix=fix)
+    raise value_error(key, value, problem=problem, allowed=f"{SIZE_FORMS}, {bounds}", fix=fix)
 
 
 def _size_from_string(key: str, value: str) -> int:
@@ -290,125 +312,31 @@ def _size_from_string(key: str, value: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         negative = text.startswith("-")
-        raise _value_error(
+        raise value_error(
             key,
             value,
             problem="a size cannot be negative" if negative else "this is not a size",
-            allowed=_SIZE_FORMS,
+            allowed=SIZE_FORMS,
             fix=f'write "{key}": "64GiB"',
         )
     number, unit = match["number"], match["unit"]
     unit_bytes = 1 if not unit else _UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
         letter = unit.upper() if unit.lower() in ("k", "m", "g", "t", "p") else ""
-        raise _value_error(
+        raise value_error(
             key,
             value,
             problem=f"the unit {unit!r} is {'ambiguous' if letter else 'unknown'}",
-            allowed=f"{_SIZE_FORMS}; units are B, KiB to PiB and KB to PB",
+            allowed=f"{SIZE_FORMS}; units are B, KiB to PiB and KB to PB",
             fix=f'write "{number}{letter or "G"}iB" or "{number}{letter or "G"}B"',
         )
     size = Fraction(number.replace("_", "")) * unit_bytes
     if unit_bytes == 1 and size.denominator != 1:
-        raise _value_error(
+        raise value_error(
             key,
             value,
             problem="a number of bytes has no fraction",
-            allowed=_SIZE_FORMS,
+            allowed=SIZE_FORMS,
             fix=f'write it with the unit that you mean, such as "{number}GiB"',
         )
     return math.floor(size)
-
-
-def _read_count(settings: Mapping[str, object], key: str, *, maximum: int) -> int:
-    """Return a whole number of 1 to `maximum`."""
-    value = settings[key]
-    allowed = f"a whole number of 1 to {maximum}"
-    if isinstance(value, str):
-        raise _value_error(
-            key,
-            value,
-            problem="this is a string",
-            allowed=allowed,
-            fix=f'write the number without quotes, such as "{key}": 1',
-        )
-    count = _integer(key, value, allowed=allowed, example="1")
-    if 1 <= count <= maximum:
-        return count
-    problem = "it is too large" if count > maximum else "it is too small"
-    raise _value_error(
-        key, value, problem=problem, allowed=allowed, fix="choose a number in that range"
-    )
-
-
-def _read_copy_path(settings: Mapping[str, object]) -> CopyPathName:
-    """Return the way that copies take on a GPU."""
-    value = settings.get("copy_path", "auto")
-    for name in COPY_PATHS:
-        if isinstance(value, str) and value == name:
-            return name
-    raise _value_error(
-        "copy_path",
-        value,
-        problem="there is no such way to copy",
-        allowed=", ".join(f'"{name}"' for name in COPY_PATHS),
-        fix='write "copy_path": "auto", or leave it out',
-    )
-
-
-def _read_switch(settings: Mapping[str, object], key: str) -> bool:
-    """Return a boolean that is false where the key is missing."""
-    value = settings.get(key, False)
-    if isinstance(value, bool):
-        return value
-    raise _value_error(
-        key,
-        value,
-        problem=f"this is {_type_name(value)}, not a boolean",
-        allowed="true or false (True or False in Python), without quotes",
-        fix=f'write "{key}": true or "{key}": false',
-    )
-
-
-def _integer(
-    key: str, value: object, *, allowed: str = _SIZE_FORMS, example: str = '"64GiB"'
-) -> int:
-    """Return an integer, or a float without fraction, as the integer that it is."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__int__(value)
-    fix = f'write "{key}": {example}'
-    if not isinstance(value, float):
-        problem = f"this is {_type_name(value)}, not a number"
-        if value is None:
-            fix += ", or leave the key out for its default"
-    elif not math.isfinite(value):
-        problem = "this is not a finite number"
-    elif float.is_integer(value):
-        return int(value)
-    else:
-        problem = "it has a fraction"
-        fix = f'write "{key}": {math.floor(value)}, or with a unit as in {example}'
-    raise _value_error(key, value, problem=problem, allowed=allowed, fix=fix)
-
-
-def _value_error(key: str, value: object, *, problem: str, allowed: str, fix: str) -> ConfigError:
-    """Return the error for a known key with a value that cannot be used."""
-    return ConfigError(
-        f'kv_connector_extra_config["{key}"] = {_shown(value)}: {problem}. '
-        f"Allowed: {allowed}. Fix: {fix}."
-    )
-
-
-def _type_name(value: object) -> str:
-    """Return the name of a value's type as users of JSON and Python know it."""
-    return "null (None)" if value is None else f"a value of type {type(value).__name__}"
-
-
-def _shown(value: object) -> str:
-    """Return a short rendering of any value, also of one that cannot be rendered."""
-    try:
-        text = f'"{value}"' if isinstance(value, str) else repr(value)
-    except Exception:
-        # Whatever was passed may fail to render: Python refuses integers of 4301 digits.
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."

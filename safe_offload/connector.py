@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+STORE_QUEUE_FACTOR = 4
+"""Stores wait to be copied up to so many times `max_inflight_bytes`; there are no more of them."""
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -117,6 +120,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
+            num_store_blocks_max=max(
+                1, STORE_QUEUE_FACTOR * self._config.max_inflight_bytes // max(slot_bytes, 1)
+            ),
             lazy_num_blocks=(
                 _lazy_num_blocks(vllm_config, index) if self._config.lazy_offload else None
             ),
@@ -320,6 +326,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
         """Counts since the last call and the state of the host pool; None if neither changed."""
+        if self._worker is not None:
+            self._counters.update(self._worker.take_counts())
         counts = self._counters.take()
         gauges = self._planner.gauges() if self._planner is not None else {}
         if not counts and gauges == self._last_gauges:

@@ -42,6 +42,10 @@ class FailureReason(enum.Enum):
     """The transfer engine of this rank is not running (it died, or was shut down)."""
     CANCELLED = "cancelled"
     """The transfer was cancelled before it was issued."""
+    TIMED_OUT = "timed_out"
+    """The copy had not begun when the deadline of the transfer passed, and never will."""
+    CHECKSUM_MISMATCH = "checksum_mismatch"
+    """A slot does not hold what was stored in it: the host's memory has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,24 @@ class Capacity:
     num_slots: int
 
 
+@dataclass(frozen=True, slots=True)
+class BadSlots:
+    """Slots whose bytes changed on a rank while they were kept; they must not be used again.
+
+    They are in the report that has the failure of the load that showed it, or in an earlier one.
+    """
+
+    rank: int
+    slot_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StepReport(KVConnectorWorkerMetadata):
     """What settled on the workers since the last step; travels as vLLM's worker metadata."""
 
     outcomes: tuple[Outcome, ...] = ()
     capacities: tuple[Capacity, ...] = ()
+    bad_slots: tuple[BadSlots, ...] = ()
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -122,4 +138,8 @@ class StepReport(KVConnectorWorkerMetadata):
         """Join the reports of several ranks; nothing is counted here, so nothing can be lost."""
         if not isinstance(other, StepReport):
             raise ProtocolError(f"expected a StepReport to aggregate, found {type(other).__name__}")
-        return StepReport(self.outcomes + other.outcomes, self.capacities + other.capacities)
+        return StepReport(
+            self.outcomes + other.outcomes,
+            self.capacities + other.capacities,
+            self.bad_slots + other.bad_slots,
+        )

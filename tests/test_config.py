@@ -1,6 +1,7 @@
 """What users write in kv_connector_extra_config: what it means, and what is refused how."""
 
 import json
+import math
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -14,6 +15,7 @@ from safe_offload.config import (
     MAX_BYTES_PER_SERVER,
     MAX_COPY_THREADS,
     MAX_NUM_SLOTS,
+    MAX_TRANSFER_TIMEOUT_S,
     MIB,
     MIN_SIZE_BYTES,
     VALID_KEYS,
@@ -43,6 +45,8 @@ def test_nothing_set_means_the_defaults_of_simple_cpu_offload_connector():
     assert config.lazy_offload is False
     assert config.max_inflight_bytes == 256 * MIB
     assert config.copy_threads == 1
+    assert config.transfer_timeout_s == 30.0
+    assert config.verify_every == 0
     assert config.verify_invariants is False
 
 
@@ -216,6 +220,72 @@ def test_a_copy_path_is_one_of_a_few_words():
         assert "Fix: " in message
 
 
+@pytest.mark.parametrize("written", [1, 0.5, 30, 2.0, MAX_TRANSFER_TIMEOUT_S])
+def test_a_deadline_is_a_number_of_seconds(written):
+    timeout_s = read(transfer_timeout_s=written).transfer_timeout_s
+    assert type(timeout_s) is float
+    assert timeout_s == written
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        0,
+        -1,
+        -0.5,
+        MAX_TRANSFER_TIMEOUT_S + 1,
+        1 << 2000,
+        "30",
+        "30s",
+        True,
+        None,
+        [30],
+        math.nan,
+        math.inf,
+        -math.inf,
+    ],
+)
+def test_a_deadline_that_cannot_be_meant_is_refused_with_the_fix(written):
+    message = refusal("transfer_timeout_s", written)
+    assert f"Allowed: seconds, more than 0 and at most {MAX_TRANSFER_TIMEOUT_S}" in message
+    assert 'such as "transfer_timeout_s": 30' in message
+
+
+@pytest.mark.parametrize(
+    ("written", "every"),
+    [("off", 0), ("load", 1), ("sample:1", 1), ("sample:16", 16), ("sample:999999999", 999999999)],
+)
+def test_what_is_verified_is_said_in_a_word(written, every):
+    assert read(verify=written).verify_every == every
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "on",
+        "Load",
+        "",
+        "sample",
+        "sample:",
+        "sample:0",
+        "sample:-1",
+        "sample:1.5",
+        "sample:٣",
+        "sample:9999999999",
+        True,
+        False,
+        None,
+        1,
+        ["load"],
+    ],
+)
+def test_a_way_to_verify_that_does_not_exist_is_refused_with_the_fix(written):
+    message = refusal("verify", written)
+    assert 'Allowed: "off", "load"' in message
+    assert '"sample:N"' in message
+    assert 'Fix: write "verify": "load"' in message
+
+
 @pytest.mark.parametrize("key", ["lazy_offload", "check_invariants"])
 @pytest.mark.parametrize("written", ["false", "True", 0, 1, None, 0.0, [], {}])
 def test_a_switch_must_be_a_boolean(key, written):
@@ -350,6 +420,8 @@ def test_whatever_is_written_is_a_config_within_its_bounds_or_a_config_error(ext
     assert MIN_SIZE_BYTES <= config.max_inflight_bytes <= MAX_BYTES_PER_RANK
     assert config.num_slots is None or 1 <= config.num_slots <= MAX_NUM_SLOTS
     assert 1 <= config.copy_threads <= MAX_COPY_THREADS
+    assert 0 < config.transfer_timeout_s <= MAX_TRANSFER_TIMEOUT_S
+    assert 0 <= config.verify_every <= 999_999_999
     assert type(config.lazy_offload) is bool
     assert type(config.verify_invariants) is bool
     # So the plugin may check before the world size is known.

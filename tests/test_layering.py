@@ -15,7 +15,7 @@ ROOT = Path(safe_offload.__file__).parent
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 400
 
-SHARED = ("protocol.py", "layout.py", "errors.py", "config.py", "compat.py")
+SHARED = ("protocol.py", "layout.py", "errors.py", "config.py", "settings.py", "compat.py")
 """What both processes import."""
 
 IMPORTS_VLLM = {
@@ -165,14 +165,14 @@ def test_errors_import_nothing():
 
 def test_settings_and_layout_do_without_torch_and_vllm():
     for name in ("config.py", "layout.py"):
-        assert _loaded_with(name) <= {name, "__init__.py", "errors.py"}
+        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py"}
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
 
 
 def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
-    assert loaded <= {"plugin.py", "__init__.py", "config.py", "errors.py"}
+    assert loaded <= {"plugin.py", "__init__.py", "config.py", "settings.py", "errors.py"}
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)
         assert not [i for i in imported if i.split(".")[0] in ("vllm", "torch", "numpy")]

@@ -13,6 +13,7 @@ from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
 from safe_offload.protocol import (
     EMPTY_PLAN,
+    BadSlots,
     Capacity,
     FailureReason,
     Outcome,
@@ -43,6 +44,9 @@ reports = st.builds(
     StepReport,
     outcomes=st.lists(outcomes, max_size=6).map(tuple),
     capacities=st.lists(st.builds(Capacity, ids, ids), max_size=3).map(tuple),
+    bad_slots=st.lists(
+        st.builds(BadSlots, ids, st.lists(ids, max_size=3).map(tuple)), max_size=2
+    ).map(tuple),
 )
 
 
@@ -80,6 +84,7 @@ def test_joining_reports_keeps_everything_in_order(parts):
         joined = joined.aggregate(part)
     assert joined.outcomes == tuple(o for part in parts for o in part.outcomes)
     assert joined.capacities == tuple(c for part in parts for c in part.capacities)
+    assert joined.bad_slots == tuple(b for part in parts for b in part.bad_slots)
 
 
 def test_joining_changes_neither_report_and_counts_nothing():
@@ -115,6 +120,7 @@ def test_a_transfer_has_a_slot_for_each_block_and_at_least_one(blocks, slots):
         StepPlan(),
         Outcome(0, 1),
         Capacity(0, 1),
+        BadSlots(0, (1,)),
         StepReport(),
     ],
     ids=lambda message: type(message).__name__,
@@ -126,7 +132,7 @@ def test_a_message_cannot_be_changed(message):
     assert hash(message) == hash(dataclasses.replace(message))
 
 
-@pytest.mark.parametrize("kind", [Transfer, Outcome, Capacity])
+@pytest.mark.parametrize("kind", [Transfer, Outcome, Capacity, BadSlots])
 def test_what_there_are_many_of_has_slots(kind):
     assert not hasattr(kind, "__dict__") or "__dict__" not in dir(kind)
 

@@ -29,13 +29,32 @@ class Count(enum.StrEnum):
         "Blocks of preempted requests stored before they were reused.",
     )
     FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
-    SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored, for want of a free host slot."
+    SKIPPED_BLOCKS = (
+        "skipped_blocks",
+        "Blocks not stored: no slot was free, or too much waits.",
+    )
     UNPUBLISHED_BLOCKS = (
         "unpublished_blocks",
         "Blocks stored but not kept: the cache was reset, or another store was first.",
     )
     FAILED_STORES = "failed_stores", "Stores that failed; their blocks are not kept."
     FAILED_LOADS = "failed_loads", "Loads that failed; their tokens are recomputed."
+    OVERDUE_TRANSFERS = (
+        "overdue_transfers",
+        "Transfers that were started and had not ended at their deadline.",
+    )
+    CHECKSUM_MISMATCHES = (
+        "checksum_mismatches",
+        "Host slots whose bytes changed while they were kept; they are not used again.",
+    )
+    GIVEN_UP_REQUESTS = (
+        "given_up_requests",
+        "Requests that are offered no more hits because too many of their loads failed.",
+    )
+    SKIPPED_STORES = (
+        "skipped_stores",
+        "Stores put off or made smaller because too many bytes wait to be stored.",
+    )
     UNUSABLE_HITS = "unusable_hits", "Hits that vLLM accepted in part and that could not be loaded."
     POSTPONED_HITS = (
         "postponed_hits",

@@ -19,6 +19,8 @@ from safe_offload.observe.counters import Count
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
     "leased_slots": "Host slots that may not be evicted now.",
+    "retired_slots": "Host slots not used any more because their bytes changed in memory.",
+    "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
     "stores_in_flight": "Stores that not all ranks have finished.",
     "loads_in_flight": "Loads that not all ranks have finished.",
 }

@@ -54,17 +54,21 @@ class StoresInFlight:
     _stores: dict[int, Store] = field(default_factory=dict)
     _unfenced: dict[int, Store] = field(default_factory=dict)
     _keys: dict[bytes, int] = field(default_factory=dict)
+    num_blocks: int = 0
+    """Of all of them together."""
 
     def add(self, store: Store) -> None:
         """Watch a store from now on."""
         self._stores[store.transfer_id] = store
         self._unfenced[store.transfer_id] = store
+        self.num_blocks += len(store.sources)
         self._keys.update((source.keys[0], store.transfer_id) for source in store.sources)
 
     def remove(self, transfer_id: int) -> Store:
         """Stop watching a store that has settled."""
         store = self._stores.pop(transfer_id)
         self._unfenced.pop(transfer_id, None)
+        self.num_blocks -= len(store.sources)
         for source in store.sources:
             if self._keys.get(source.keys[0]) == transfer_id:
                 del self._keys[source.keys[0]]

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
+FAILED_LOADS_MAX = 3
+"""So many loads of one request may fail, then it is offered no more hits."""
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """A load from its planning until every rank has reported it.
@@ -78,7 +82,7 @@ class Loads:
     def match(self, state: RequestState, num_computed_tokens: int) -> int:
         """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
         request = state.request
-        if state.must_compute:
+        if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
             return 0
         # The last token is always computed, for its logits.
         hit = self._index.find_hit(
@@ -190,6 +194,9 @@ class Loads:
             state.num_loads -= 1
             state.failing = True
             state.must_compute = True
+            state.num_failed_loads += 1
+            if state.num_failed_loads == FAILED_LOADS_MAX:
+                self._counters[Count.GIVEN_UP_REQUESTS] += 1
             if state.phase is Phase.LOADING:
                 state.move(Phase.WAITING)
         self._counters[Count.FAILED_LOADS] += len(failures)

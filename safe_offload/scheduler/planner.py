@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import GpuBlocks, early_written_block_ids
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan, StepReport
+from safe_offload.protocol import (
+    EMPTY_PLAN,
+    BadSlots,
+    FailureReason,
+    Outcome,
+    StepPlan,
+    StepReport,
+)
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.slots import slot_id
 from safe_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+FAILED_IN_A_ROW_MAX = 100
+"""So many copies of a rank may fail, none in between ending well, before we give it up."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
@@ -36,6 +48,7 @@ class PlannerOptions:
 
     Attributes:
         num_ranks: worker processes that report.
+        num_store_blocks_max: blocks of all stores in flight together.
         lazy_num_blocks: store only what is about to be evicted, looking so many blocks ahead of the
             allocator; None to store everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
@@ -44,6 +57,7 @@ class PlannerOptions:
     """
 
     num_ranks: int
+    num_store_blocks_max: int
     lazy_num_blocks: int | None = None
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
@@ -69,13 +83,14 @@ class Planner:
         self._stores = Stores(index, self._leases, transfer_ids, options.num_ranks, counters)
         self._capacities: dict[int, int] = {}
         self._is_disabled = False
+        self._num_failed_in_a_row: Counter[int] = Counter()
         self._gpu: GpuBlocks | None = None
 
     def bind(self, gpu: GpuBlocks) -> None:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
         self._loads.bind(gpu.num_blocks)
-        self._stores.bind(gpu, self._options.lazy_num_blocks)
+        self._stores.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self) -> None:
         """Match and store nothing more; what is in flight still settles."""
@@ -197,6 +212,8 @@ class Planner:
         if isinstance(report, StepReport):
             for capacity in report.capacities:
                 self._add_capacity(capacity.rank, capacity.num_slots)
+            for bad in report.bad_slots:  # before the failure that frees them for others
+                self._retire(bad)
             for outcome in report.outcomes:
                 self._settle_outcome(outcome, completed)
         if completed:
@@ -212,6 +229,43 @@ class Planner:
         if len(self._capacities) == self._options.num_ranks:
             self._index.slots.open(min(self._capacities.values()))
 
+    def _retire(self, bad: BadSlots) -> None:
+        """Take slots whose memory has changed out of use, for good."""
+        retired = self._index.slots.retire(bad.slot_ids)
+        self._index.forget(retired)
+        if retired:
+            self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
+            logger.error(
+                "Host memory of rank %d has changed while it was kept, in slots %s. Their tokens "
+                "are recomputed and they are not used again. This is most often a memory error: "
+                "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
+                "the module if it comes again.",
+                bad.rank,
+                sorted(slot_id(slot) for slot in retired),
+            )
+
+    def _watch_failures(self, outcome: Outcome) -> None:
+        """Give up on a rank that will never copy again, and say so once."""
+        rank, failure = outcome.rank, outcome.failure
+        if failure is None:
+            self._num_failed_in_a_row[rank] = 0
+        elif failure is FailureReason.COPY_FAILED:
+            self._num_failed_in_a_row[rank] += 1
+        num_failed = self._num_failed_in_a_row[rank]
+        is_dead = failure is FailureReason.NOT_RUNNING
+        if self._is_disabled or not (is_dead or num_failed >= FAILED_IN_A_ROW_MAX):
+            return
+        self.disable()
+        logger.error(
+            "Rank %d cannot copy any more: %s. The connector goes on as a cache that always "
+            "misses: nothing is stored or loaded until the server is restarted. The log of that "
+            "rank says why.",
+            rank,
+            "its transfer engine has ended"
+            if is_dead
+            else f"{num_failed} transfers in a row failed",
+        )
+
     def _settle_outcome(self, outcome: Outcome, completed: list[RequestState]) -> None:
         transfer_id = outcome.transfer_id
         transfer = self._stores.get(transfer_id) or self._loads.get(transfer_id)
@@ -223,7 +277,7 @@ class Planner:
             return
         transfer.ranks_left.discard(outcome.rank)
         failed = outcome.failure is not None
-        if outcome.failure is not None:
+        if outcome.failure is not None and not self._is_disabled:
             logger.warning(
                 "%s %d failed on rank %d: %s. Its tokens are recomputed when they are needed.",
                 type(transfer).__name__,
@@ -231,6 +285,7 @@ class Planner:
                 outcome.rank,
                 outcome.failure.value,
             )
+        self._watch_failures(outcome)
         if isinstance(transfer, Store):
             transfer.poisoned |= failed
             if not transfer.ranks_left:
@@ -262,6 +317,8 @@ class Planner:
         return {
             "slots": self._index.slots.num_usable,
             "leased_slots": self._index.slots.num_leased,
+            "retired_slots": self._index.slots.num_retired,
+            "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self._stores),
             "loads_in_flight": len(self._loads),
         }

@@ -72,6 +72,7 @@ class RequestState:
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
         must_compute: its load failed; no hit is reported for it before it has run.
+        num_failed_loads: over its whole life.
     """
 
     request: Request
@@ -87,6 +88,7 @@ class RequestState:
     failing: bool = False
     announced: bool = False
     must_compute: bool = False
+    num_failed_loads: int = 0
 
     def __post_init__(self) -> None:
         self.cursors = [0] * self.num_groups

@@ -33,6 +33,7 @@ class SlotPool:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._num_usable = 0
+        self._retired: set[int] = set()
 
     @property
     def num_slots(self) -> int:
@@ -51,8 +52,13 @@ class SlotPool:
 
     @property
     def num_leased(self) -> int:
-        """Slots under at least one lease."""
-        return self._num_usable - self.num_free if self._num_usable else 0
+        """Slots under at least one lease; those that are retired do not count."""
+        return self._num_usable - self.num_free - self.num_retired if self._num_usable else 0
+
+    @property
+    def num_retired(self) -> int:
+        """Slots that are never granted again."""
+        return len(self._retired)
 
     def open(self, num_usable: int) -> None:
         """Allow the first `num_usable` slots and withhold the others.
@@ -88,6 +94,23 @@ class SlotPool:
         except ValueError:  # somebody was faster; the pool raises before it takes anything (I5)
             return []
 
+    def retire(self, slot_ids: Iterable[int]) -> list[KVCacheBlock]:
+        """Never grant these slots again: the memory under them is not to be trusted (I6).
+
+        Each is given one reference that nobody releases; leases on it stay as they are. What it
+        holds can still be found until somebody forgets it.
+
+        Returns:
+            The slots that were not retired before.
+        """
+        retired: list[KVCacheBlock] = []
+        for slot_id in slot_ids:
+            if 0 <= slot_id < self._num_usable and slot_id + 1 not in self._retired:
+                self._retired.add(slot_id + 1)
+                retired.append(self._pool.blocks[slot_id + 1])
+        self._pool.touch(retired)
+        return retired
+
     def lease(self, slots: Sequence[KVCacheBlock]) -> None:
         """Add one lease to each slot: none of them can be evicted until it is released."""
         self._pool.touch(slots)
@@ -111,7 +134,7 @@ class SlotPool:
         Raises:
             InvariantError: a count differs, or the free count does not match.
         """
-        expected: dict[int, int] = {}
+        expected: dict[int, int] = dict.fromkeys(self._retired, 1)
         for slots in leases:
             for slot in slots:
                 expected[slot.block_id] = expected.get(slot.block_id, 0) + 1
@@ -121,7 +144,7 @@ class SlotPool:
                 raise InvariantError(
                     "I8",
                     f"slot {slot_id(slot)} has {slot.ref_cnt} references and "
-                    f"{expected.get(slot.block_id, 0)} leases",
+                    f"{expected.get(slot.block_id, 0)} leases or reasons to keep it",
                 )
         if self._num_usable and self.num_free != sum(slot.ref_cnt == 0 for slot in usable):
             raise InvariantError("I8", "the free queue does not hold exactly the unleased slots")

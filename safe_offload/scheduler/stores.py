@@ -56,10 +56,19 @@ class Stores:
         self._gpu: GpuBlocks | None = None
         self._scan: EagerScan | None = None
         self._walk: LazyWalk | None = None
+        self._num_blocks_max = 0
 
-    def bind(self, gpu: GpuBlocks, lazy_num_blocks: int | None) -> None:
-        """Learn where the blocks are; `lazy_num_blocks` is None for eager stores."""
+    def bind(self, gpu: GpuBlocks, lazy_num_blocks: int | None, num_blocks_max: int) -> None:
+        """Learn where the blocks are, and how many may be in flight.
+
+        Args:
+            gpu: vLLM's blocks.
+            lazy_num_blocks: None for eager stores.
+            num_blocks_max: of all stores together; there is no end to what a queue can take in
+                that is filled faster than it is worked off.
+        """
         self._gpu = gpu
+        self._num_blocks_max = num_blocks_max
         is_stored = self._in_flight.stores_key
         if lazy_num_blocks is None:
             self._scan = EagerScan(self._index, gpu, is_stored)
@@ -138,7 +147,7 @@ class Stores:
     def _add(
         self, state: RequestState | None, sources: list[Source], *, is_last_chance: bool = False
     ) -> int:
-        """Make a store of as many sources as there are free slots.
+        """Make a store of as many sources as there are free slots and as may be in flight.
 
         Args:
             state: the request whose prefix they extend; it keeps what finds no slot.
@@ -150,7 +159,10 @@ class Stores:
         """
         if not sources:
             return 0
-        lease = self._leases.grant(LeaseKind.STORE, len(sources))
+        num_wanted = min(len(sources), self._num_blocks_max - self._in_flight.num_blocks)
+        if num_wanted < len(sources):
+            self._counters[Count.SKIPPED_STORES] += 1
+        lease = self._leases.grant(LeaseKind.STORE, num_wanted)
         num_granted = len(lease.slots) if lease is not None else 0
         rest = sources[num_granted:]
         if rest and state is not None and not is_last_chance:

@@ -13,16 +13,19 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.sim.chance import Chance
+from safe_offload.sim.groups import PAGE_BYTES
 from safe_offload.sim.virtual_loop import Clock
 from safe_offload.sim.words import ZEROED
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 
-SLOT_BYTES = 2048
-"""What a slot counts for in bytes in flight; no memory of this size exists."""
 TICK_S = 0.001
 """Virtual time between two looks at the copies."""
 
@@ -78,11 +81,17 @@ class SimCopy:
     stalled_until_s: float
     fails: bool
     ended: asyncio.Future[None]
+    take_back: Callable[[SimCopy], bool]
     has_ended: bool = False
+    has_begun: bool = False
 
     async def wait(self) -> None:
         """See `Completion.wait`."""
         await self.ended
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`."""
+        return self.take_back(self)
 
 
 @dataclass(slots=True)
@@ -113,6 +122,10 @@ class Device:
     """By the number of the copy on this rank."""
     hold_copies: bool = False
     """No copy moves by itself; a test's way to choose the moment."""
+    is_broken: bool = False
+    """Every call of its backend raises; what runs on it goes on."""
+    fails_loads: bool = False
+    """Every load fails half way."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
     running: list[SimCopy] = field(default_factory=list)
     num_usable_slots: int = 0
@@ -126,6 +139,15 @@ class Device:
     def __post_init__(self) -> None:
         if not self.options.ticks_per_slot:
             self.num_usable_slots = len(self.memory.host)
+
+    def check_alive(self) -> None:
+        """Whatever is asked of a broken device ends here.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        if self.is_broken:
+            raise RuntimeError(f"the device of rank {self.rank} is lost")
 
     # ---- the compute stream --------------------------------------------------------------------
 
@@ -197,7 +219,9 @@ class Device:
         Raises:
             TransferError: a fault says so.
             LoopKilledError: a fault says so.
+            RuntimeError: the device is broken.
         """
+        self.check_alive()
         number, self.num_copies = self.num_copies, self.num_copies + 1
         fault = self.faults.get(number)
         if fault is CopyFault.REFUSE:
@@ -223,11 +247,21 @@ class Device:
             after,
             stream.randint(0, self.options.copy_ticks_max),
             stalled_until_s,
-            fault is CopyFault.FAIL,
+            fault is CopyFault.FAIL or (self.fails_loads and copy.direction is Direction.LOAD),
             ended,
+            self._take_back,
         )
         self.running.append(running)
         return running
+
+    def _take_back(self, copy: SimCopy) -> bool:
+        """Whether a copy is still in the queue of a thread; streams give nothing back."""
+        if self.options.has_streams or copy.has_begun or copy.has_ended:
+            return False
+        self.running.remove(copy)
+        copy.has_ended = True
+        copy.ended.set_exception(TransferError(FailureReason.CANCELLED, "it was taken back"))
+        return True
 
     def tick(self) -> None:
         """Time passes: every copy may move some of its words, and some end."""
@@ -250,6 +284,7 @@ class Device:
 
     def _move(self, copy: SimCopy, count: int) -> None:
         is_store = copy.copy.direction is Direction.STORE
+        copy.has_begun = True
         for block_id, slot_id, word in self._take(copy, count):
             block, slot = self.memory.gpu[block_id], self.memory.host[slot_id]
             if is_store:
@@ -277,6 +312,7 @@ class Device:
 
     def fence(self, copy: SimCopy, timeout_s: float) -> bool:
         """See `Backend.fence`."""
+        self.check_alive()
         if self.options.has_streams:
             self._enqueue(lambda: self._finish_reads(copy))
             return True
@@ -310,7 +346,7 @@ class SimBackend:
     """See `Backend`: the copies of one device, awaited on a virtual loop."""
 
     def __init__(
-        self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = SLOT_BYTES
+        self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = PAGE_BYTES
     ) -> None:
         self.device = device
         self.slot_bytes = slot_bytes
@@ -325,6 +361,7 @@ class SimBackend:
 
     def mark(self) -> int:
         """See `Backend.mark`."""
+        self.device.check_alive()
         return self.device.num_enqueued
 
     def issue(self, copy: Copy, after: int) -> SimCopy:
@@ -343,6 +380,13 @@ class SimBackend:
         """See `Backend.fence`."""
         assert isinstance(completion, SimCopy)
         return self.device.fence(completion, timeout_s)
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        self.device.check_alive()
+        slots = (self.device.memory.host[slot_id] for slot_id in slot_ids.tolist())
+        digests = (blake2b(repr(words).encode(), digest_size=8).digest() for words in slots)
+        return np.array([int.from_bytes(digest) for digest in digests], dtype=np.uint64)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from safe_offload.config import OffloadConfig
 from safe_offload.sim.chance import Chance
 from safe_offload.sim.device import Device, DeviceOptions, Memory, SimBackend
 from safe_offload.sim.findings import Findings
@@ -72,9 +73,7 @@ class EngineCore:
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        device, engine = self._make_engine(
-            rank, copy_ticks_max, connector._config.max_inflight_bytes
-        )
+        device, engine = self._make_engine(rank, copy_ticks_max, connector._config)
         engine.start()
         assert connector._worker is not None
         connector._worker.attach(engine)
@@ -90,7 +89,7 @@ class EngineCore:
         )
 
     def _make_engine(
-        self, rank: int, copy_ticks_max: int, max_inflight_bytes: int
+        self, rank: int, copy_ticks_max: int, config: OffloadConfig
     ) -> tuple[Device, SteppedEngine]:
         """A device and the transfer engine that copies for it."""
         shape = self.shape
@@ -102,7 +101,7 @@ class EngineCore:
             self.clock,
         )
         loop = VirtualLoop(self.clock)
-        return device, SteppedEngine(SimBackend(device, loop), max_inflight_bytes, loop)
+        return device, SteppedEngine(SimBackend(device, loop), config, loop)
 
     # ---- what clients do -----------------------------------------------------------------------
 

@@ -46,6 +46,12 @@ class FaultKind(enum.Enum):
     """A rank's reports come some steps late."""
     FOREIGN_IDS = "foreign-ids"
     """Ids that nobody may act on are in the output sets."""
+    LOADS_FAIL = "loads-fail"
+    """From now on every load of a rank fails."""
+    FLIP = "flip"
+    """A bit of a slot that can be found flips."""
+    BREAK = "break"
+    """From now on every call of a rank's backend raises."""
     SQUEEZE = "squeeze"
     """Somebody else takes host slots, and gives them back later."""
 

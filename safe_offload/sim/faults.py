@@ -28,7 +28,9 @@ class Faults:
     ) -> None:
         self._core = core
         self._slots = checkers.slots
+        self._contents = checkers.contents
         self._ids = ids
+        self._all = faults
         self._by_step = [fault for fault in faults if not isinstance(fault.kind, CopyFault)]
         self._give_back_at: list[int] = []
         self._withheld: dict[int, tuple[int, list[StepReport]]] = {}
@@ -37,6 +39,11 @@ class Faults:
             if isinstance(fault.kind, CopyFault):
                 core.workers[fault.rank].device.faults[fault.number] = fault.kind
         core.mutate_outputs.append(self._mutate)
+
+    @property
+    def is_faultless(self) -> bool:
+        """Whether nothing goes wrong in this run."""
+        return not self._all
 
     @property
     def is_pending(self) -> bool:
@@ -52,12 +59,30 @@ class Faults:
             self._by_step.remove(fault)
             if fault.kind is FaultKind.LOOP_DIES:
                 self._core.workers[fault.rank].engine.kill()
+            elif fault.kind is FaultKind.LOADS_FAIL:
+                self._core.workers[fault.rank].device.fails_loads = True
+            elif fault.kind is FaultKind.BREAK:
+                self._core.workers[fault.rank].device.is_broken = True
+            elif fault.kind is FaultKind.FLIP:
+                self._flip(fault)
             elif fault.kind is FaultKind.SQUEEZE:
                 self._slots.squeeze(fault.amount)
                 last = self._give_back_at[-1] if self._give_back_at else 0
                 self._give_back_at.append(max(last, now + fault.amount))
             else:
                 self._due.append(fault)
+
+    def _flip(self, fault: Fault) -> None:
+        """Flip a bit of what is kept, if anything is: what is being stored has no checksum yet."""
+        slots = self._contents.kept_slots()
+        if not slots:
+            return
+        chance = self._core.chance
+        slot = chance.choose(slots, "flip", fault.name)
+        words = self._core.workers[fault.rank].device.memory.host[slot]
+        word = chance.below(len(words), "flip", fault.name, "word")
+        words[word] = (words[word] or 0) ^ 1 << chance.below(60, "flip", fault.name, "bit")
+        self._contents.flipped(slot)
 
     def _mutate(self, number: int, outputs: list[Any]) -> None:
         due, self._due = self._due, []

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 """Tokens of a block where a group does not say otherwise."""
-_PAGE_WORDS = 64
-"""float32 words of every page: vLLM wants pages of one size."""
+PAGE_BYTES = 2048
+"""Of every page, as vLLM is told: it wants pages of one size. No memory of this size exists."""
+_PAGE_WORDS = PAGE_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)

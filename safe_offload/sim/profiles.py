@@ -23,6 +23,8 @@ ALL_FAULTS: FaultCounts = {
     **PEER_FAULTS,
     **SQUEEZES,
     **DEATHS,
+    FaultKind.FLIP: 16,
+    FaultKind.BREAK: 1,
 }
 
 
@@ -77,6 +79,7 @@ class Profile:
 
 
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
+_STRICT = {"verify": "load", "transfer_timeout_s": 10}
 _GPU = EngineShape(has_streams=True, is_v2=True, is_async=True)
 
 PROFILES: dict[str, Profile] = {
@@ -243,16 +246,45 @@ PROFILES: dict[str, Profile] = {
         EngineShape(tensor_ranks=2, has_streams=True),
         faults=DEATHS,
     ),
+    "overdue": Profile(
+        "copies that stand still for longer than the deadline, on vLLM's CPU engine",
+        EngineShape(num_blocks=30, extra={"transfer_timeout_s": 2, "max_inflight_bytes": 12288}),
+        copy_ticks_max=30,
+        faults={CopyFault.STALL: 40, CopyFault.FAIL: 4},
+    ),
+    "overdue-gpu": Profile(
+        "copies that stand still for longer than the deadline, on a GPU",
+        replace(_GPU, tensor_ranks=2, num_blocks=30, extra={"transfer_timeout_s": 2}),
+        copy_ticks_max=30,
+        faults={CopyFault.STALL: 40, CopyFault.FAIL: 4},
+    ),
+    "flips": Profile(
+        "bits that flip in host memory, with verify on",
+        EngineShape(tensor_ranks=2, num_slots=40, extra={"verify": "load"}),
+        faults={FaultKind.FLIP: 40},
+    ),
+    "loads-fail": Profile(
+        "every load fails, in a pool so small that requests are preempted again and again",
+        EngineShape(num_blocks=18, max_seqs=4, num_slots=100),
+        Workload(num_requests=24, num_stems=2, stem_tokens=24, tail_tokens=4, output_tokens=36),
+        copy_ticks_max=0,
+        faults={FaultKind.LOADS_FAIL: 4},
+    ),
+    "broken": Profile(
+        "a device of which every call raises",
+        EngineShape(tensor_ranks=2, has_streams=True),
+        faults={FaultKind.BREAK: 2, CopyFault.FAIL: 4},
+    ),
     "all-faults": Profile(
         "everything goes wrong on two ranks with hybrid groups",
-        replace(_HYBRID, tensor_ranks=2, is_async=True, has_streams=True),
+        replace(_HYBRID, tensor_ranks=2, is_async=True, has_streams=True, extra=_STRICT),
         Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         copy_ticks_max=24,
         faults=ALL_FAULTS,
     ),
     "all-faults-plain": Profile(
         "everything goes wrong on vLLM's CPU engine",
-        EngineShape(num_blocks=30),
+        EngineShape(num_blocks=30, extra=_STRICT),
         Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         faults=ALL_FAULTS,
     ),

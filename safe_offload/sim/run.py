@@ -95,6 +95,8 @@ class Run:
             self._check_answers()
         self._check_answers()
         self.checkers.after_drain()
+        if self._faults.is_faultless:
+            self.checkers.progress.check_all_went_well()
 
     def _send_due(self) -> None:
         for send in [send for send in self._sends if send.step < self._now]:

@@ -35,6 +35,7 @@ class EngineShape:
         max_seqs: running at once.
         extra: `kv_connector_extra_config`.
         connector: another connector of vLLM's, to compare with.
+        failure_policy: what vLLM does with a request whose load failed.
     """
 
     groups: tuple[str, ...] = ("full",)
@@ -54,6 +55,7 @@ class EngineShape:
     max_seqs: int = 6
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "SafeCPUOffloadConnector"
+    failure_policy: str = "recompute"
 
     def slots_of(self, rank: int) -> int:
         """Host slots of a rank."""
@@ -122,6 +124,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         "num_cpu_blocks": shape.num_slots,
         **shape.extra,
     }
+    config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
     if shape.num_draft_tokens:
         config.speculative_config = _speculative_config(config, shape.num_draft_tokens)
     return config

@@ -6,12 +6,15 @@ v1/worker/gpu_model_runner.py with kv_connector_model_runner_mixin.py, and v1/wo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from safe_offload.config import OffloadConfig
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import StepPlan
 from safe_offload.sim.device import Device, SimBackend
@@ -20,6 +23,10 @@ from safe_offload.worker.engine import TransferEngine
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+T = TypeVar("T")
+
+VERIFY_S = 0.003
+"""Virtual time that checksums take: some ticks, in which everybody else goes on."""
 PATIENCE_STEPS = 40
 """Turns of the loop after which somebody who waits for it lets seconds pass, not milliseconds."""
 
@@ -29,12 +36,17 @@ class SteppedEngine(TransferEngine):
 
     Args:
         backend: of the device.
-        max_inflight_bytes: as in production.
+        config: as in production.
         loop: not running.
     """
 
-    def __init__(self, backend: SimBackend, max_inflight_bytes: int, loop: VirtualLoop) -> None:
-        super().__init__(backend, max_inflight_bytes)
+    def __init__(self, backend: SimBackend, config: OffloadConfig, loop: VirtualLoop) -> None:
+        super().__init__(
+            backend,
+            config.max_inflight_bytes,
+            timeout_s=config.transfer_timeout_s,
+            verify_every=config.verify_every,
+        )
         self._device = backend.device
         self._virtual = loop
         self._main_task = loop.create_task(self._main())
@@ -96,6 +108,10 @@ class SteppedEngine(TransferEngine):
         self._device.clock.advance(seconds)
         self._device.advance_compute(1)
         self._device.tick()
+
+    async def _in_thread(self, executor: Executor, function: Callable[..., T], *args: object) -> T:
+        await asyncio.sleep(VERIFY_S)
+        return function(*args)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         if not self._ended.is_set():

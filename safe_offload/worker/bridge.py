@@ -19,8 +19,10 @@ from safe_offload import compat
 from safe_offload.config import OffloadConfig, format_bytes
 from safe_offload.errors import ConfigError, DeviceError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
+from safe_offload.observe.counters import Count
 from safe_offload.protocol import (
     EMPTY_PLAN,
+    BadSlots,
     Capacity,
     FailureReason,
     Outcome,
@@ -32,6 +34,7 @@ from safe_offload.worker.backends.base import Backend, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import TorchDevice
 from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker.checksums import require_xxhash
 from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.page_lock import SLAB_BYTES
@@ -72,6 +75,7 @@ class WorkerBridge:
         self._failures: tuple[str, ...] = ()
         self._outcomes: list[Outcome] = []
         self._num_told_slots = 0
+        self._bad_slots: list[BadSlots] = []
         self._storage: Any = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
@@ -91,10 +95,17 @@ class WorkerBridge:
             self._kv_cache_config.num_blocks,
             self._storage.nbytes(),
         )
+        if self._config.verify_every:
+            require_xxhash()
         layout = self._lay_out(geometry, device)
         host = self._take_host_memory(layout)
         backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
-        engine = TransferEngine(backend, self._config.max_inflight_bytes)
+        engine = TransferEngine(
+            backend,
+            self._config.max_inflight_bytes,
+            timeout_s=self._config.transfer_timeout_s,
+            verify_every=self._config.verify_every,
+        )
         engine.start()
         self.attach(engine)
         logger.info(
@@ -174,11 +185,16 @@ class WorkerBridge:
             if num_slots > self._num_told_slots:
                 self._num_told_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
-        if not (self._outcomes or capacities):
+        if not (self._outcomes or capacities or self._bad_slots):
             return None
-        report = StepReport(tuple(self._outcomes), capacities)
-        self._outcomes = []
+        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots))
+        self._outcomes, self._bad_slots = [], []
         return report
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened on this rank since the last call that no report tells."""
+        num_overdue = self._engine.take_num_overdue() if self._engine is not None else 0
+        return {Count.OVERDUE_TRANSFERS: num_overdue} if num_overdue else {}
 
     def end(self) -> None:
         """clear_connector_metadata: whatever no hook has started will never be."""
@@ -208,6 +224,9 @@ class WorkerBridge:
         self._outcomes += [
             Outcome(self._rank, transfer_id, failure) for transfer_id, failure in engine.drain()
         ]
+        # Behind the outcomes: no slot may be granted again between its load's failure and this.
+        if slot_ids := engine.take_bad_slots():
+            self._bad_slots.append(BadSlots(self._rank, slot_ids))
 
     def _submit(self, direction: Direction, transfer: Transfer) -> None:
         if self._engine is None:

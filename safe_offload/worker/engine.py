@@ -1,10 +1,10 @@
 """The event loop that drives every transfer of a rank.
 
 One thread runs one event loop (uvloop where there is one). Each transfer is a coroutine in one
-TaskGroup: it waits for its turn, issues its copy, waits for the copy, settles. Deadlines,
-cancellation and failure are those of asyncio. vLLM's hooks reach the loop through four calls that
-do not wait for it: `submit`, `fence` (which waits for the copy where there is no stream to wait for
-it), `drain` and `close`.
+TaskGroup: it waits for its turn, issues its copy, waits for the copy, looks at checksums if that
+was asked for, settles. Deadlines, cancellation and failure are those of asyncio. vLLM's hooks reach
+the loop through four calls that do not wait for it: `submit`, `fence` (which waits for the copy
+where there is no stream to wait for it), `drain` and `close`.
 
 The outermost frame of a transfer turns every exception into a `FailureReason`. If the loop itself
 dies, every transfer that has not settled fails, and so does every later one: the connector goes on
@@ -14,19 +14,22 @@ as a cache that always misses.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Executor
+from typing import TypeVar
 
 import numpy as np
 
+from safe_offload.config import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.backends.base import Backend, Completion, Copy, Direction
+from safe_offload.worker.turnstile import Job, JobState, Turnstile
+from safe_offload.worker.verify import Verifier
 
 try:
     import uvloop
@@ -37,105 +40,10 @@ except ImportError:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+T = TypeVar("T")
+
 FENCE_TIMEOUT_S = 10.0
 """A store that has not read its source by then is given up, so that the engine is not held up."""
-
-
-class JobState(enum.Enum):
-    """Where a transfer is on this rank: QUEUED, then ISSUED or at once SETTLED."""
-
-    QUEUED = "queued"
-    ISSUED = "issued"
-    SETTLED = "settled"
-
-
-class Job:
-    """One transfer on this rank."""
-
-    __slots__ = (
-        "completion",
-        "copy",
-        "decided",
-        "is_urgent",
-        "mark",
-        "poisoned",
-        "size_bytes",
-        "state",
-        "turn",
-    )
-
-    def __init__(self, copy: Copy, mark: Any, size_bytes: int) -> None:
-        self.copy = copy
-        self.mark = mark
-        self.size_bytes = size_bytes
-        self.state = JobState.QUEUED
-        self.completion: Completion | None = None
-        self.decided = threading.Event()
-        """Set when the copy has been issued, or has settled without."""
-        self.turn: asyncio.Future[None] | None = None
-        self.is_urgent = False
-        """Somebody waits for it: it does not wait for its turn."""
-        self.poisoned = False
-        """Its source may have changed under it: it fails whatever the copy says."""
-
-
-class Turnstile:
-    """Lets transfers through while their bytes are within bounds, loads before stores.
-
-    One transfer is always let through, so that a transfer that is larger than the bound still runs.
-    Used on the loop thread only.
-    """
-
-    def __init__(self, max_inflight_bytes: int) -> None:
-        self._max_bytes = max_inflight_bytes
-        self._bytes = 0
-        self._waiting: dict[Direction, deque[Job]] = {
-            Direction.LOAD: deque(),
-            Direction.STORE: deque(),
-        }
-
-    async def enter(self, job: Job) -> None:
-        """Wait for the job's turn."""
-        if not job.is_urgent and (not self._fits(job) or any(self._waiting.values())):
-            job.turn = asyncio.get_running_loop().create_future()
-            self._waiting[job.copy.direction].append(job)
-            self._let_in()
-            try:
-                await job.turn
-            except asyncio.CancelledError:
-                if job.turn.cancelled():
-                    raise
-                self.leave(job)
-                raise
-        else:
-            self._bytes += job.size_bytes
-
-    def leave(self, job: Job) -> None:
-        """The job's bytes are no longer in flight."""
-        self._bytes -= job.size_bytes
-        self._let_in()
-
-    def hurry(self, job: Job) -> None:
-        """Let a job in now, whatever is in flight: somebody waits for it."""
-        job.is_urgent = True
-        if job.turn is not None and not job.turn.done():
-            self._bytes += job.size_bytes
-            job.turn.set_result(None)
-
-    def _fits(self, job: Job) -> bool:
-        return not self._bytes or self._bytes + job.size_bytes <= self._max_bytes
-
-    def _let_in(self) -> None:
-        for waiting in self._waiting.values():
-            while waiting:
-                job = waiting[0]
-                assert job.turn is not None
-                if not job.turn.done():
-                    if not self._fits(job):
-                        return
-                    self._bytes += job.size_bytes
-                    job.turn.set_result(None)
-                waiting.popleft()
 
 
 class TransferEngine:
@@ -143,18 +51,32 @@ class TransferEngine:
 
     `submit`, `fence`, `drain` and `close` belong to one thread, the one vLLM calls its hooks on.
     The simulator (sim/worker.py) replaces that thread by explicit steps: `start`, `close`, `_call`,
-    `_wait` and `_now_s` are all that knows about threads and clocks.
+    `_wait`, `_in_thread` and `_now_s` are all that knows about threads and clocks.
 
     Args:
         backend: copies and orders; closed when the engine ends.
         max_inflight_bytes: bytes of the copies that are issued at one time.
+        timeout_s: a transfer that has not been issued by then fails.
+        verify_every: one in so many loaded slots is compared with its checksum; 0 for none.
     """
 
-    def __init__(self, backend: Backend, max_inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        max_inflight_bytes: int,
+        *,
+        timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
+        verify_every: int = 0,
+    ) -> None:
         self._backend = backend
         self._turnstile = Turnstile(max_inflight_bytes)
+        self._timeout_s = timeout_s
+        self._verifier = Verifier(backend, verify_every) if verify_every else None
         self._jobs: dict[int, Job] = {}
         self._settled: deque[tuple[int, FailureReason | None]] = deque()
+        self._bad_slot_ids: deque[int] = deque()
+        self._num_overdue = 0
+        self._num_overdue_told = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._group: asyncio.TaskGroup | None = None
         self._closing: asyncio.Event | None = None
@@ -224,6 +146,19 @@ class TransferEngine:
             drained.append((transfer_id, failure))
         return drained
 
+    def take_bad_slots(self) -> tuple[int, ...]:
+        """Slots that were found changed since the last call.
+
+        Asked for behind `drain`, it knows of every slot that made one of those transfers fail.
+        """
+        return tuple(self._bad_slot_ids.popleft() for _ in range(len(self._bad_slot_ids)))
+
+    def take_num_overdue(self) -> int:
+        """How many copies have become overdue since the last call."""
+        num_new = self._num_overdue - self._num_overdue_told
+        self._num_overdue_told += num_new
+        return num_new
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel what has not been issued, wait for the rest, end the thread, free the memory.
 
@@ -251,6 +186,10 @@ class TransferEngine:
     def _wait(self, event: threading.Event, timeout_s: float) -> bool:
         """Wait for the loop to set an event; False if it did not in time."""
         return event.wait(timeout_s)
+
+    async def _in_thread(self, executor: Executor, function: Callable[..., T], *args: object) -> T:
+        """Run a function that takes its time beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop; if the loop has ended, `drain` fails the job."""
@@ -282,6 +221,8 @@ class TransferEngine:
         their blocks to somebody else.
         """
         try:
+            if self._verifier is not None:
+                self._verifier.close()  # it reads the memory that the backend frees
             self._backend.close()
         except Exception:
             logger.exception("The copies of this worker could not be ended in good order")
@@ -316,15 +257,18 @@ class TransferEngine:
     async def _transfer(self, transfer_id: int, job: Job) -> None:
         """A transfer from its turn to its end; no exception leaves this frame."""
         failure: FailureReason | None = None
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            await self._turnstile.enter(job)
+            await self._enter(job, deadline_s)
             try:
                 job.completion = self._backend.issue(job.copy, job.mark)
                 job.state = JobState.ISSUED
                 job.decided.set()
-                await job.completion.wait()
+                await self._wait_for_copy(transfer_id, job, deadline_s)
             finally:
                 self._turnstile.leave(job)
+            if self._verifier is not None:
+                await self._verify(self._verifier, transfer_id, job.copy)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -340,6 +284,82 @@ class TransferEngine:
             logger.exception("Transfer %d failed", transfer_id)
             failure = FailureReason.COPY_FAILED
         self._settle(transfer_id, job, failure)
+
+    async def _enter(self, job: Job, deadline_s: float) -> None:
+        """Wait for the job's turn, but not for ever.
+
+        Raises:
+            TransferError: its turn did not come in time; it has not touched anything.
+        """
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._turnstile.enter(job)
+        except TimeoutError:
+            raise TransferError(
+                FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
+            ) from None
+
+    async def _wait_for_copy(self, transfer_id: int, job: Job, deadline_s: float) -> None:
+        """Wait until an issued copy has ended, however long that takes.
+
+        Raises:
+            TransferError: it failed, or it had not begun in time and was taken back.
+        """
+        assert job.completion is not None
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(deadline_s, self._pass_deadline, transfer_id, job)
+        try:
+            await job.completion.wait()
+        except TransferError:
+            if not job.taken_back:
+                raise
+            raise TransferError(
+                FailureReason.TIMED_OUT, f"its copy had not begun within {self._timeout_s:g} s"
+            ) from None
+        finally:
+            timer.cancel()
+
+    def _pass_deadline(self, transfer_id: int, job: Job) -> None:
+        """An issued copy has not ended in time: take it back, or say that it is overdue.
+
+        A copy that may have begun is never given up. A load is recomputed in the very blocks that
+        it writes, and the slots of a store would be granted to another: it would tear both (I6).
+        So it stays what it is until it ends. What it does not keep is its share of the bytes in
+        flight, or one copy that hangs would hold up all others.
+        """
+        assert job.completion is not None
+        try:
+            job.taken_back = job.completion.cancel()
+        except Exception:
+            logger.exception("Transfer %d could not be taken back", transfer_id)
+        if job.taken_back:
+            return  # `wait` ends now, and the transfer with it
+        self._num_overdue += 1
+        self._turnstile.leave(job)
+        logger.error(
+            "Transfer %d (%s, %d bytes) was started and has not ended within %g s. Until it ends, "
+            "the request or the host memory that it belongs to waits for it. If it does not end, "
+            "look for a hanging device or a machine that swaps (dmesg, nvidia-smi, vmstat) and "
+            'restart the server; if copies are only slow, raise "transfer_timeout_s".',
+            transfer_id,
+            job.copy.direction.value,
+            job.size_bytes,
+            self._timeout_s,
+        )
+
+    async def _verify(self, verifier: Verifier, transfer_id: int, copy: Copy) -> None:
+        """Note the checksums of what was stored, or compare what was loaded with them.
+
+        Raises:
+            TransferError: slots have changed since they were stored.
+        """
+        executor = verifier.executors[copy.direction]
+        bad = await self._in_thread(executor, verifier.look, transfer_id, copy)
+        if bad:
+            self._bad_slot_ids.extend(bad)
+            raise TransferError(
+                FailureReason.CHECKSUM_MISMATCH, f"slots {bad} are not what was stored in them"
+            )
 
     def _settle(self, transfer_id: int, job: Job, failure: FailureReason | None) -> None:
         job.state = JobState.SETTLED

@@ -49,6 +49,9 @@ class Ticking:
             await asyncio.sleep(0)
         await self._copy.wait()
 
+    def cancel(self) -> bool:
+        return self._copy.cancel()
+
 
 class SimSubject(Subject):
     """The simulator's backend; a word of its memory is one segment's row of a block."""

@@ -126,7 +126,12 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
         "max_batched_tokens": max_batched_tokens,
     }
     alone = PeerEngine(peer_shape(NONE, **what))
-    engine = engines.make(tensor_ranks=num_ranks, has_streams=has_streams, **what)
+    engine = engines.make(
+        tensor_ranks=num_ranks,
+        has_streams=has_streams,
+        extra={"transfer_timeout_s": 3600},  # idle steps take a second each
+        **what,
+    )
     hold_copies(engine, num_held_steps > 0)
     assert wait_of_second(engine, num_tokens) == wait_of_second(alone, num_tokens) == 0
     for _ in range(num_held_steps - 1):

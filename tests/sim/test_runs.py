@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from safe_offload.scheduler.stores import Stores
+from safe_offload.sim.findings import Finding
 from safe_offload.sim.profiles import PROFILES
-from safe_offload.sim.run import Result, run
+from safe_offload.sim.run import Result, Run, run
 from safe_offload.sim.shrink import shrink
 from safe_offload.sim.workload import make_events
 
@@ -50,7 +52,17 @@ def test_a_seed_that_broke_a_promise_once_keeps_it(name: str) -> None:
 
 def test_every_kind_of_event_happens() -> None:
     totals: Counter[str] = Counter()
-    for profile in ("all-faults", "all-faults-plain", "foreign-ids", "host-pressure", "hybrid"):
+    for profile in (
+        "all-faults",
+        "all-faults-plain",
+        "foreign-ids",
+        "host-pressure",
+        "hybrid",
+        "tight-flight",
+        "loads-fail",
+        "overdue",
+        "tensor-parallel",
+    ):
         for seed in range(4):
             totals.update(run(profile, seed).counts)
     for name in (
@@ -68,9 +80,30 @@ def test_every_kind_of_event_happens() -> None:
         "dropped_unknown_ids",
         "dropped_unowned_ids",
         "dropped_premature_ids",
+        "overdue_transfers",
+        "checksum_mismatches",
+        "given_up_requests",
+        "skipped_stores",
     ):
         assert totals[name] > 0, name
     assert totals["contained_errors"] == 0
+
+
+def test_bits_that_flip_are_read_if_nobody_compares() -> None:
+    """What the profile `flips` would be worth if its checker saw nothing."""
+    flips = PROFILES["flips"]
+    shape = replace(flips.shape, extra={"verify": "off"})
+    findings = []
+    for seed in range(6):
+        current = Run(replace(flips, shape=shape), seed, make_events(flips, seed))
+        try:
+            current.go()
+        except Finding as finding:
+            findings.append(finding)
+        finally:
+            current.core.close()
+    assert findings
+    assert all(f.promise == "I6" and "reads at" in f.detail for f in findings)
 
 
 def test_leaving_an_event_out_leaves_the_others_as_they_are() -> None:

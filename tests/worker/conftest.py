@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ def backend() -> FakeBackend:
 def start(backend: FakeBackend) -> Iterator[Callable[..., TransferEngine]]:
     engines: list[TransferEngine] = []
 
-    def start_engine(max_inflight_bytes: int = 10 * SLOT_BYTES) -> TransferEngine:
-        engine = TransferEngine(backend, max_inflight_bytes)
+    def start_engine(max_inflight_bytes: int = 10 * SLOT_BYTES, **options: Any) -> TransferEngine:
+        engine = TransferEngine(backend, max_inflight_bytes, **options)
         engine.start()
         engines.append(engine)
         return engine

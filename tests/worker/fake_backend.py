@@ -13,6 +13,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.engine import TransferEngine
@@ -28,13 +32,14 @@ class LoopKilled(BaseException):
 
 
 class FakeCompletion:
-    """A copy that the test ends."""
+    """A copy that the test ends; it has begun unless it is `queued`."""
 
-    def __init__(self, copy: Copy, after: Any) -> None:
+    def __init__(self, copy: Copy, after: Any, *, queued: bool = False) -> None:
         self.copy = copy
         self.after = after
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()
+        if not queued:
+            self.future.set_running_or_notify_cancel()
 
     @property
     def name(self) -> int:
@@ -48,7 +53,16 @@ class FakeCompletion:
 
     async def wait(self) -> None:
         """See `Completion.wait`."""
-        await asyncio.wrap_future(self.future)
+        try:
+            await asyncio.wrap_future(self.future)
+        except asyncio.CancelledError:
+            if not self.future.cancelled():
+                raise
+            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`."""
+        return self.future.cancel()
 
 
 class FakeBackend:
@@ -62,6 +76,9 @@ class FakeBackend:
         on_fence: called on the engine's thread with a copy that is fenced, answers for `fence`;
             without it the fence waits for the copy, as the CPU backend's does.
         on_close: called on the loop thread when `close` begins; may raise.
+        on_checksums: called on a thread of its own with slots; may raise.
+        queues: copies that are issued from now on have not begun.
+        slots: what the slots hold, for their checksums; 0 where nothing is said.
         closing: set when `close` begins.
         is_closed: whether `close` has returned.
     """
@@ -76,6 +93,9 @@ class FakeBackend:
         self.on_issue: Callable[[Copy], None] | None = None
         self.on_fence: Callable[[FakeCompletion], bool] | None = None
         self.on_close: Callable[[], None] | None = None
+        self.on_checksums: Callable[[list[int]], None] | None = None
+        self.queues = False
+        self.slots: dict[int, int] = {}
         self.closing = threading.Event()
         self.is_closed = False
         self._marks = itertools.count()
@@ -89,7 +109,7 @@ class FakeBackend:
         """See `Backend.issue`; the copy runs until the test ends it."""
         if self.on_issue is not None:
             self.on_issue(copy)
-        completion = FakeCompletion(copy, after)
+        completion = FakeCompletion(copy, after, queued=self.queues)
         with self._changed:
             self.issued.append(completion)
             self._changed.notify_all()
@@ -107,13 +127,21 @@ class FakeBackend:
             return False
         return True
 
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        assert not self.is_closed, "the memory is gone"
+        if self.on_checksums is not None:
+            self.on_checksums(slot_ids.tolist())
+        return np.array([self.slots.get(i, 0) for i in slot_ids.tolist()], dtype=np.uint64)
+
     def close(self) -> None:
         """See `Backend.close`: waits for the copies that run."""
         self.closing.set()
         if self.on_close is not None:
             self.on_close()
         for completion in self.issued:
-            completion.future.exception(PATIENCE_S)
+            if not completion.future.cancel():
+                completion.future.exception(PATIENCE_S)
         self.is_closed = True
 
     # ---- what the test does --------------------------------------------------------------------

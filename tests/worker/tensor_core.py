@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from safe_offload.config import OffloadConfig
 from safe_offload.layout import Geometry, Segment, make_geometry
 from safe_offload.sim.engine_core import EngineCore, random_prompt
 from safe_offload.sim.vllm_setup import EngineShape
@@ -187,11 +188,11 @@ class TensorCore(EngineCore):
         self.machines: list[Machine] = []
         super().__init__(shape, seed)
 
-    def _make_engine(self, rank: int, copy_ticks_max: int, max_inflight_bytes: int) -> Any:
+    def _make_engine(self, rank: int, copy_ticks_max: int, config: OffloadConfig) -> Any:
         shape = self.shape
         machine = self._make_machine(shape, geometry_of(shape), shape.slots_of(rank))
         self.machines.append(machine)
-        return TensorDevice(rank, machine), RealEngine(machine.backend, max_inflight_bytes)
+        return TensorDevice(rank, machine), RealEngine(machine.backend, config.max_inflight_bytes)
 
     def step(self) -> Any:
         """See `EngineCore.step`; an engine with nothing to compute lets the copies go on."""

@@ -13,6 +13,7 @@ from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.protocol import (
     EMPTY_PLAN,
+    BadSlots,
     Capacity,
     FailureReason,
     Outcome,
@@ -35,7 +36,13 @@ RANK = 3
 class Worker:
     """A bridge, and the memory that vLLM would have given it."""
 
-    def __init__(self, num_slots: int = 12, *, layout: str = "layers outermost") -> None:
+    def __init__(
+        self,
+        num_slots: int = 12,
+        *,
+        layout: str = "layers outermost",
+        extra: dict[str, object] | None = None,
+    ) -> None:
         size = SLOT_BYTES * BLOCKS
         layer_stride, block_stride = (
             (PAGE * BLOCKS, PAGE) if layout == "layers outermost" else (PAGE, SLOT_BYTES)
@@ -53,7 +60,8 @@ class Worker:
             for tensor in tensors
             for index, name in enumerate(tensor.layers)
         }
-        self.config = OffloadConfig.from_extra_config({"num_cpu_blocks": num_slots}, world_size=1)
+        settings = {"num_cpu_blocks": num_slots, **(extra or {})}
+        self.config = OffloadConfig.from_extra_config(settings, world_size=1)
         self.bridge = WorkerBridge(
             self.config, KVCacheConfig(BLOCKS, tensors, []), rank=RANK, num_ranks_on_host=1
         )
@@ -339,6 +347,48 @@ def test_a_transfer_that_cannot_be_queued_is_reported_once(make_worker, monkeypa
     assert worker.outcomes() == {1: FailureReason.COPY_FAILED, 2: FailureReason.COPY_FAILED}
 
 
+def test_slots_that_changed_are_in_the_report_that_has_the_failure(make_worker, monkeypatch):
+    worker = make_worker(extra={"verify": "load"})
+    backend = faked(worker, monkeypatch)
+    worker.step(StepPlan(stores_after_forward=(transfer(1, 3),)))
+    backend.complete(1)
+    looked_at(worker)
+    worker.step(EMPTY_PLAN)
+    backend.slots = {2: 1}
+    worker.step(StepPlan(loads=(Transfer(5, (7, 8, 9), (1, 2, 3)),)))
+    backend.complete(7)
+    looked_at(worker)
+    worker.step(EMPTY_PLAN)
+    assert worker.reports[-1] == StepReport(
+        (Outcome(RANK, 5, FailureReason.CHECKSUM_MISMATCH),), (), (BadSlots(RANK, (2,)),)
+    )
+    assert worker.bridge.report() is None
+
+
+def looked_at(worker: Worker) -> None:
+    """Wait until checksums have been noted or compared."""
+    engine = worker.bridge._engine
+    assert engine is not None
+    flush(engine)
+    for executor in engine._verifier.executors.values():
+        executor.submit(lambda: None).result(PATIENCE_S)
+    flush(engine)
+
+
+def test_overdue_copies_are_counted_once(make_worker, monkeypatch):
+    worker = make_worker()
+    assert worker.bridge.take_counts() == {}
+    backend = faked(worker, monkeypatch)
+    worker.step(StepPlan(loads=(transfer(1),)))
+    backend.wait_for(1)
+    engine = worker.bridge._engine
+    engine._call(engine._pass_deadline, 1, engine._jobs[1])
+    flush(engine)
+    assert worker.bridge.take_counts() == {"overdue_transfers": 1}
+    assert worker.bridge.take_counts() == {}
+    backend.complete_all()
+
+
 # ---- starting ----------------------------------------------------------------------------------
 
 
@@ -363,6 +413,23 @@ def test_a_layer_may_have_several_tensors(make_worker):
     worker.caches = {"mamba": [worker.caches["a"], worker.caches["b"]], "c": worker.caches["c"]}
     worker.register()
     assert worker.bridge.report() is not None
+
+
+def test_settings_of_transfers_reach_the_engine(make_worker):
+    extra = {"transfer_timeout_s": 2.5, "verify": "sample:4"}
+    engine = make_worker(extra=extra).register().bridge._engine
+    assert engine._timeout_s == 2.5
+    assert engine._verifier._every == 4
+    assert make_worker().register().bridge._engine._verifier is None
+
+
+def test_the_package_for_checksums_is_asked_for_only_if_it_is_used(make_worker, monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(bridge_module, "require_xxhash", lambda: asked.append(True))
+    make_worker().register()
+    assert asked == []
+    make_worker(extra={"verify": "load"}).register()
+    assert asked == [True]
 
 
 def test_a_pool_too_small_for_one_block_is_refused(make_worker):

@@ -289,3 +289,41 @@ def test_it_runs_on_the_loop_of_the_standard_library(backend, start, monkeypatch
         backend.complete(name)
     assert drained(engine) == [(1, None), (3, None), (2, None)]
     assert engine.close()
+
+
+# ---- other parts die ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), LoopKilled()])
+def test_a_copying_thread_that_ends_by_what_is_no_exception_ends_the_cache(backend, start, error):
+    engine = start(ONE_COPY)
+    submit(engine, LOAD, 1, 2)
+    submit(engine, STORE, 3)
+    backend.on_close = backend.complete_all
+    backend.fail(1, error)
+    join(engine)
+    submit(engine, STORE, 4)
+    dead = FailureReason.NOT_RUNNING
+    assert sorted(engine.drain()) == [(1, dead), (2, dead), (3, dead), (4, dead)]
+    assert engine.close()
+
+
+def test_a_backend_that_raises_on_every_call_fails_every_transfer_and_nothing_else(backend, start):
+    engine = start(verify_every=1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    submit(engine, LOAD, 1)
+    backend.wait_for(1)
+    backend.on_issue = backend.on_fence = backend.on_checksums = backend.on_close = fail
+    submit(engine, STORE, 2)
+    submit(engine, LOAD, 3)
+    backend.complete(1)
+    flush(engine)
+    engine.fence((1, 2))
+    failed = FailureReason.COPY_FAILED
+    engine._verifier.executors[LOAD].submit(lambda: None).result(PATIENCE_S)
+    assert sorted(drained(engine)) == [(1, failed), (2, failed), (3, failed)]
+    assert engine.is_running
+    assert engine.close()

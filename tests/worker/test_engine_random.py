@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
+from safe_offload.worker import engine as engine_module
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.engine import TransferEngine
 from tests.worker.fake_backend import (
@@ -24,6 +26,7 @@ from tests.worker.fake_backend import (
     submit,
     transfer,
 )
+from tests.worker.hand_clock import HandClock
 
 MAX_BLOCKS = 4
 """The bound, in blocks; transfers have one to six."""
@@ -38,6 +41,8 @@ operations = st.lists(
         st.tuples(st.just("fence"), st.sets(indices, max_size=4), st.booleans()),
         st.tuples(st.just("drain")),
         st.tuples(st.just("flush")),
+        st.tuples(st.just("queue"), st.booleans()),
+        st.tuples(st.just("pass_deadline")),
     ),
     max_size=40,
 )
@@ -60,6 +65,12 @@ class Run:
         self.reported: list[tuple[int, FailureReason | None]] = []
         self.over_bound: list[int] = []
         self.kill_next = False
+        self.clock = HandClock()
+        self.overdue: set[int] = set()
+
+    def start(self) -> None:
+        with mock.patch.object(engine_module, "new_event_loop", self.clock.new_event_loop):
+            self.engine.start()
 
     def _on_issue(self, copy: Copy) -> None:
         name = int(copy.block_ids[0])
@@ -69,7 +80,7 @@ class Run:
             self.failed.add(name)
             raise self.refusals.pop()
         # A copy that was hurried may have got in between the turn of this one and its issue.
-        running = [c for c in self.backend.running if c.name not in self.urgent]
+        running = [c for c in self.backend.running if c.name not in self.urgent | self.overdue]
         size_bytes = sum(c.size_bytes for c in running) + len(copy.block_ids) * SLOT_BYTES
         is_within = size_bytes <= MAX_BLOCKS * SLOT_BYTES or not running
         if not is_within and name not in self.urgent:
@@ -108,6 +119,15 @@ class Run:
         for transfer_id in transfer_ids:
             job = self.engine._jobs.get(transfer_id)
             assert job is None or job.decided.is_set()
+
+    def queue(self, queues: bool) -> None:
+        self.backend.queues = queues
+
+    def pass_deadline(self) -> None:
+        self.flush()
+        self.overdue.update(completion.name for completion in self.backend.running)
+        self.clock.advance(self.engine, 31.0)
+        assert all(job.decided.is_set() for job in self.engine._jobs.values())
 
     def drain(self) -> None:
         self.reported += self.engine.drain()
@@ -150,8 +170,11 @@ class Run:
         assert self.over_bound == []
         unfinished = {FailureReason.NOT_RUNNING, FailureReason.CANCELLED}
         ended = {completion.name for completion in self.backend.issued}
+        taken_back = {c.name for c in self.backend.issued if c.future.cancelled()}
         for transfer_id, failure in self.reported:
-            if failure in unfinished:
+            if failure is FailureReason.TIMED_OUT:
+                assert transfer_id not in ended or transfer_id in taken_back
+            elif failure in unfinished:
                 assert ending != "finish"
                 assert ending != "close" or transfer_id not in ended
             elif transfer_id in self.failed:
@@ -166,7 +189,7 @@ class Run:
 @given(operations=operations, ending=endings)
 def test_every_transfer_is_reported_exactly_once_and_as_what_became_of_it(operations, ending):
     run = Run()
-    run.engine.start()
+    run.start()
     try:
         for name, *arguments in operations:
             getattr(run, name)(*arguments)

@@ -24,7 +24,7 @@ class Checkers:
     def __init__(self, core: EngineCore) -> None:
         self.ledger = Ledger(core)
         self.hits = HitChecker(core, self.ledger)
-        self.references = ReferenceChecker(core)
+        self.references = ReferenceChecker(core, self.ledger)
         self.completions = CompletionChecker(core, self.ledger)
         self.finishing = FinishChecker(core)
         self.slots = SlotChecker(core, self.ledger)

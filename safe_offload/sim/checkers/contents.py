@@ -31,6 +31,9 @@ class ContentChecker:
         self._requests: list[list[Any]] = []
         self._stale: set[int] = set()
         """Slots of before the last reset that have not been stored anew."""
+        self._flipped: set[int] = set()
+        """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
+        and no store may use them once the scheduler side has been told."""
         ledger.on_plan.append(self._see_plan)
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
@@ -40,6 +43,15 @@ class ContentChecker:
         self._matching: Any = None
         for worker in core.workers:
             worker.device.on_host_write = self._see_host_write
+
+    def kept_slots(self) -> list[int]:
+        """Slots that can be found."""
+        slots = self._index._pool.blocks[1:]
+        return [slot_id(slot) for slot in slots if slot.block_hash is not None]
+
+    def flipped(self, slot: int) -> None:
+        """A bit of a slot has flipped on some rank, and this is not what we look for."""
+        self._flipped.add(slot)
 
     def _see_request(self, original: Callable[[Any], None], request: Any) -> None:
         sequel = self._core.runner.sequels[request.request_id]
@@ -77,6 +89,7 @@ class ContentChecker:
     def _see_plan(self, plan: StepPlan) -> None:
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
             self._stale.difference_update(transfer.slot_ids)
+            self._flipped.difference_update(transfer.slot_ids)
 
     def _see_reset(self, original: Callable[[], bool]) -> bool:
         self._stale.update(range(self._core.shape.num_slots))
@@ -107,6 +120,8 @@ class ContentChecker:
         group = self._core.shape.parsed_groups[group_idx]
         if slot in self._stale:
             raise Finding("I6", f"slot {slot} {what} and was stored before the cache was reset")
+        if slot in self._flipped:
+            return
         for worker in self._core.workers:
             words = worker.device.memory.host[slot]
             bits = place(group_idx, worker.rank)

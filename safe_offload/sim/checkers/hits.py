@@ -13,6 +13,9 @@ from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.findings import Finding
 
+FAILED_LOADS_MAX = 3
+"""A request is offered no hit when so many of its loads have failed."""
+
 
 class HitChecker:
     """Guards the slots of every hit that was reported, and of every load that is not over."""
@@ -52,6 +55,9 @@ class HitChecker:
             self._learn_failures()
             if slots & self._failed:
                 raise Finding("I7", f"slots {slots & self._failed} failed and are offered again")
+            num_failed = sum(load.has_failed for load in self._ledger.loads_of(request))
+            if num_failed >= FAILED_LOADS_MAX:
+                raise Finding("I7", f"a hit for {request.request_id}: {num_failed} loads failed")
             self.offered[request.request_id] = (num_tokens, slots)
         return num_tokens, is_async
 

@@ -56,6 +56,10 @@ class Ledger:
         self._loads: dict[int, list[Record]] = {}
         self._told: list[Record] = []
         self._allocated: dict[str, tuple[Any, set[int]]] = {}
+        self.bad_slots: set[int] = set()
+        """Slots that some rank has told the scheduler side to use no more."""
+        self.dead_ranks: set[int] = set()
+        """Ranks that have told the scheduler side that they copy no more."""
         self.on_plan: list[Callable[[StepPlan], None]] = []
         tap(core.connector, "update_state_after_alloc", self._see_allocation)
         tap(core.connector, "build_connector_meta", self._see_plan)
@@ -117,8 +121,14 @@ class Ledger:
     def _see_output(self, original: Callable[[Any], None], output: Any) -> None:
         original(output)
         report = output.kv_connector_worker_meta
-        for outcome in report.outcomes if isinstance(report, StepReport) else ():
+        if not isinstance(report, StepReport):
+            return
+        for bad in report.bad_slots:
+            self.bad_slots.update(bad.slot_ids)
+        for outcome in report.outcomes:
             record = self._records[outcome.transfer_id]
+            if outcome.failure is FailureReason.NOT_RUNNING:
+                self.dead_ranks.add(outcome.rank)
             if not record.is_store:
                 record.told.add(outcome.rank)
                 if len(record.told) == self._core.shape.num_ranks:
@@ -140,6 +150,10 @@ class Ledger:
     def loads_of(self, request: Any) -> list[Record]:
         """All loads of a request, the last one last."""
         return self._loads.get(id(request), [])
+
+    def records(self) -> Iterator[Record]:
+        """All transfers so far."""
+        return iter(self._records.values())
 
     def record(self, transfer_id: int) -> Record:
         """The record of a transfer."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from safe_offload.errors import InvariantError
+from safe_offload.protocol import StepPlan
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.findings import Finding
+from safe_offload.sim.groups import PAGE_BYTES
 
 IDLE_STEPS_MAX = 150
 """An idle step takes a second, and the longest copy a minute."""
 ANNOUNCE_STEPS_MAX = 40
 """From the end of a load on all ranks to the end of its request's wait; reports may come late."""
+
+
+def _max_inflight_bytes(core: EngineCore) -> int:
+    return int(core.connector._config.max_inflight_bytes)
 
 
 class ProgressChecker:
@@ -24,6 +30,9 @@ class ProgressChecker:
         self._ledger = ledger
         self._seen: tuple[int, ...] = ()
         self._moved_at = 0
+        self._store_blocks_max = max(1, 4 * _max_inflight_bytes(core) // PAGE_BYTES)
+        self._dead_since: int | None = None
+        ledger.on_plan.append(self._see_plan)
         for connector in [core.connector, *(worker.connector for worker in core.workers)]:
             tap(connector, "_contain", self._see_error)
 
@@ -32,6 +41,27 @@ class ProgressChecker:
             raise error
         self._core.findings.add("I7", f"{hook} raised {error!r}")
         original(hook, error)
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        """What waits is bounded, and a rank that is known to be dead is left alone."""
+        stores = (*plan.stores_before_forward, *plan.stores_after_forward)
+        if not stores:
+            return
+        waiting = [record.transfer for record in self._ledger.open_stores()]
+        num_blocks = sum(len(transfer.block_ids) for transfer in (*waiting, *stores))
+        if num_blocks > self._store_blocks_max:
+            raise Finding("I7", f"stores of {num_blocks} blocks wait, {self._store_blocks_max} may")
+        if self._dead_since is None:
+            self._dead_since = self._core.num_steps if self._ledger.dead_ranks else None
+        elif self._core.num_steps > self._dead_since + 1:
+            raise Finding("I7", f"a store is planned, and ranks {self._ledger.dead_ranks} are dead")
+
+    def check_all_went_well(self) -> None:
+        """Of a run in which nothing went wrong: no transfer failed."""
+        for record in self._ledger.records():
+            if record.has_failed:
+                reasons = {rank: reason for rank, reason in record.reported.items() if reason}
+                raise Finding("I7", f"transfer {record.transfer.transfer_id} failed: {reasons}")
 
     def check(self) -> None:
         """Something moves."""

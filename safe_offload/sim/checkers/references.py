@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.findings import Finding
@@ -14,8 +15,9 @@ from safe_offload.sim.findings import Finding
 class ReferenceChecker:
     """Counts the references that vLLM itself holds, and compares."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core
+        self._ledger = ledger
         tap(core.connector, "request_finished_all_groups", self._see_finish)
 
     def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
@@ -57,12 +59,13 @@ class ReferenceChecker:
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
         slots = planner._index.slots
-        leased = [slot for slot in slots._pool.blocks[1 : slots._num_usable + 1] if slot.ref_cnt]
+        num_bad = len(self._ledger.bad_slots)
+        referenced = sum(bool(s.ref_cnt) for s in slots._pool.blocks[1 : slots._num_usable + 1])
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": len(planner._leases),
-            "slots with a reference": len(leased),
-            "slots in use": slots._num_usable - slots.num_free,
+            "slots with a reference": referenced - num_bad,
+            "slots in use": slots._num_usable - slots.num_free - num_bad,
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
             "requests that hold blocks for a load": len(planner._loads._admission),

@@ -56,6 +56,8 @@ class SlotChecker:
             for slot in transfer.slot_ids:
                 if not 0 <= slot < num_slots:
                     raise Finding("I5", f"slot {slot} lies outside some rank's usable host memory")
+                if slot in self._ledger.bad_slots:
+                    raise Finding("I6", f"slot {slot} is used again, whose memory is bad")
                 if slot in taken:
                     raise Finding(
                         "I5",

@@ -47,6 +47,14 @@ class Completion(Protocol):
             TransferError: it failed; nothing of it is running any more.
         """
 
+    def cancel(self) -> bool:
+        """Take the copy back, if it has not begun. Called on the loop thread.
+
+        Returns:
+            True if it has moved nothing and never will: `wait` then raises TransferError. False if
+            it may have begun, has ended, or if the backend cannot tell.
+        """
+
 
 class Backend(Protocol):
     """Copies between one rank's GPU blocks and its host slots.
@@ -83,6 +91,12 @@ class Backend(Protocol):
 
         Returns:
             False if the copy may still be reading: its source is about to change under it.
+        """
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """A checksum of every byte of each slot, for slots that nothing writes meanwhile.
+
+        Called on threads of its own, not after `close`.
         """
 
     def close(self) -> None:

@@ -17,17 +17,20 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
+import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
+from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import start_threads
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -50,7 +53,11 @@ class CpuCompletion:
         except asyncio.CancelledError:
             if not self.future.cancelled():
                 raise
-            raise TransferError(FailureReason.CANCELLED, "the backend was closed") from None
+            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`: a copy that no thread has taken can be taken back."""
+        return self.future.cancel()
 
 
 class CpuBackend:
@@ -70,9 +77,10 @@ class CpuBackend:
         self.num_slots = self.num_usable_slots = layout.num_slots
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
+        self._checksums = SlotChecksums(host.tensor.numpy(), layout)
         self._gather = _find_gather()
         self._threads = {
-            direction: ThreadPoolExecutor(num_threads, f"safe-offload-{direction.value}")
+            direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
         }
 
@@ -97,6 +105,10 @@ class CpuBackend:
         except FutureCancelledError:  # not asyncio's: they are two classes
             pass
         return True
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        return self._checksums.of(slot_ids)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 import numpy as np
+import numpy.typing as npt
 
 from safe_offload.errors import DeviceError, TransferError
 from safe_offload.layout import HostLayout
@@ -29,6 +30,7 @@ from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.backends.device import Buffer, Device, Event
 from safe_offload.worker.backends.ranges import RangeBuffers, RangeTable, Runs
 from safe_offload.worker.backends.row_kernel import RowArguments
+from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.page_lock import PageLock
 
@@ -77,6 +79,10 @@ class GpuCompletion:
     async def wait(self) -> None:
         """See `Completion.wait`."""
         await asyncio.wrap_future(self.future)
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`; what a stream has been given cannot be taken back."""
+        return False
 
 
 class Events:
@@ -182,6 +188,7 @@ class GpuBackend:
         self._host_address = host.tensor.data_ptr()
         self._path = path
         self._table = RangeTable(base_address, self._host_address, layout)
+        self._checksums = SlotChecksums(host.tensor.numpy(), layout)
         self._events = Events(device)
         self._is_closed = False
         self._lanes = {
@@ -230,6 +237,10 @@ class GpuBackend:
             # longer than it must, never for something that waits for it.
             self._device.compute_stream().wait_event(completion.event)
         return True
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        return self._checksums.of(slot_ids)
 
     def close(self) -> None:
         """See `Backend.close`; what has been issued is done."""

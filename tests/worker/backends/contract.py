@@ -311,6 +311,67 @@ class BackendContract:
         await asyncio.wait_for(completion.wait(), PATIENCE_S)
         assert plain.backend.fence(completion, 0.0)
 
+    # ---- copies that are taken back ------------------------------------------------------------
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_a_copy_that_has_ended_is_not_taken_back(self, plain, direction):
+        completion = plain.issue(direction, [3], [4])
+        await asyncio.wait_for(completion.wait(), PATIENCE_S)
+        assert not completion.cancel()
+        await asyncio.wait_for(completion.wait(), PATIENCE_S)
+
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_a_copy_that_is_taken_back_has_moved_nothing_and_one_that_is_not_all(
+        self, plain, direction
+    ):
+        storage, host = plain.fill(12)
+        release = plain.hold(direction)
+        completions = {i: plain.issue(direction, [i], [i]) for i in range(4)}
+        taken_back = {i for i, completion in completions.items() if completion.cancel()}
+        release()
+        for i, completion in completions.items():
+            if i in taken_back:
+                with pytest.raises(TransferError):
+                    await asyncio.wait_for(completion.wait(), PATIENCE_S)
+                continue
+            await asyncio.wait_for(completion.wait(), PATIENCE_S)
+            for in_storage, in_host in plain.ranges(i, i):
+                if direction is Direction.STORE:
+                    host[in_host] = storage[in_storage]
+                else:
+                    storage[in_storage] = host[in_host]
+        np.testing.assert_array_equal(plain.read_host(), host)
+        np.testing.assert_array_equal(plain.read_storage(), storage)
+
+    # ---- checksums -----------------------------------------------------------------------------
+
+    def test_a_slot_has_the_checksum_of_its_bytes_wherever_it_lies(self, subject):
+        _, host = subject.fill(13)
+        for (_, first), (_, other) in zip(
+            subject.ranges(0, 2), subject.ranges(0, NUM_SLOTS - 1), strict=True
+        ):
+            host[other] = host[first]
+        subject.write_host(host)
+        found = subject.backend.checksums(np.array([2, 3, NUM_SLOTS - 1, 2]))
+        assert found.dtype == np.uint64
+        assert found[0] == found[2] == found[3] != found[1]
+        assert len(subject.backend.checksums(np.array([], np.int64))) == 0
+
+    def test_every_byte_of_a_slot_is_in_its_checksum_and_no_other(self, subject):
+        _, host = subject.fill(14)
+        before = subject.backend.checksums(np.arange(NUM_SLOTS))
+        assert len(set(before.tolist())) == NUM_SLOTS
+        rng = random.Random(15)
+        places = [place for _, place in subject.ranges(0, 5)]
+        picked = {p for place in places for p in (place.start, place.stop - 1)}
+        picked.update(rng.choices([b for p in places for b in range(p.start, p.stop)], k=20))
+        for byte in sorted(picked):
+            host[byte] ^= 1 << rng.randrange(8)
+            subject.write_host(host)
+            after = subject.backend.checksums(np.arange(NUM_SLOTS))
+            assert np.flatnonzero(after != before).tolist() == [5]
+            before = after
+
     # ---- the two directions --------------------------------------------------------------------
 
     @pytest.mark.parametrize("held", Direction)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from safe_offload.errors import TransferError
+from safe_offload.errors import ConfigError, TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends import cpu
@@ -123,6 +123,23 @@ class TestSeveralThreads(BackendContract):
     @pytest.fixture
     def make_subject(self, make_cpu_subject: Callable[..., CpuSubject]) -> MakeSubject:
         return lambda geometry, num_slots: make_cpu_subject(geometry, num_slots, num_threads=3)
+
+
+# ---- taking copies back ------------------------------------------------------------------------
+
+
+async def test_a_copy_that_no_thread_has_taken_is_taken_back(subject):
+    release = subject.hold(Direction.LOAD)
+    running = subject.issue(Direction.LOAD, [0], [0])
+    subject.wait_until_started(Direction.LOAD)
+    queued = subject.issue(Direction.LOAD, [1], [1])
+    assert queued.cancel()
+    assert queued.cancel()
+    assert not running.cancel()
+    with pytest.raises(TransferError, match="taken back"):
+        await asyncio.wait_for(queued.wait(), PATIENCE_S)
+    release()
+    await asyncio.wait_for(running.wait(), PATIENCE_S)
 
 
 # ---- long and short runs -------------------------------------------------------------------------
@@ -373,3 +390,33 @@ def test_no_thread_is_left_after_close(make_cpu_subject):
         assert all(subject.backend.fence(c, PATIENCE_S) for c in completions)
     subject.backend.close()
     assert set(threading.enumerate()) <= before
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypatch, num_threads):
+    """A pool that cannot start one raises, and runs the copy all the same when it can again."""
+    subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads)
+    before = threading.active_count()
+    refuse_threads(monkeypatch)
+    for block in range(8):
+        await subject.copy(Direction.STORE, [block], [block])
+        await subject.copy(Direction.LOAD, [block], [block])
+    assert threading.active_count() == before
+
+
+def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
+    refuse_threads(monkeypatch)
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=r"refused .* thread.*ulimit -u"):
+        CpuSubject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads=2)
+    assert threading.active_count() == before

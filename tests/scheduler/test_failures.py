@@ -1,0 +1,306 @@
+"""Failures as vLLM's real scheduler meets them: bounded, counted, and never its problem."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from safe_offload.compat import block_bytes
+from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
+from safe_offload.scheduler import planner as planner_module
+from safe_offload.scheduler.leases import LeaseKind
+from safe_offload.scheduler.loads import FAILED_LOADS_MAX
+from safe_offload.scheduler.slots import slot_id
+from safe_offload.sim.device import CopyFault
+from tests.scheduler.rig import MakeRig, Rig
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the planner logs as an error."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
+    monkeypatch.setattr(planner_module.logger, "handlers", [handler])
+    return messages
+
+
+def fail_next_copy(rig: Rig) -> None:
+    """Let the next copy of every rank fail, and no other."""
+    for device in rig.devices:
+        device.faults = {device.num_copies: CopyFault.FAIL}
+
+
+# ---- a load fails ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")])
+def test_with_recompute_a_failed_load_costs_nothing_but_time(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="recompute")
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    rig.fail_copies()
+    rig.run_alone("a2", a)
+    assert rig.counts["failed_loads"] == 1
+    assert rig.finish_reasons["a2"].name == "LENGTH"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")])
+def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="fail")
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    rig.fail_copies()
+    rig.add("a2", a)
+    rig.add("b", rig.prompt(30, 2))
+    rig.drain()
+    assert rig.counts["failed_loads"] == 1
+    assert rig.finish_reasons["a2"].name == "ERROR"
+    assert not rig.answers.get("a2")
+    rig.check_tokens("b", 4)
+    for device in rig.devices:
+        device.faults = {}
+    rig.run_alone("a3", a)
+    assert rig.counts["contained_errors"] == 0
+    rig.check_idle()
+
+
+def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: MakeRig) -> None:
+    """FAULTS H4: it must not be the same for ever."""
+    rig = make_rig(num_blocks=30)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    request = rig.add("a2", a, max_tokens=40)
+    num_begun = 0
+    for _ in range(3 * FAILED_LOADS_MAX):
+        assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts
+        fail_next_copy(rig)
+        rig.step_until(lambda: bool(rig.plans[-1].loads) or request in rig.scheduler.running)
+        num_begun += bool(rig.plans[-1].loads)
+        before = request.num_output_tokens
+        # It computes what it lost, stores it, and is preempted again.
+        rig.step_until(lambda: request.num_output_tokens > before)  # noqa: B023
+        rig.step_until(lambda: not len(rig.planner._stores))
+    num_failed = rig.planner._book.get("a2").num_failed_loads
+    assert num_failed == num_begun == FAILED_LOADS_MAX
+    rig.drain()
+    rig.check_tokens("a2", 40)
+    assert rig.counts["failed_loads"] == FAILED_LOADS_MAX
+    assert rig.counts["given_up_requests"] == 1
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a3", a) == 40, "others are served from the host"
+    rig.check_idle()
+
+
+# ---- host memory that changes ------------------------------------------------------------------
+
+
+def flip(rig: Rig, slot: int, rank: int = 0) -> None:
+    """Flip a bit of a slot on one rank."""
+    rig.devices[rank].memory.host[slot][0] ^= 1 << 5
+
+
+def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
+    make_rig: MakeRig, errors: list[str]
+) -> None:
+    rig = make_rig(num_blocks=30, num_slots=20, tensor_ranks=2, extra={"verify": "load"})
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    stores = [t for plan in rig.plans for t in plan.stores_after_forward]
+    bad = stores[0].slot_ids[3]
+    rig.forget_gpu_cache()
+    flip(rig, bad, rank=1)
+    rig.run_alone("a2", a)
+    assert rig.counts["failed_loads"] == 1
+    assert rig.counts["checksum_mismatches"] == 1
+    assert rig.planner.gauges()["retired_slots"] == 1
+    (message,) = errors
+    assert f"rank 1 has changed while it was kept, in slots [{bad}]" in message
+    assert "dmesg" in message
+    seen = len(rig.plans)
+    for seed in range(2, 8):
+        rig.run_alone(f"r{seed}", rig.prompt(61, seed))
+        rig.forget_gpu_cache()
+    used = {s for plan in rig.plans[seen:] for t in plan.stores_after_forward for s in t.slot_ids}
+    assert used == set(range(20)) - {bad}
+    assert rig.counts["checksum_mismatches"] == 1
+    rig.check_idle()
+
+
+def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=30, num_slots=20, tensor_ranks=2, extra={"verify": "load"})
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
+    rig.forget_gpu_cache()
+    for rank in range(2):
+        flip(rig, store.slot_ids[0], rank)
+    rig.run_alone("a2", a)
+    assert rig.counts["checksum_mismatches"] == rig.planner.gauges()["retired_slots"] == 1
+    rig.check_idle()
+
+
+def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
+    rig = make_rig(num_slots=20)
+    rig.start()
+    slots = rig.planner._index.slots
+    assert [slot_id(slot) for slot in slots.retire((-1, 20, 3, 3))] == [3]
+    assert slots.retire((3,)) == []
+    assert slots.num_free == 19
+    assert len(slots.grant(100)) == 19
+
+
+def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None:
+    rig = make_rig(num_slots=20)
+    rig.start()
+    slots = rig.planner._index.slots
+    lease = rig.planner._leases.grant(LeaseKind.STORE, 3)
+    assert slots.retire([slot_id(lease.slots[0])]) == [lease.slots[0]]
+    rig.planner.check_invariants()
+    lease.release()
+    rig.planner.check_invariants()
+    assert slots.num_free == 19
+    assert slots.num_leased == 0
+
+
+def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> None:
+    """What the test above would see if nothing were compared."""
+    rig = make_rig(num_blocks=30)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
+    flip(rig, store.slot_ids[3])
+    with pytest.raises(Exception, match="I6"):
+        rig.run_alone("a2", a)
+
+
+# ---- too much waits ----------------------------------------------------------------------------
+
+
+def blocks_in_flight(rig: Rig) -> int:
+    return sum(len(store.sources) for store in rig.planner._stores._in_flight)
+
+
+def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, num_slots=100)
+    rig.start()
+    rig.planner._stores._num_blocks_max = 4
+    rig.hold_copies(True)
+    a = rig.prompt(41, 1)
+    rig.add("a", a, max_tokens=60)
+    most = 0
+    for _ in range(10):
+        rig.step()
+        most = max(most, blocks_in_flight(rig))
+    assert most == 4
+    assert rig.counts["skipped_stores"] > 0
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("a", 60)
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a2", a) == 40, "nothing was lost while the request ran"
+    rig.check_idle()
+
+
+def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, num_slots=100)
+    rig.start()
+    rig.planner._stores._num_blocks_max = 4
+    rig.hold_copies(True)
+    a = rig.prompt(41, 1)
+    rig.add("a", a, max_tokens=1)
+    rig.run_until_finished("a")
+    assert blocks_in_flight(rig) == 4
+    rig.hold_copies(False)
+    rig.drain()
+    assert rig.counts["skipped_blocks"] == 6
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a2", a) == 16
+    rig.check_idle()
+
+
+def test_the_bound_is_a_multiple_of_the_bytes_in_flight(make_rig: MakeRig) -> None:
+    rig = make_rig(extra={"max_inflight_bytes": "1MiB"})
+    slot_bytes = block_bytes(rig.connector._kv_cache_config)
+    assert rig.planner._stores._num_blocks_max == 4 * (1 << 20) // slot_bytes
+    tiny = make_rig(extra={"max_inflight_bytes": 4096})
+    assert tiny.planner._stores._num_blocks_max >= 1
+
+
+# ---- a part dies -------------------------------------------------------------------------------
+
+
+def kill_loop(rig: Rig) -> None:
+    rig.workers[1].engine.kill()
+
+
+def break_device(rig: Rig) -> None:
+    rig.devices[1].is_broken = True
+
+
+@pytest.mark.parametrize("death", [kill_loop, break_device])
+def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
+    make_rig: MakeRig,
+    errors: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    death: Callable[[Rig], None],
+) -> None:
+    monkeypatch.setattr(planner_module, "FAILED_IN_A_ROW_MAX", 3)
+    rig = make_rig(num_blocks=30, tensor_ranks=2)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    assert rig.planner.gauges()["is_disabled"] == 0
+    death(rig)
+    for index in range(6):
+        rig.run_alone(f"r{index}", rig.prompt(41, index))
+        rig.forget_gpu_cache()
+    assert rig.planner.gauges()["is_disabled"] == 1
+    (message,) = errors
+    assert "Rank 1 cannot copy any more" in message
+    seen = len(rig.plans)
+    assert rig.run_alone("last", a) == 0
+    assert all(not plan.stores_after_forward and not plan.loads for plan in rig.plans[seen:])
+    assert rig.counts["contained_errors"] == 0
+    rig.check_idle()
+
+
+def test_copies_that_fail_now_and_then_do_not_end_the_cache(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_module, "FAILED_IN_A_ROW_MAX", 3)
+    rig = make_rig(num_blocks=30)
+    rig.start()
+    for index in range(6):
+        fail_next_copy(rig)
+        rig.run_alone(f"r{index}", rig.prompt(41, index))
+        rig.run_alone(f"s{index}", rig.prompt(41, 10 + index))
+    assert rig.counts["failed_stores"] == 6
+    assert rig.planner.gauges()["is_disabled"] == 0
+
+
+@pytest.mark.parametrize("reason", [r for r in FailureReason if r is not FailureReason.NOT_RUNNING])
+def test_only_a_rank_that_is_dead_is_given_up_at_once(
+    make_rig: MakeRig, reason: FailureReason
+) -> None:
+    rig = make_rig()
+    rig.start()
+    rig.hold_copies(True)
+    rig.add("a", rig.prompt(9, 1))
+    (store,) = rig.planned_step().stores_after_forward
+    report = StepReport((Outcome(0, store.transfer_id, reason),), (), (BadSlots(0, ()),))
+    rig.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert rig.planner.gauges()["is_disabled"] == 0
