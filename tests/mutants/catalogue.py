@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "a failed load is not announced",
         _PLANNER,
-        "        failures = self._loads.announce_failures()\n        self._book.purge",
-        "        failures = ()\n        self._book.purge",
+        "before, after, fences, self._loads.failures)",
+        "before, after, fences, ())",
         "I7",
         ("failing", "dying"),
     ),
