@@ -81,9 +81,10 @@ class Loads:
         if state.must_compute:
             return 0
         # The last token is always computed, for its logits.
-        hit = self._index.find_hit(
-            request.block_hashes, num_computed_tokens, request.num_tokens - 1
-        )
+        num_tokens_max = request.num_tokens - 1
+        if state.limits.load_tokens is not None:
+            num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
+        hit = self._index.find_hit(request.block_hashes, num_computed_tokens, num_tokens_max)
         if hit is None:
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):

@@ -199,10 +199,9 @@ class Planner:
                 if request_id not in scheduled:
                     state.preempt()  # else it runs again already, and `match` has done this
                 self._stores.add_preempted(state)
-        states = self._loads.owners_of_new
-        states += [state for i in scheduled if (state := self._book.get(i)) is not None]
-        self._stores.add_computed(states)
-        self._stores.add_boundary_states(scheduler_output)
+        states = [state for i in scheduled if (state := self._book.get(i)) is not None]
+        self._stores.add_computed([*self._loads.owners_of_new, *states])
+        self._stores.add_boundary_states(scheduler_output, states)
         if scheduled:  # else an idle engine would store without end
             self._stores.add_about_to_be_evicted()
 

@@ -94,20 +94,26 @@ class Stores:
         if self._walk is not None:
             self._add(None, list(self._walk.walk()))
 
-    def add_boundary_states(self, scheduler_output: SchedulerOutput) -> None:
+    def add_boundary_states(
+        self, scheduler_output: SchedulerOutput, states: Iterable[RequestState]
+    ) -> None:
         """Take slots for states of Mamba groups, whose block table says nothing about positions.
 
         vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
         requests that are not scheduled are left alone: they may never have been computed.
+
+        Args:
+            states: the requests that are scheduled.
         """
         block_state = getattr(scheduler_output, "kv_connector_block_state", None)
         offers = getattr(block_state, "boundary_state_offloads", None)
         if not offers or self._gpu is None or self._scan is None:
             return
         sources = []
-        for request_id, entries in offers.items():
-            if request_id in scheduler_output.num_scheduled_tokens:
-                for _, block_id, _ in entries:
+        for state in states:
+            limit = state.limits.store_tokens
+            for _, block_id, num_tokens in offers.get(state.request.request_id, ()):
+                if limit is None or num_tokens <= limit:
                     source = source_of(self._gpu.block(block_id), self._gpu)
                     if source is not None:
                         sources.append(source)

@@ -346,8 +346,8 @@ MUTANTS = (
     Mutant(
         "the last token comes from the host too",
         _LOADS,
-        "request.block_hashes, num_computed_tokens, request.num_tokens - 1",
-        "request.block_hashes, num_computed_tokens, request.num_tokens",
+        "num_tokens_max = request.num_tokens - 1",
+        "num_tokens_max = request.num_tokens",
         "I6",
         ("mamba",),
     ),
