@@ -279,6 +279,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM 0.33 sleeps; raises TransferError if a copy would touch what is gone then."""
+        if self._worker is not None:
+            self._worker.unregister()
+
+    @contained(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """See KVConnectorBase_V1 of vLLM 0.33."""
+        if self._worker is not None:
+            self._worker.restore()
+
     @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See KVConnectorBase_V1."""
