@@ -152,7 +152,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 '"kv_load_failure_policy":"recompute"}\''
             )
 
-    def _contain(self, hook: str, error: Exception) -> None:
+    def _contain(self, hook: str, error: Exception, report: object = None) -> None:
         if self._config.verify_invariants and isinstance(error, InvariantError):
             raise error
         self._counters[Count.CONTAINED_ERRORS] += 1
@@ -163,7 +163,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             exc_info=error,
         )
         if self._planner is not None:
-            self._planner.disable()
+            try:
+                self._planner.disable(report)
+            except Exception:
+                logger.exception(
+                    "SafeCPUOffloadConnector could not put its books in order after an error. Host "
+                    "slots may stay taken until the next restart. Please report this."
+                )
 
     def _check(self) -> None:
         if self._config.verify_invariants and self._planner is not None:
@@ -207,9 +213,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._planner.allocated(request, blocks, num_external_tokens)
         except Exception as error:
-            if num_external_tokens > 0:
-                self._planner.owe_failure(request)  # vLLM waits for this load (I7)
             self._contain("update_state_after_alloc", error)
+            if num_external_tokens > 0:
+                self._owe_failure(request)
+
+    @contained(lambda: None)
+    def _owe_failure(self, request: Request) -> None:
+        """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
+        if self._planner is not None:
+            self._planner.owe_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See KVConnectorBase_V1."""
@@ -221,14 +233,23 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return plan
         except Exception as error:
             self._contain("build_connector_meta", error)
-            return self._planner.plan_nothing()
+            return self._plan_nothing()
 
-    @contained(lambda: None)
+    @contained(lambda: EMPTY_PLAN)
+    def _plan_nothing(self) -> StepPlan:
+        """The plan of a step whose planning failed."""
+        return self._planner.plan_nothing() if self._planner is not None else EMPTY_PLAN
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See KVConnectorBase_V1."""
-        if self._planner is not None:
+        if self._planner is None:
+            return
+        try:
             self._planner.settle(connector_output)
             self._check()
+        except Exception as error:
+            report = connector_output.kv_connector_worker_meta
+            self._contain("update_connector_output", error, report)
 
     @contained(lambda: (False, None))
     def request_finished(
@@ -263,6 +284,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
         if self._worker is not None:
             self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM 0.33 sleeps; raises TransferError if a copy would touch what is gone then."""
+        if self._worker is not None:
+            self._worker.unregister()
+
+    @contained(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """See KVConnectorBase_V1 of vLLM 0.33."""
+        if self._worker is not None:
+            self._worker.restore()
 
     @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

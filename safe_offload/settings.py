@@ -137,4 +137,7 @@ def shown(value: object) -> str:
     except Exception:
         # Whatever was passed may fail to render: Python refuses integers of 4301 digits.
         return f"<{type(value).__name__}>"
+    if not text.isprintable():
+        # A message is one line, and a terminal or a log file must be able to show it.
+        text = text[: _SHOWN_LENGTH_MAX + 1].encode("unicode_escape").decode()
     return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."

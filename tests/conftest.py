@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,26 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
+
+
+@pytest.fixture
+def package_log() -> Iterator[list[logging.LogRecord]]:
+    """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
+    import vllm.logger  # noqa: F401  (first: it takes the handlers off every logger below "vllm")
+
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler, logger = Keep(), logging.getLogger("vllm.safe_offload")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield records
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -69,7 +69,19 @@ class Count(enum.StrEnum):
         "dropped_unowned_ids",
         "Finished ids of requests that are not waiting, or whose blocks are free already.",
     )
+    BAD_REQUEST_PARAMS = (
+        "bad_request_params",
+        "Requests whose kv_transfer_params could not be used; they were served without limits.",
+    )
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
+
+
+def is_milestone(count: int) -> bool:
+    """Whether the count-th event of a kind is worth a line in the log: 1st, 10th, 100th, ...
+
+    A limit that needs no clock, for what clients can make happen as often as they like.
+    """
+    return count > 0 and str(count).strip("0") == "1"
 
 
 class Counters(Counter[str]):

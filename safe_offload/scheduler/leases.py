@@ -14,7 +14,7 @@ reference in the pool belongs to exactly one of them:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.slots import SlotPool
@@ -90,6 +90,14 @@ class LeaseBook:
         del self._held[id(lease)]
         if lease.slots:
             self._pool.release(lease.slots)
+
+    def keep_only(self, needed: Set[Lease]) -> None:
+        """After an internal error: let go of what nobody can name, leased or half way to it."""
+        for lease in self:
+            if lease not in needed:
+                lease._book = None
+        self._held = {id(lease): lease for lease in needed if lease.held}
+        self._pool.mend(lease.slots for lease in self)
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._held.values())

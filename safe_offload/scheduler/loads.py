@@ -85,9 +85,10 @@ class Loads:
         if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
             return 0
         # The last token is always computed, for its logits.
-        hit = self._index.find_hit(
-            request.block_hashes, num_computed_tokens, request.num_tokens - 1
-        )
+        num_tokens_max = request.num_tokens - 1
+        if state.limits.load_tokens is not None:
+            num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
+        hit = self._index.find_hit(request.block_hashes, num_computed_tokens, num_tokens_max)
         if hit is None:
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
@@ -165,30 +166,30 @@ class Loads:
 
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
+        state.announced = False
         if state.num_loads == 0:
             state.num_loads = 1
             self._failures.append(state)
 
-    def take_new(self) -> list[Load]:
-        """The loads that have begun since the last call; they are in flight from now on."""
-        new, self._new = self._new, []
-        self._in_flight.update((load.transfer.transfer_id, load) for load in new)
-        return new
+    def new_transfers(self) -> tuple[Transfer, ...]:
+        """The loads that have begun since the last `sent`."""
+        return tuple(load.transfer for load in self._new)
 
-    def fail_new(self) -> None:
-        """The loads that have begun since the last `take_new` will never be planned."""
-        for load in self._new:
-            load.lease.release()
-            self._failures.append(load.owner)
-        self._new = []
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Ids of requests whose load failed since the last `sent`."""
+        return tuple(state.request.request_id for state in self._failures)
 
-    def announce_failures(self) -> tuple[str, ...]:
-        """Ids of requests whose load failed; from now on only the workers' echo ends their wait.
+    def sent(self) -> None:
+        """The workers have been told of the new loads, which are in flight now, and of failures.
 
-        They are offered no other hit before they have run: the same might be unusable again
-        (FAULTS: H4), and vLLM 0.32.0 counts what it has reserved for the first load of a request
-        against its second, which in a small pool then never begins.
+        From now on only the workers' echo ends the wait of a request whose load failed. It is
+        offered no other hit before it has run: the same might be unusable again (FAULTS: H4), and
+        vLLM 0.32.0 counts what it has reserved for the first load of a request against its second,
+        which in a small pool then never begins.
         """
+        self._in_flight.update((load.transfer.transfer_id, load) for load in self._new)
+        self._new = []
         failures, self._failures = self._failures, []
         for state in failures:
             state.num_loads -= 1
@@ -200,7 +201,24 @@ class Loads:
             if state.phase is Phase.LOADING:
                 state.move(Phase.WAITING)
         self._counters[Count.FAILED_LOADS] += len(failures)
-        return tuple(state.request.request_id for state in failures)
+
+    def give_up(self, states: Iterable[RequestState]) -> None:
+        """After an internal error: a load that no worker copies has failed, the others go on.
+
+        Args:
+            states: all requests; what the books say about their loads is made anew.
+        """
+        self._new = []
+        self._in_flight = {i: load for i, load in self._in_flight.items() if load.ranks_left}
+        loading = {load.owner for load in self._in_flight.values()}
+        failed = [
+            s for s in states if (s.phase is Phase.LOADING or s.num_loads) and s not in loading
+        ]
+        for state in states:
+            state.num_loads = int(state in loading)
+        for state in failed:
+            state.num_loads = 1
+        self._failures = failed
 
     def get(self, transfer_id: int) -> Load | None:
         """The load of that id, if it is in flight."""
@@ -222,10 +240,21 @@ class Loads:
             return None
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         load.lease.release()
-        state.num_loads -= 1
         if state.phase is Phase.LOADING:
             state.move(Phase.WAITING)
+        state.num_loads -= 1
         return state
+
+    @property
+    def owners(self) -> list[RequestState]:
+        """The requests that a load or a failure belongs to."""
+        loads = (*self._new, *self._in_flight.values())
+        return [*(load.owner for load in loads), *self._failures]
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of the loads in flight."""
+        return [load.lease for load in self._in_flight.values()]
 
     @property
     def owners_of_new(self) -> list[RequestState]:

@@ -25,8 +25,8 @@ from safe_offload.protocol import (
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
-from safe_offload.scheduler.loads import Loads
-from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.loads import Load, Loads
+from safe_offload.scheduler.requests import Phase, RequestBook
 from safe_offload.scheduler.slots import slot_id
 from safe_offload.scheduler.stores import Stores
 
@@ -92,9 +92,30 @@ class Planner:
         self._loads.bind(gpu.num_blocks)
         self._stores.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
-    def disable(self) -> None:
-        """Match and store nothing more; what is in flight still settles."""
+    def disable(self, report: object = None) -> None:
+        """After an error inside the planner: only finish what the workers copy (I7, I8).
+
+        The error may have come between any two steps of the books. So they are not mended but made
+        anew from what is certain: a transfer that some rank has not reported goes on, and no store
+        is published; of the rest every lease is released, and a request that vLLM keeps waiting is
+        told to recompute. Hits that were reported stay until vLLM takes or drops them.
+
+        Args:
+            report: of the workers, if it was lost by the error: what it names has ended.
+        """
         self._is_disabled = True
+        if isinstance(report, StepReport):
+            for outcome in report.outcomes:
+                transfer = self._find(outcome.transfer_id)
+                if transfer is not None:
+                    transfer.ranks_left.discard(outcome.rank)
+        states = {*self._book, *self._loads.owners}
+        self._loads.give_up(states)
+        self._stores.give_up()
+        for state in states:
+            state.prefix, state.leftover, state.num_stores = None, [], 0
+        hits = (state.hit_lease for state in states if state.hit_lease is not None)
+        self._leases.keep_only({*hits, *self._loads.leases, *self._stores.leases})
 
     # ---- vLLM asks about a request -------------------------------------------------------------
 
@@ -155,30 +176,35 @@ class Planner:
         a second call finds nothing to do (I4).
         """
         state = self._book.see(request)
-        if not self._is_disabled:
-            self._stores.add_finished(state)
-        self._loads.let_go(state)
-        self._book.finish(state)
+        try:
+            if not self._is_disabled:
+                self._stores.add_finished(state)
+        finally:  # vLLM does not ask again
+            self._loads.let_go(state)
+            self._book.finish(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """build_connector_meta: what the workers do in this step."""
+        """build_connector_meta: what the workers do in this step.
+
+        What is new counts as sent when the plan is complete, so that an error on the way leaves
+        nothing in flight that no worker knows.
+        """
         if self._gpu is None:
             return EMPTY_PLAN
+        self._book.purge(self._gpu)
         early_written: set[int] = set()
         if self._options.blocks_written_early:
             early_written = early_written_block_ids(scheduler_output, self._options.state_group_ids)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
-        before, after = self._stores.take_new()
+        before, after = self._stores.new_transfers()
         fences = self._stores.fence(early_written)
-        loads = tuple(load.transfer for load in self._loads.take_new())
-        failures = self._loads.announce_failures()
-        self._book.purge(self._gpu)
-        if not (loads or before or after or fences or failures):
-            return EMPTY_PLAN
-        return StepPlan(loads, tuple(before), tuple(after), fences, failures)
+        plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
+        self._stores.sent()
+        self._loads.sent()
+        return EMPTY_PLAN if plan == EMPTY_PLAN else plan
 
     def _find_stores(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -188,17 +214,17 @@ class Planner:
                 if request_id not in scheduled:
                     state.preempt()  # else it runs again already, and `match` has done this
                 self._stores.add_preempted(state)
-        states = self._loads.owners_of_new
-        states += [state for i in scheduled if (state := self._book.get(i)) is not None]
-        self._stores.add_computed(states)
-        self._stores.add_boundary_states(scheduler_output)
+        states = [state for i in scheduled if (state := self._book.get(i)) is not None]
+        self._stores.add_computed([*self._loads.owners_of_new, *states])
+        self._stores.add_boundary_states(scheduler_output, states)
         if scheduled:  # else an idle engine would store without end
             self._stores.add_about_to_be_evicted()
 
     def plan_nothing(self) -> StepPlan:
-        """The plan of a step whose planning failed: every load that was not sent has failed."""
-        self._loads.fail_new()
-        return StepPlan(failures=self._loads.announce_failures())
+        """The plan of a step whose planning failed, after `disable`: it tells what has failed."""
+        plan = StepPlan(failures=self._loads.failures)
+        self._loads.sent()
+        return plan
 
     # ---- the workers have reported -------------------------------------------------------------
 
@@ -208,20 +234,31 @@ class Planner:
             # Another connector's load failed: what was computed from it since is garbage too.
             self._stores.poison_all()
         report = output.kv_connector_worker_meta
-        completed: list[RequestState] = []
-        if isinstance(report, StepReport):
-            for capacity in report.capacities:
-                self._add_capacity(capacity.rank, capacity.num_slots)
-            for bad in report.bad_slots:  # before the failure that frees them for others
-                self._retire(bad)
-            for outcome in report.outcomes:
-                self._settle_outcome(outcome, completed)
-        if completed:
-            received = set(output.finished_recving or ())
-            received.update(state.request.request_id for state in completed)
-            output.finished_recving = received
-        if self._gpu is not None and (output.finished_recving or output.finished_sending):
-            self._book.filter(output, self._gpu)
+        try:
+            if isinstance(report, StepReport):
+                self._settle_report(report, output)
+        finally:  # vLLM reads the ids in any case
+            if self._gpu is not None and (output.finished_recving or output.finished_sending):
+                self._book.filter(output, self._gpu)
+
+    def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
+        """Settle what every rank has reported by now.
+
+        All outcomes are noted before the first transfer is settled, because none of them is told
+        again; and loads go first, because requests wait for them.
+        """
+        for bad in report.bad_slots:  # before the failure that frees them for others
+            self._retire(bad)
+        complete = [self._note(outcome) for outcome in report.outcomes]
+        for load in complete:
+            if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
+                received = output.finished_recving or ()
+                output.finished_recving = {*received, state.request.request_id}
+        for store in complete:
+            if isinstance(store, Store):
+                self._stores.settle(store)
+        for capacity in report.capacities:
+            self._add_capacity(capacity.rank, capacity.num_slots)
 
     def _add_capacity(self, rank: int, num_slots: int) -> None:
         """Open as many slots as every rank has (FAULTS: X1)."""
@@ -255,7 +292,7 @@ class Planner:
         is_dead = failure is FailureReason.NOT_RUNNING
         if self._is_disabled or not (is_dead or num_failed >= FAILED_IN_A_ROW_MAX):
             return
-        self.disable()
+        self._is_disabled = True  # the books are in order, so they stay
         logger.error(
             "Rank %d cannot copy any more: %s. The connector goes on as a cache that always "
             "misses: nothing is stored or loaded until the server is restarted. The log of that "
@@ -266,15 +303,16 @@ class Planner:
             else f"{num_failed} transfers in a row failed",
         )
 
-    def _settle_outcome(self, outcome: Outcome, completed: list[RequestState]) -> None:
+    def _note(self, outcome: Outcome) -> Store | Load | None:
+        """Note what one rank has reported; returns the transfer if it was the last rank."""
         transfer_id = outcome.transfer_id
-        transfer = self._stores.get(transfer_id) or self._loads.get(transfer_id)
+        transfer = self._find(transfer_id)
         if transfer is None:
             self._counters[Count.STALE_REPORTS] += 1
-            return
+            return None
         if outcome.rank not in transfer.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
-            return
+            return None
         transfer.ranks_left.discard(outcome.rank)
         failed = outcome.failure is not None
         if outcome.failure is not None and not self._is_disabled:
@@ -288,12 +326,13 @@ class Planner:
         self._watch_failures(outcome)
         if isinstance(transfer, Store):
             transfer.poisoned |= failed
-            if not transfer.ranks_left:
-                self._stores.settle(transfer)
         else:
             transfer.failed |= failed
-            if not transfer.ranks_left and (state := self._loads.settle(transfer)) is not None:
-                completed.append(state)
+        return None if transfer.ranks_left else transfer
+
+    def _find(self, transfer_id: int) -> Store | Load | None:
+        """The transfer of that id, if it is in flight."""
+        return self._stores.get(transfer_id) or self._loads.get(transfer_id)
 
     # ---- the rest ------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from safe_offload.errors import InvariantError
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -71,6 +72,7 @@ class RequestState:
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
+        limits: what its client allows to be stored and loaded.
         must_compute: its load failed; no hit is reported for it before it has run.
         num_failed_loads: over its whole life.
     """
@@ -89,6 +91,7 @@ class RequestState:
     announced: bool = False
     must_compute: bool = False
     num_failed_loads: int = 0
+    limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
         self.cursors = [0] * self.num_groups
@@ -142,6 +145,7 @@ class RequestBook:
         self._counters = counters
         self._states: dict[str, RequestState] = {}
         self._finished: set[str] = set()
+        self._num_bad_params = 0
 
     def see(self, request: Request) -> RequestState:
         """The state of a request, made if it is new or if its id is used again."""
@@ -149,10 +153,28 @@ class RequestBook:
         if state is None or state.request is not request:
             if state is not None:
                 self.finish(state)
-            state = RequestState(request, self._num_groups)
+            state = RequestState(request, self._num_groups, limits=self._read_limits(request))
             self._states[request.request_id] = state
             self._finished.discard(request.request_id)
         return state
+
+    def _read_limits(self, request: Request) -> Limits:
+        limits, problems = read_limits(request.kv_transfer_params)
+        if problems:
+            self._counters[Count.BAD_REQUEST_PARAMS] += 1
+            self._num_bad_params += 1
+            if is_milestone(self._num_bad_params):
+                logger.warning(
+                    "kv_transfer_params of %d requests could not be used, and they were served "
+                    "without limits; of the last one %s. Allowed: %s.",
+                    self._num_bad_params,
+                    " and ".join(problems),
+                    ALLOWED,
+                )
+            if not isinstance(request.kv_transfer_params, dict):
+                # vLLM asks it for keys, right behind our hook and later on.
+                request.kv_transfer_params = None
+        return limits
 
     def get(self, request_id: str) -> RequestState | None:
         """The state of a request id, if any hook has named it."""

@@ -8,6 +8,7 @@ the pool's block `s + 1`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -128,23 +129,39 @@ class SlotPool:
                 )
         self._pool.free_blocks(reversed(slots))
 
+    def mend(self, leases: Iterable[Sequence[KVCacheBlock]]) -> None:
+        """Give every slot the references of its leases, and one more if it is retired."""
+        expected = self._count(leases)
+        for slot in self._usable:
+            while slot.ref_cnt > expected[slot.block_id]:
+                self._pool.free_blocks([slot])
+            while slot.ref_cnt < expected[slot.block_id]:
+                self._pool.touch([slot])
+
+    def _count(self, leases: Iterable[Sequence[KVCacheBlock]]) -> Counter[int]:
+        """How many references each slot should have, by the id of its block in the pool."""
+        expected = Counter(slot.block_id for slots in leases for slot in slots)
+        expected.update(self._retired)
+        return expected
+
+    @property
+    def _usable(self) -> Sequence[KVCacheBlock]:
+        usable: Sequence[KVCacheBlock] = self._pool.blocks[1 : self._num_usable + 1]
+        return usable
+
     def check_invariants(self, leases: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Compare every slot's reference count with the leases that exist (I1, I8).
 
         Raises:
             InvariantError: a count differs, or the free count does not match.
         """
-        expected: dict[int, int] = dict.fromkeys(self._retired, 1)
-        for slots in leases:
-            for slot in slots:
-                expected[slot.block_id] = expected.get(slot.block_id, 0) + 1
-        usable = self._pool.blocks[1 : self._num_usable + 1]
-        for slot in usable:
-            if slot.ref_cnt != expected.get(slot.block_id, 0):
+        expected = self._count(leases)
+        for slot in self._usable:
+            if slot.ref_cnt != expected[slot.block_id]:
                 raise InvariantError(
                     "I8",
                     f"slot {slot_id(slot)} has {slot.ref_cnt} references and "
-                    f"{expected.get(slot.block_id, 0)} leases or reasons to keep it",
+                    f"{expected[slot.block_id]} leases or reasons to keep it",
                 )
-        if self._num_usable and self.num_free != sum(slot.ref_cnt == 0 for slot in usable):
+        if self._num_usable and self.num_free != sum(slot.ref_cnt == 0 for slot in self._usable):
             raise InvariantError("I8", "the free queue does not hold exactly the unleased slots")

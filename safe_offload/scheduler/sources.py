@@ -53,6 +53,9 @@ class EagerScan:
         for group_idx in self._group_ids:
             request_id = state.request.request_id
             num_hashed = self._gpu.num_hashed(request_id, group_idx)
+            if state.limits.store_tokens is not None:
+                num_allowed = state.limits.store_tokens // self._index.group_block_sizes[group_idx]
+                num_hashed = min(num_hashed, num_allowed)
             cursor = state.cursors[group_idx]
             if cursor >= num_hashed:
                 continue

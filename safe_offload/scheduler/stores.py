@@ -14,7 +14,7 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer
 from safe_offload.scheduler.fences import Store, StoresInFlight
 from safe_offload.scheduler.index import HostIndex
-from safe_offload.scheduler.leases import LeaseBook, LeaseKind
+from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.slots import slot_id
 from safe_offload.scheduler.sources import EagerScan, LazyWalk
@@ -103,20 +103,26 @@ class Stores:
         if self._walk is not None:
             self._add(None, list(self._walk.walk()))
 
-    def add_boundary_states(self, scheduler_output: SchedulerOutput) -> None:
+    def add_boundary_states(
+        self, scheduler_output: SchedulerOutput, states: Iterable[RequestState]
+    ) -> None:
         """Take slots for states of Mamba groups, whose block table says nothing about positions.
 
         vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
         requests that are not scheduled are left alone: they may never have been computed.
+
+        Args:
+            states: the requests that are scheduled.
         """
         block_state = getattr(scheduler_output, "kv_connector_block_state", None)
         offers = getattr(block_state, "boundary_state_offloads", None)
         if not offers or self._gpu is None or self._scan is None:
             return
         sources = []
-        for request_id, entries in offers.items():
-            if request_id in scheduler_output.num_scheduled_tokens:
-                for _, block_id, _ in entries:
+        for state in states:
+            limit = state.limits.store_tokens
+            for _, block_id, num_tokens in offers.get(state.request.request_id, ()):
+                if limit is None or num_tokens <= limit:
                     source = source_of(self._gpu.block(block_id), self._gpu)
                     if source is not None:
                         sources.append(source)
@@ -188,14 +194,17 @@ class Stores:
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
-        """The stores made since the last call: those before the forward, those after it."""
+    def new_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """The stores made since the last `sent`: those before the forward, those after it."""
         before: list[Transfer] = []
         after: list[Transfer] = []
         for store in self._new:
             (before if store.source_given_away() else after).append(_transfer(store))
+        return tuple(before), tuple(after)
+
+    def sent(self) -> None:
+        """The workers have been told of the new stores."""
         self._new = []
-        return before, after
 
     def fence(self, early_written: Collection[int]) -> tuple[int, ...]:
         """Ids of the stores that the writes of this step must wait for.
@@ -223,6 +232,21 @@ class Stores:
         """What is being stored is wrong; publish none of it."""
         for store in self._in_flight:
             store.poisoned = True
+
+    def give_up(self) -> None:
+        """After an internal error: publish nothing, forget each store that no worker copies."""
+        for store in list(self._in_flight):
+            if store in self._new or not store.ranks_left:
+                self._in_flight.remove(store.transfer_id)
+            else:
+                store.poisoned, store.owner = True, None
+        self._new = []
+        self._short_of_slots.clear()
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of the stores in flight."""
+        return [store.lease for store in self._in_flight]
 
     def settle(self, store: Store) -> None:
         """Every rank has reported a store: publish it if it went well."""

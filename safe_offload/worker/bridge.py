@@ -12,12 +12,13 @@ either order, `end`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
 from safe_offload.config import OffloadConfig, format_bytes
-from safe_offload.errors import ConfigError, DeviceError
+from safe_offload.errors import ConfigError, DeviceError, TransferError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import (
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+SLEEP_TIMEOUT_S = 30.0
+"""vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
+POLL_S = 0.001
 
 
 class WorkerBridge:
@@ -77,6 +82,8 @@ class WorkerBridge:
         self._num_told_slots = 0
         self._bad_slots: list[BadSlots] = []
         self._storage: Any = None
+        self._running: set[int] = set()
+        self._is_asleep = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
         """Take the host memory and start the engine, once vLLM has allocated its KV cache.
@@ -87,7 +94,10 @@ class WorkerBridge:
         Raises:
             ConfigError: the layout is not supported, or the memory is not to be had.
         """
-        if self._engine is not None or not kv_caches:
+        if not kv_caches:
+            return
+        if self._engine is not None:
+            self._register_again(_one_storage(kv_caches.values())[0])
             return
         self._storage, device = _one_storage(kv_caches.values())
         geometry = make_geometry(
@@ -115,6 +125,51 @@ class WorkerBridge:
             backend.num_slots,
             backend.slot_bytes,
         )
+
+    def _register_again(self, storage: Any) -> None:
+        """The same storage is registered anew; another one cannot be served.
+
+        What the host holds is filed under blocks of the first storage, and copies in flight know
+        its addresses only. So with another one every transfer fails, and vLLM recomputes.
+        """
+        if storage.data_ptr() == self._storage.data_ptr():
+            self.restore()
+            return
+        logger.error(
+            "vLLM has registered another KV cache than the one that the host memory was made for. "
+            "The connector goes on as a cache that always misses; restart the server to have it "
+            "back."
+        )
+        self.shutdown()
+
+    def unregister(self) -> None:
+        """vLLM is about to take the memory of the KV cache away (sleep); what is stored stays.
+
+        Whatever is in flight has ended when this returns, and nothing is started before `restore`.
+
+        Raises:
+            TransferError: a copy does not end; the memory must not be taken from under it.
+        """
+        self._is_asleep = True
+        self._cancel_unstarted()
+        deadline_s = time.monotonic() + SLEEP_TIMEOUT_S
+        while self._engine is not None:
+            self._drain(self._engine)
+            if not self._running:
+                return
+            if time.monotonic() > deadline_s:
+                self._is_asleep = False
+                raise TransferError(
+                    "sleep",
+                    f"{len(self._running)} copies did not end within {SLEEP_TIMEOUT_S:g} s, so the "
+                    "KV cache cannot be taken away. Try again; if this repeats, look for a "
+                    "hanging device.",
+                )
+            time.sleep(POLL_S)
+
+    def restore(self) -> None:
+        """The memory of the KV cache is back, at the same addresses (wake-up)."""
+        self._is_asleep = False
 
     def attach(self, engine: TransferEngine) -> None:
         """Use a running engine."""
@@ -221,19 +276,22 @@ class WorkerBridge:
         self._drain(engine)
 
     def _drain(self, engine: TransferEngine) -> None:
-        self._outcomes += [
-            Outcome(self._rank, transfer_id, failure) for transfer_id, failure in engine.drain()
-        ]
+        for transfer_id, failure in engine.drain():
+            self._running.discard(transfer_id)
+            self._outcomes.append(Outcome(self._rank, transfer_id, failure))
         # Behind the outcomes: no slot may be granted again between its load's failure and this.
         if slot_ids := engine.take_bad_slots():
             self._bad_slots.append(BadSlots(self._rank, slot_ids))
 
     def _submit(self, direction: Direction, transfer: Transfer) -> None:
-        if self._engine is None:
-            self._fail(transfer, FailureReason.NOT_RUNNING)
+        if self._engine is None or self._is_asleep:
+            is_over = self._engine is None
+            reason = FailureReason.NOT_RUNNING if is_over else FailureReason.CANCELLED
+            self._fail(transfer, reason)
             return
         try:
             self._engine.submit(direction, transfer)
+            self._running.add(transfer.transfer_id)
         except Exception:
             logger.exception("Transfer %d could not be queued", transfer.transfer_id)
             self._fail(transfer, FailureReason.COPY_FAILED)

@@ -152,6 +152,21 @@ class HttpServer:
         """The last lines of the log, for a failure message."""
         return "\n".join(("The end of its log:", *self.log().splitlines()[-LOG_TAIL_LINES:]))
 
+    def process_ids(self) -> list[int]:
+        """The server's processes, its workers included."""
+        assert self._process is not None
+        group = self._process.pid
+        return [pid for pid in _all_process_ids() if _group_of(pid) == group]
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the server at once; it may be entered again."""
+        process, self._process = self._process, None
+        assert process is not None
+        assert process.stdin is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the server politely, then kill its group; a second call does nothing."""
         process, self._process = self._process, None
@@ -167,6 +182,17 @@ class HttpServer:
         process.stdin.close()
         assert self._socket_folder is not None
         shutil.rmtree(self._socket_folder, ignore_errors=True)
+
+
+def _all_process_ids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _find_free_port() -> int:

@@ -50,8 +50,9 @@ MUTANTS = (
     Mutant(
         "a load's lease ends when it is planned",
         _LOADS,
-        "        new, self._new = self._new, []\n",
-        "        new, self._new = self._new, []\n        [load.lease.release() for load in new]\n",
+        "        self._new = []\n        failures, ",
+        "        [load.lease.release() for load in self._new]\n"
+        "        self._new = []\n        failures, ",
         "I1",
         ("host-pressure",),
     ),
@@ -59,8 +60,8 @@ MUTANTS = (
     Mutant(
         "a finished request's block is referenced until its store is done",
         _PLANNER,
-        "        if not self._is_disabled:\n            self._stores.add_finished(state)\n",
-        "        for block in self._gpu.of_request(request.request_id, 0): block.ref_cnt += 1\n",
+        "            if not self._is_disabled:\n                self._stores.add_finished(state)\n",
+        "            for b in self._gpu.of_request(request.request_id, 0): b.ref_cnt += 1\n",
         "I2",
         ("plain",),
     ),
@@ -76,8 +77,8 @@ MUTANTS = (
     Mutant(
         "a load is complete after the first rank",
         _PLANNER,
-        "            if not transfer.ranks_left and (state := ",
-        "            if (state := ",
+        "            transfer.failed |= failed\n",
+        "            transfer.failed |= failed\n            transfer.ranks_left.clear()\n",
         "I3",
         ("tensor-parallel", "pipeline"),
     ),
@@ -257,8 +258,8 @@ MUTANTS = (
     Mutant(
         "a store is published after the first rank",
         _PLANNER,
-        "            if not transfer.ranks_left:\n                self._stores.settle(transfer)",
-        "            self._stores.settle(transfer)",
+        "            transfer.poisoned |= failed\n",
+        "            transfer.poisoned |= failed\n            transfer.ranks_left.clear()\n",
         "I6",
         ("tensor-parallel", "pipeline"),
     ),
@@ -353,8 +354,8 @@ MUTANTS = (
     Mutant(
         "the last token comes from the host too",
         _LOADS,
-        "request.block_hashes, num_computed_tokens, request.num_tokens - 1",
-        "request.block_hashes, num_computed_tokens, request.num_tokens",
+        "num_tokens_max = request.num_tokens - 1",
+        "num_tokens_max = request.num_tokens",
         "I6",
         ("mamba",),
     ),
@@ -434,8 +435,8 @@ MUTANTS = (
     Mutant(
         "a failed load is not announced",
         _PLANNER,
-        "        failures = self._loads.announce_failures()\n        self._book.purge",
-        "        failures = ()\n        self._book.purge",
+        "before, after, fences, self._loads.failures)",
+        "before, after, fences, ())",
         "I7",
         ("failing", "dying"),
     ),

@@ -34,6 +34,7 @@ class Rig(EngineCore):
         self.plans: list[StepPlan] = []
         self.devices = [worker.device for worker in self.workers]
         self.prompt = random_prompt
+        self.kv_transfer_params: Any = None
 
     @property
     def planner(self) -> Any:
@@ -54,6 +55,20 @@ class Rig(EngineCore):
         """See `EngineCore.close`."""
         self.hold_copies(False)
         super().close()
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **how: Any) -> Any:
+        """See `EngineCore.add`; the request has `self.kv_transfer_params`."""
+        add_request = self.scheduler.add_request
+
+        def add_with_params(request: Any) -> None:
+            request.kv_transfer_params = self.kv_transfer_params
+            add_request(request)
+
+        self.scheduler.add_request = add_with_params
+        try:
+            return super().add(request_id, prompt, max_tokens, **how)
+        finally:
+            self.scheduler.add_request = add_request
 
     def step(self) -> Batch | None:
         """See `EngineCore.step`."""

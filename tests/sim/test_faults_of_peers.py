@@ -238,3 +238,120 @@ def test_kvcached_197_offloading_connector_dies_of_slots_taken_between_look_and_
     engine.add("a", random_prompt(41, 1))
     with engine_dies(OFFLOADING, AssertionError, "_allocate_chunks"):
         engine.drain()
+
+
+# ---- more of the table in docs/guarantees.md ---------------------------------------------------
+
+
+@pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
+def test_c3_the_engine_dies_when_an_aborted_load_is_told_as_received_and_as_sent(
+    connector: str,
+) -> None:
+    engine = make_engine(connector, 6)
+    engine.add("gone", make_hit(engine), 5)
+    engine.step()
+    abort(engine, "gone")
+
+    def lie(output: Any) -> None:
+        output.finished_recving = {*(output.finished_recving or ()), "gone"}
+        output.finished_sending = {*(output.finished_sending or ()), "gone"}
+
+    engine.mutate_output.append(lie)
+    engine.add("live", random_prompt(41, 3), 12)
+    with engine_dies(connector, AssertionError, "_update_from_kv_xfer_finished", "_free_blocks"):
+        engine.drain()
+
+
+def test_c10_simple_cpu_offload_dies_when_a_block_loses_its_hash_while_it_is_stored() -> None:
+    engine = make_engine(SIMPLE, 5)
+    lose_hashes_while_storing(engine)
+    with engine_dies(SIMPLE, AssertionError, "_process_store_completion"):
+        engine.drain()
+
+
+def test_c10_offloading_connector_takes_the_hash_when_it_plans_the_store() -> None:
+    engine = make_engine(OFFLOADING, 5)
+    lose_hashes_while_storing(engine)
+    engine.drain()
+    check_answers(engine, a=8)
+    check_pools(engine)
+
+
+def lose_hashes_while_storing(engine: PeerEngine) -> None:
+    """vLLM evicts all hashes (KVCacheManager.evict_blocks does that for a bad load)."""
+    engine.add("a", random_prompt(41, 1), 8)
+    for _ in range(3):
+        engine.step()
+    engine.pool.evict_blocks({b.block_id for b in engine.pool.blocks if b.block_hash is not None})
+
+
+@pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
+def test_c17_finishing_a_request_twice_is_mended(connector: str) -> None:
+    engine = make_engine(connector, 3)
+    answers = []
+    finish = engine.connector.request_finished_all_groups
+
+    def finish_twice(request: Any, block_ids: Any) -> Any:
+        answers.append((finish(request, block_ids), finish(request, block_ids)))
+        return answers[-1][0]
+
+    engine.connector.request_finished_all_groups = finish_twice
+    engine.add("a", random_prompt(41, 1), 3)
+    engine.drain()
+    assert answers == [((False, None), (False, None))]
+    check_pools(engine)
+
+
+@pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
+def test_h4_a_load_that_failed_is_offered_again_for_ever(connector: str) -> None:
+    engine = make_engine(connector, 2)
+    prompt = make_hit(engine)
+    offered = watch_matches(engine)
+
+    def fail(output: Any) -> None:
+        output.failed_recving = set(output.finished_recving or ())
+
+    engine.mutate_output.append(fail)
+    request = engine.add("again", prompt, 3)
+    for _ in range(40):
+        engine.step()
+    assert set(offered["again"]) == {40}, f"{mended(connector)}: {offered}"
+    assert len(offered["again"]) > 10
+    assert not request.is_finished()
+
+
+@pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
+def test_l1_an_engine_that_goes_idle_too_early_is_mended(connector: str) -> None:
+    engine = make_engine(connector, 8)
+    engine.add("a", random_prompt(41, 1), 1)
+    step_until(engine, lambda: "a" not in engine.scheduler.requests)
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert num_steps >= 8, "it went on until the stores had settled"
+
+
+def test_l3_a_hit_left_by_an_abort_is_mended_in_simple_cpu_offload() -> None:
+    engine = make_engine(SIMPLE)
+    request = engine.add("again", make_hit(engine), 4)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (40, True)
+    abort(engine, "again")
+    engine.drain()
+    pool = engine.connector.scheduler_manager.cpu_block_pool
+    assert not [block for block in pool.blocks if block.ref_cnt and not block.is_null]
+
+
+def test_l5_a_reset_under_stores_in_flight_raises_with_simple_cpu_offload() -> None:
+    """The blocks that it references cannot be reset; pausing and sleeping reset."""
+    engine = make_engine(SIMPLE, 5)
+    engine.add("a", random_prompt(41, 1), 8)
+    for _ in range(3):
+        engine.step()
+    with engine_dies(SIMPLE, RuntimeError, "reset_prefix_cache"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def abort(engine: PeerEngine, request_id: str) -> None:
+    """The client has gone."""
+    engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

@@ -75,7 +75,6 @@ def test_every_kind_of_event_happens() -> None:
         "unpublished_blocks",
         "skipped_blocks",
         "rescued_blocks",
-        "stale_reports",
         "duplicate_reports",
         "dropped_unknown_ids",
         "dropped_unowned_ids",

@@ -36,11 +36,13 @@ class ProgressChecker:
         for connector in [core.connector, *(worker.connector for worker in core.workers)]:
             tap(connector, "_contain", self._see_error)
 
-    def _see_error(self, original: Callable[..., None], hook: str, error: Exception) -> None:
+    def _see_error(
+        self, original: Callable[..., None], hook: str, error: Exception, *report: object
+    ) -> None:
         if isinstance(error, Finding | InvariantError):
             raise error
         self._core.findings.add("I7", f"{hook} raised {error!r}")
-        original(hook, error)
+        original(hook, error, *report)
 
     def _see_plan(self, plan: StepPlan) -> None:
         """What waits is bounded, and a rank that is known to be dead is left alone."""

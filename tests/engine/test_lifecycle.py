@@ -1,0 +1,232 @@
+"""A real server through its life: salts, junk, resets, sleep, SIGKILL, restart, SIGTERM.
+
+One server does all of it, so that the tests are steps: they run in the order of this file, and each
+one only needs the server to be up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.http_server import HttpServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK_SIZE = 32
+NUM_TOKENS = 321
+NUM_HIT_TOKENS = 320
+PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
+SECRET = "what the client asked in confidence"
+NOT_OURS = ("psm_", "vllm-", "torchinductor", "triton")
+"""What vLLM and torch keep there. psm_* are vLLM's queues between its processes, which it leaves
+behind after a SIGKILL with any connector and with none; tests/test_layering.py says that we make
+none."""
+
+CONFIG = {
+    "kv_connector": "SafeCPUOffloadConnector",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"num_cpu_blocks": 500, "check_invariants": True},
+}
+ARGUMENTS = (
+    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
+    *("--block-size", str(BLOCK_SIZE), "--max-model-len", "1024", "--max-num-seqs", "4"),
+    *("--num-gpu-blocks-override", "100"),
+    *("--kv-transfer-config", json.dumps(CONFIG)),
+)
+
+
+@pytest.fixture(scope="module")
+def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server with the endpoints that operators use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}.items():
+            patch.setenv(name, value)
+        made = HttpServer(model("llama"), ARGUMENTS, tmp_path_factory.mktemp("lifecycle"))
+        with made:
+            made.wait_until_healthy()
+            yield made
+
+
+def post(server: HttpServer, path: str, body: dict[str, Any] | None = None) -> Any:
+    """POST; returns the answer, and raises if it is an error."""
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(
+        f"{server.url}{path}", data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120.0) as response:
+        assert response.status == 200
+        text = response.read()
+    return json.loads(text) if text else None
+
+
+def ask(server: HttpServer, name: str, num_tokens: int = 4, **more: Any) -> list[int]:
+    """Answer a prompt; returns its greedy tokens."""
+    body = {
+        "model": "model",
+        "prompt": PROMPTS[name],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+        **more,
+    }
+    tokens: list[int] = post(server, "/v1/completions", body)["choices"][0]["token_ids"]
+    assert len(tokens) == num_tokens
+    return tokens
+
+
+def count(server: HttpServer, name: str) -> float:
+    return server.metrics().get(f"vllm:safe_offload_{name}", 0.0)
+
+
+def settle(server: HttpServer) -> None:
+    """Wait until nothing is in flight, and the metrics say so."""
+    server.wait_for(
+        lambda: not any(count(server, f"{kind}_in_flight") for kind in ("stores", "loads")),
+        "transfers to settle",
+        timeout_s=30.0,
+    )
+
+
+def hits(server: HttpServer, name: str, **more: Any) -> float:
+    """Tokens that come from the host for a prompt of which the GPU has forgotten everything."""
+    settle(server)
+    post(server, "/reset_prefix_cache")
+    before = count(server, "hit_tokens_total")
+    ask(server, name, **more)
+    settle(server)
+    return count(server, "hit_tokens_total") - before
+
+
+def check_well(server: HttpServer) -> None:
+    """Nothing has gone wrong so far."""
+    for name in ("contained_errors", "failed_loads", "failed_stores", "stale_reports"):
+        assert count(server, f"{name}_total") == 0, (name, server.log_tail())
+
+
+def test_a_salt_is_part_of_what_a_hit_is_found_by(server: HttpServer) -> None:
+    """Security (K9): whoever does not know the salt learns nothing from the time of an answer."""
+    tokens = ask(server, "A", cache_salt="of tenant 1")
+    assert hits(server, "A", cache_salt="of tenant 2") == 0
+    assert hits(server, "A") == 0
+    assert hits(server, "A", cache_salt="of tenant 1") == NUM_HIT_TOKENS
+    assert ask(server, "A", cache_salt="of tenant 1") == tokens
+    check_well(server)
+
+
+def test_limits_and_junk_of_a_request_are_served(server: HttpServer) -> None:
+    tokens = ask(server, "B", kv_transfer_params={"max_offload_tokens": 0})
+    assert hits(server, "B", kv_transfer_params={"max_offload_tokens": 96}) == 0
+    assert hits(server, "B", kv_transfer_params={"max_load_tokens": 70}) == 64
+    before = count(server, "bad_request_params_total")
+    junk: list[dict[str, Any]] = [
+        {"max_load_tokens": SECRET, "max_offload_tokens": [SECRET]},
+        {"max_load_tokens": -1},
+        {"max_offload_tokens": True, SECRET: {SECRET: [None, 1.5]}},
+        {"max_load_tokens": 2**40},
+    ]
+    for params in junk:
+        assert ask(server, "B", kv_transfer_params=params) == tokens
+    settle(server)
+    assert count(server, "bad_request_params_total") - before == len(junk)
+    assert "kv_transfer_params of 1 requests could not be used" in server.log()
+    assert SECRET not in server.log()
+    check_well(server)
+
+
+def test_a_reset_of_the_connector_forgets_the_host(server: HttpServer) -> None:
+    ask(server, "C")
+    assert hits(server, "C") == NUM_HIT_TOKENS
+    post(server, "/reset_prefix_cache?reset_external=true")
+    assert hits(server, "C") == 0
+    assert hits(server, "C") == NUM_HIT_TOKENS, "storing goes on"
+    check_well(server)
+
+
+def test_resets_while_requests_run_disturb_no_answer(server: HttpServer) -> None:
+    expected = {name: ask(server, name, 60) for name in "ABCD"}
+    with ThreadPoolExecutor(4) as executor:
+        asked = {name: executor.submit(ask, server, name, 60) for name in "ABCD"}
+        while not all(answer.done() for answer in asked.values()):
+            post(server, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+    assert {name: answer.result() for name, answer in asked.items()} == expected
+    settle(server)
+    assert count(server, "leased_slots") == 0
+    check_well(server)
+
+
+def test_sleep_and_wake_up_leave_an_engine_that_serves(server: HttpServer) -> None:
+    """On the CPU vLLM keeps its memory while it sleeps; resets and the pause are real."""
+    tokens = ask(server, "D")
+    post(server, "/sleep?level=1")
+    post(server, "/wake_up")
+    assert ask(server, "D") == tokens
+    assert hits(server, "D") == NUM_HIT_TOKENS
+    check_well(server)
+
+
+def test_a_pause_under_load_ends_and_the_engine_serves_on(server: HttpServer) -> None:
+    tokens = ask(server, "D", 60)
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, server, "D", 60)
+        post(server, "/pause?mode=wait")
+        post(server, "/resume")
+        assert asked.result() == tokens
+    check_well(server)
+
+
+def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(
+    server: HttpServer,
+) -> None:
+    """No shared memory, no file, no process, and the same port (L4)."""
+    tokens = ask(server, "E")
+    processes = server.process_ids()
+    assert len(processes) > 1
+    files = {path for pid in processes for path in files_in_memory_or_tmp(pid)}
+    server.kill()
+    wait_until_gone(processes)
+    left = {path for path in files if path.exists()}
+    for path in left:
+        if path.name.startswith("psm_"):
+            path.unlink()
+    assert not [path for path in left if not path.name.startswith(NOT_OURS)]
+    with server:
+        server.wait_until_healthy()
+        assert ask(server, "E") == tokens
+        assert hits(server, "E") == NUM_HIT_TOKENS
+        check_well(server)
+        processes = server.process_ids()
+        started_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - started_s < 15.0, "of which the connector may take 5 s"
+        wait_until_gone(processes)
+
+
+def files_in_memory_or_tmp(pid: int) -> set[Path]:
+    """Files under /dev/shm and /tmp that a process has open or mapped."""
+    found: set[str] = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        found.add(line.split(maxsplit=5)[-1])
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if link.exists():
+            found.add(str(link.readlink()))
+    paths = {Path(name) for name in found if name.startswith(("/dev/shm/", "/tmp/"))}
+    return {path for path in paths if not set(path.parts) & {"site-packages", "pytest-of-root"}}
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline_s, "a process is left"
+        time.sleep(0.05)

@@ -1,0 +1,64 @@
+"""Nothing of a prompt is logged, at any level, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from safe_offload.sim.run import run
+from tests.scheduler.rig import MakeRig
+
+
+@pytest.mark.parametrize("profile", ["all-faults", "failing", "dying", "foreign-ids"])
+def test_a_storm_of_failures_logs_no_token(
+    profile: str, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt has a long run of tokens; none of the messages has three of them in a row."""
+    from safe_offload.sim.engine_core import EngineCore
+
+    prompts: list[list[int]] = []
+    add = EngineCore.add
+
+    def remember(self, request_id, prompt, *args, **kwargs):
+        prompts.append(list(prompt))
+        return add(self, request_id, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(EngineCore, "add", remember)
+    lines: list[str] = []
+    for seed in range(30):
+        run(profile, seed)
+        lines = [as_text(record) for record in package_log if ".sim." not in record.name]
+        if seed > 0 and len(lines) > 10:
+            break
+    assert len(lines) > 10, "it was to be a storm"
+    assert prompts
+    for prompt in prompts:
+        for start in range(len(prompt) - 2):
+            tokens = ", ".join(map(str, prompt[start : start + 3]))
+            assert not [line for line in lines if f"[{tokens}" in line or f", {tokens}" in line]
+
+
+def test_an_error_of_our_own_logs_no_token(
+    make_rig: MakeRig, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(num_blocks=30, extra={"check_invariants": False})
+    prompt = rig.prompt(33, 1)
+    for method in ("match", "plan", "settle"):
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.planner, method, broken)
+            rig.add(f"a-{method}", prompt)
+            rig.step()
+    rig.drain()
+    text = "\n".join(as_text(record) for record in package_log)
+    assert text.count("was kept from the engine") >= 3
+    assert ", ".join(map(str, prompt[:3])) not in text
+
+
+def as_text(record: logging.LogRecord) -> str:
+    """The message and its traceback, as a handler writes them."""
+    return logging.Formatter("%(message)s").format(record)

@@ -1,0 +1,132 @@
+"""An error of our own anywhere on the scheduler side: vLLM goes on, and everything drains (I7, I8).
+
+Each method of the planner's parts raises once, before it has done its work or after it, early in a
+run or late. The run has hits, loads in flight, preemptions, an abort and two ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from safe_offload.scheduler.admission import Admission
+from safe_offload.scheduler.fences import StoresInFlight
+from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.leases import Lease, LeaseBook
+from safe_offload.scheduler.loads import Loads
+from safe_offload.scheduler.planner import Planner
+from safe_offload.scheduler.requests import RequestBook, RequestState
+from safe_offload.scheduler.slots import SlotPool
+from safe_offload.scheduler.sources import EagerScan
+from safe_offload.scheduler.stores import Stores
+from tests.scheduler.rig import MakeRig, Rig
+
+PARTS: tuple[type[Any], ...] = (
+    Admission,
+    EagerScan,
+    HostIndex,
+    Lease,
+    LeaseBook,
+    Loads,
+    Planner,
+    RequestBook,
+    RequestState,
+    SlotPool,
+    Stores,
+    StoresInFlight,
+)
+
+STARTING = {"bind", "for_engine"}
+ASSIGNING = {"sent"}
+"""A few assignments that make a plan count."""
+RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_failure"}
+"""What runs after an error."""
+ANSWER_IS_PASSED_ON = {"plan", "settle"}
+"""Behind these there is nothing that could raise before vLLM has what they answer."""
+NOT_IN_SERVICE = {"check_invariants", "gauges", "reset", "forget_all", "poison_all"}
+
+
+def methods() -> list[tuple[type[Any], str]]:
+    left_out = STARTING | ASSIGNING | RECOVERING | NOT_IN_SERVICE
+    return [
+        (part, name)
+        for part in PARTS
+        for name, _ in inspect.getmembers(part, inspect.isfunction)
+        if not name.startswith("__") and name not in left_out
+    ]
+
+
+def raise_at(
+    monkeypatch: pytest.MonkeyPatch, part: type[Any], name: str, *, call: int, is_after: bool
+) -> Callable[[], int]:
+    """Let one call of a method raise; returns how many calls there were."""
+    original = getattr(part, name)
+    count = 0
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and not is_after:
+            raise RuntimeError("injected")
+        answer = original(*args, **kwargs)
+        if count == call:
+            raise RuntimeError("injected")
+        return answer
+
+    monkeypatch.setattr(part, name, counted)
+    return lambda: count
+
+
+def make_busy_rig(make_rig: MakeRig) -> Rig:
+    """An engine that has prompts on the host, and none of them on the GPU."""
+    rig = make_rig(
+        num_blocks=22,
+        num_slots=40,
+        max_batched_tokens=24,
+        tensor_ranks=2,
+        copy_ticks_max=10,
+        extra={"check_invariants": False},  # as in production
+    )
+    for seed in (1, 2):
+        rig.run_alone(f"first-{seed}", rig.prompt(33, seed))
+    rig.forget_gpu_cache()
+    return rig
+
+
+def serve(rig: Rig) -> None:
+    """Hits, preemptions, an abort while loading, and new prompts; checks every answer."""
+    for seed in (1, 2, 3, 4):
+        rig.add(f"again-{seed}", rig.prompt(33, seed), max_tokens=14)
+    rig.step()
+    rig.add("gone", [*rig.prompt(33, 2), 1, 2, 3], max_tokens=14)
+    for _ in range(3):
+        rig.step()
+    rig.abort("gone")
+    rig.drain()
+    for seed in (1, 2, 3, 4):
+        rig.check_tokens(f"again-{seed}", 14)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), methods(), ids=lambda what: getattr(what, "__name__", what)
+)
+def test_after_an_error_of_our_own_everything_drains(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, part: type[Any], name: str
+) -> None:
+    for is_after in (False,) if name in ANSWER_IS_PASSED_ON else (False, True):
+        for call in (1, 2, 7, 20):
+            rig = make_busy_rig(make_rig)
+            with monkeypatch.context() as patch:
+                num_calls = raise_at(patch, part, name, call=call, is_after=is_after)
+                serve(rig)
+            rig.run_alone("last", rig.prompt(33, 1))
+            rig.check_idle()
+            rig.planner.check_invariants()
+            assert rig.counts["contained_errors"] == (num_calls() >= call)
+            if num_calls() < call:
+                break

@@ -1,0 +1,202 @@
+"""What a client writes into `kv_transfer_params` of a request, on vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_offload.observe.counters import is_milestone
+from safe_offload.scheduler.limits import MAX_TOKENS, NO_LIMITS, Limits, read_limits
+from tests.scheduler.rig import MakeRig, Rig
+
+HYBRID = ("window:10", "full")
+MAMBA = ("mamba", "full")
+
+
+def ask(rig: Rig, request_id: str, prompt: list[int], params: Any) -> int:
+    """Send a request with `kv_transfer_params`; returns how many tokens came from the host."""
+    before = rig.counts["hit_tokens"]
+    rig.kv_transfer_params = params
+    rig.add(request_id, prompt)
+    rig.kv_transfer_params = None
+    rig.drain()
+    rig.check_tokens(request_id, 4)
+    return rig.counts["hit_tokens"] - before
+
+
+# ---- max_load_tokens ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
+)
+def test_no_more_is_loaded_than_the_client_allows(
+    make_rig: MakeRig, limit: int, expected: int
+) -> None:
+    rig = make_rig(num_blocks=60)
+    rig.run_alone("a", rig.prompt(41, 1))
+    rig.forget_gpu_cache()
+    assert ask(rig, "a2", rig.prompt(41, 1), {"max_load_tokens": limit}) == expected
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])
+@pytest.mark.parametrize("limit", [0, 5, 17, 33])
+def test_a_limited_hit_of_a_hybrid_model_ends_where_its_groups_allow(
+    make_rig: MakeRig, groups: tuple[str, ...], limit: int
+) -> None:
+    """Every word that attention reads is checked, so a hit that ends elsewhere is found out."""
+    rig = make_rig(num_blocks=90, groups=groups, num_slots=200)
+    rig.run_alone("a", rig.prompt(41, 1))
+    rig.forget_gpu_cache()
+    assert 0 <= ask(rig, "a2", rig.prompt(41, 1), {"max_load_tokens": limit}) <= limit
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a3", rig.prompt(41, 1)) > 33, "the others are not limited"
+    rig.check_idle()
+
+
+def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("a", prompt)
+    rig.forget_gpu_cache()
+    rig.run_alone("head", prompt[:17])  # 16 tokens of it are on the GPU now
+    assert ask(rig, "a2", prompt, {"max_load_tokens": 8}) == 8
+    rig.check_idle()
+
+
+def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.run_alone("a", rig.prompt(33, 1))
+    rig.forget_gpu_cache()
+    rig.kv_transfer_params = {"max_load_tokens": 13}
+    request = rig.add("a2", rig.prompt(33, 1))
+    answers = [rig.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)]
+    assert answers == [(12, True)] * 3
+    assert rig.planner.gauges()["leased_slots"] == 3
+    rig.drain()
+    rig.check_idle()
+
+
+# ---- max_offload_tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
+)
+def test_no_more_is_stored_than_the_client_allows(
+    make_rig: MakeRig, limit: int, expected: int
+) -> None:
+    rig = make_rig(num_blocks=60)
+    prompt = rig.prompt(41, 1)
+    ask(rig, "a", prompt, {"max_offload_tokens": limit})
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a2", prompt) == expected
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])
+def test_of_a_request_that_allows_nothing_no_group_stores_a_block(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(num_blocks=90, groups=groups, num_slots=200)
+    ask(rig, "a", rig.prompt(41, 1), {"max_offload_tokens": 0})
+    assert rig.counts["stored_blocks"] == 0
+    rig.run_alone("b", rig.prompt(41, 2))
+    assert rig.counts["stored_blocks"] > 0
+    rig.check_idle()
+
+
+def test_a_preempted_request_that_allows_nothing_is_not_rescued(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, num_slots=100)
+    rig.start()
+    rig.kv_transfer_params = {"max_offload_tokens": 0}
+    rig.add("a", rig.prompt(41, 1), max_tokens=30)
+    for _ in range(3):
+        rig.step()
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.drain()
+    rig.check_tokens("a", 30)
+    assert rig.counts["stored_blocks"] == rig.counts["rescued_blocks"] == 0
+    rig.check_idle()
+
+
+# ---- junk --------------------------------------------------------------------------------------
+
+SECRET = "what the client asked in confidence"
+JUNK = [
+    {"max_load_tokens": SECRET},
+    {"max_load_tokens": -1},
+    {"max_offload_tokens": True},
+    {"max_offload_tokens": 1.5},
+    {"max_offload_tokens": [SECRET, {SECRET: SECRET}]},
+    {"max_offload_tokens": {"max_offload_tokens": 0}},
+    {"max_load_tokens": 10**30},
+    {"max_load_tokens": float("nan"), "max_offload_tokens": b"0"},
+    SECRET,
+    [SECRET],
+    17,
+]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk)[:40])
+def test_a_request_with_junk_is_served_like_one_without(
+    make_rig: MakeRig, junk: object, package_log: list[logging.LogRecord]
+) -> None:
+    rig = make_rig(num_blocks=60)
+    ask(rig, "a", rig.prompt(41, 1), junk)
+    rig.forget_gpu_cache()
+    assert ask(rig, "a2", rig.prompt(41, 1), junk) == 40
+    assert rig.counts["bad_request_params"] == 2
+    lines = [record.getMessage() for record in package_log]
+    assert len([line for line in lines if "kv_transfer_params" in line]) == 1, "not at the second"
+    assert not [line for line in lines if SECRET in line]
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False, "x": SECRET}, None])
+def test_what_is_meant_for_others_is_left_alone(make_rig: MakeRig, params: Any) -> None:
+    rig = make_rig(num_blocks=60)
+    ask(rig, "a", rig.prompt(41, 1), params)
+    rig.forget_gpu_cache()
+    assert ask(rig, "a2", rig.prompt(41, 1), params) == 40
+    assert rig.counts["bad_request_params"] == 0
+
+
+def test_a_limit_that_can_be_used_is_used_beside_one_that_cannot() -> None:
+    limits, problems = read_limits({"max_offload_tokens": "0", "max_load_tokens": 0})
+    assert limits == Limits(load_tokens=0)
+    assert problems == ["max_offload_tokens is of type str"]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    anything
+    | st.dictionaries(st.sampled_from(["max_offload_tokens", "max_load_tokens", "x"]), anything)
+)
+def test_whatever_is_written_is_a_limit_or_a_problem(params: object) -> None:
+    limits, problems = read_limits(params)
+    for limit in (limits.store_tokens, limits.load_tokens):
+        assert limit is None or (type(limit) is int and 0 <= limit <= MAX_TOKENS)
+    if problems:
+        assert all("\n" not in problem and len(problem) < 100 for problem in problems)
+    elif isinstance(params, dict):
+        assert limits.load_tokens == params.get("max_load_tokens")
+        assert limits.store_tokens == params.get("max_offload_tokens")
+    else:
+        assert params is None
+        assert limits is NO_LIMITS
+
+
+def test_a_line_is_logged_for_the_first_the_tenth_and_the_hundredth() -> None:
+    assert [count for count in range(1001) if is_milestone(count)] == [1, 10, 100, 1000]

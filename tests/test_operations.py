@@ -1,0 +1,85 @@
+"""docs/operations.md knows everything that the package says and counts."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import safe_offload
+from safe_offload.observe.counters import Count
+from safe_offload.observe.metrics import GAUGES
+from safe_offload.protocol import FailureReason
+
+PACKAGE = Path(safe_offload.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "operations.md").read_text()
+
+NOT_IN_SERVICE = ("sim", "bench")
+LEVELS = ("warning", "error", "exception", "critical")
+NUM_WORDS = 4
+PLACEHOLDER = re.compile(r"%[-+ #0-9.]*[a-z]")
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Where something is logged or refused, and the words that it begins with."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if name.split("/", maxsplit=1)[0] in NOT_IN_SERVICE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and _is_message(node.func):
+                yield f"{name}:{node.lineno}", _leading_words(node.args[0])
+
+
+def _is_message(function: ast.expr) -> bool:
+    if isinstance(function, ast.Attribute):
+        return function.attr in LEVELS and ast.unparse(function.value) in ("logger", "_logger")
+    return isinstance(function, ast.Name) and function.id == "ConfigError"
+
+
+def _leading_words(message: ast.expr) -> str:
+    """The first words without a value between them; of a message full of values the longest."""
+    if isinstance(message, ast.JoinedStr):
+        parts = [str(v.value) for v in message.values if isinstance(v, ast.Constant)]
+    else:
+        parts = PLACEHOLDER.split(ast.literal_eval(message))
+    parts = [part.strip(' ":;.') for part in parts]
+    long = [part for part in parts if len(part.split()) >= NUM_WORDS - 1]
+    part = long[0] if long else max(parts, key=len)
+    return " ".join(part.split()[:NUM_WORDS])
+
+
+MESSAGES = list(messages())
+
+
+def test_messages_are_found() -> None:
+    assert len(MESSAGES) >= 25
+    words = {text for _, text in MESSAGES}
+    assert "Prefix caching is off," in words, "a plain one"
+    assert "failed in SafeCPUOffloadConnector and" in words, "one that begins with a value"
+    assert "gives each rank" in words, "one that is put together"
+
+
+@pytest.mark.parametrize(("where", "words"), MESSAGES)
+def test_every_warning_and_error_is_explained(where: str, words: str) -> None:
+    assert words in PAGE, f"{where}: docs/operations.md does not know this message"
+
+
+@pytest.mark.parametrize("name", [*map(str, Count), *GAUGES])
+def test_every_metric_is_explained_in_a_row_of_its_own(name: str) -> None:
+    assert f"\n| `{name}` |" in PAGE
+
+
+@pytest.mark.parametrize("reason", FailureReason)
+def test_every_reason_of_a_failure_is_explained(reason: FailureReason) -> None:
+    assert f"\n| `{reason.value}` |" in PAGE
+
+
+def test_no_metric_is_explained_that_does_not_exist() -> None:
+    known = {*map(str, Count), *GAUGES, *(reason.value for reason in FailureReason)}
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE)) == known
+    named = re.findall(r"vllm:safe_offload_([a-z_]+)", PAGE)
+    assert {name.removesuffix("_total") for name in named} <= known
