@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def package_log() -> Iterator[list[logging.LogRecord]]:
     """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
-    import vllm.logger  # noqa: F401  (first: it takes the handlers off every logger below "vllm")
+    from safe_offload.sim.engine_core import EngineCore
+    from safe_offload.sim.vllm_setup import EngineShape
 
+    # vLLM sets up its loggers with its first engine, and takes the handlers off all below "vllm".
+    EngineCore(EngineShape()).close()
     records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):
