@@ -32,7 +32,7 @@ COMPAT_VENVS := .venv-compat
 COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
-.PHONY: help venv demo test test-unit test-engine test-compat mutants known-vllm check clean distclean
+.PHONY: help venv demo test test-unit test-engine test-compat soak mutants known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ test-engine: venv ## the tests that run a real vLLM engine
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
 	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
+
+soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
+	$(BIN)/python -m tests.engine.soak
 
 mutants: venv ## break the code line by line and let the simulator find out (a few minutes)
 	$(BIN)/python -m tests.mutants --markdown

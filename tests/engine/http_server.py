@@ -108,6 +108,12 @@ class HttpServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def group_id(self) -> int:
+        """Of the process group that all its processes are in."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether the server's own process is alive."""
         return self._process is not None and self._process.poll() is None
