@@ -1,4 +1,4 @@
-"""A long run of a real server: aborts, resets, copies that fail and stall; what it holds must not grow.
+"""A long run of a real server, with aborts, resets and failing copies: it must not grow.
 
     make soak                          # twenty minutes
     python -m tests.engine.soak --minutes 3 --json soak.json
