@@ -30,7 +30,6 @@ class Faults:
         self._slots = checkers.slots
         self._contents = checkers.contents
         self._ids = ids
-        self._all = faults
         self._by_step = [fault for fault in faults if not isinstance(fault.kind, CopyFault)]
         self._give_back_at: list[int] = []
         self._withheld: dict[int, tuple[int, list[StepReport]]] = {}
@@ -39,11 +38,6 @@ class Faults:
             if isinstance(fault.kind, CopyFault):
                 core.workers[fault.rank].device.faults[fault.number] = fault.kind
         core.mutate_outputs.append(self._mutate)
-
-    @property
-    def is_faultless(self) -> bool:
-        """Whether nothing goes wrong in this run."""
-        return not self._all
 
     @property
     def is_pending(self) -> bool:

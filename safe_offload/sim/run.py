@@ -60,6 +60,7 @@ class Run:
         faults = [event for event in events if isinstance(event, Fault)]
         ids = sorted({send.request_id for send in self._sends})
         self._faults = Faults(self.core, self.checkers, faults, [*ids, "never-sent"])
+        self._is_faultless = not profile.faults
         self._wanted: dict[str, Send] = {}
         self._now = 0
 
@@ -95,7 +96,7 @@ class Run:
             self._check_answers()
         self._check_answers()
         self.checkers.after_drain()
-        if self._faults.is_faultless:
+        if self._is_faultless:
             self.checkers.progress.check_all_went_well()
 
     def _send_due(self) -> None:
