@@ -52,6 +52,9 @@ ENVIRONMENT = {
 TROUBLE = (
     "contained_errors",
     "failed_loads",
+    "overdue_transfers",
+    "checksum_mismatches",
+    "given_up_requests",
     "failed_stores",
     "unusable_hits",
     "stale_reports",
