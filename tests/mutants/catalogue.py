@@ -425,6 +425,14 @@ MUTANTS = (
         ("loads-fail",),
     ),
     Mutant(
+        "a request whose load failed is offered the next hit before it has run",
+        _LOADS,
+        "            state.must_compute = True\n",
+        "",
+        "I7",
+        ("loads-fail",),
+    ),
+    Mutant(
         "a rank that is dead is still sent stores",
         _PLANNER,
         "        self._watch_failures(outcome)\n",

@@ -27,7 +27,7 @@ REGRESSIONS = {
     # Two requests whose loads have landed hold so many blocks that neither can go on.
     "loads starve one another": ("hybrid-pressure", 1046),
     # vLLM reserves for a load that failed, and counts it against the next one of the request.
-    "a second load after a failed one": ("all-faults", 1009),
+    "a second load after a failed one": ("loads-fail", 23),
     # A window slid on in a step in which its request found no block; preempted in the next, it had
     # blocks rescued that somebody else had overwritten.
     "rescue of what was overwritten": ("hybrid-gpu", 2098),
