@@ -150,6 +150,20 @@ def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig: MakeRig) -> No
     rig.check_idle()
 
 
+def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=30)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
+    report = StepReport(bad_slots=(BadSlots(0, (store.slot_ids[3],)),))
+    rig.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert rig.run_alone("a2", a) == 12
+    rig.check_idle()
+
+
 def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
