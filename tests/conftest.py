@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def package_log() -> Iterator[list[logging.LogRecord]]:
     """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
-    from safe_offload.sim.engine_core import EngineCore
-    from safe_offload.sim.vllm_setup import EngineShape
+    from safe_offload.sim.vllm_setup import EngineShape, make_config
 
-    # vLLM sets up its loggers with its first engine, and takes the handlers off all below "vllm".
-    EngineCore(EngineShape()).close()
+    make_config(EngineShape())  # vLLM's first one takes away all handlers below its own logger
     records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):

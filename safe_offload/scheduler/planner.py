@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import GpuBlocks, early_written_block_ids
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count, Counters, is_milestone
 from safe_offload.protocol import (
     EMPTY_PLAN,
     BadSlots,
@@ -82,6 +82,7 @@ class Planner:
         self._loads = Loads(index, self._leases, transfer_ids, options.num_ranks, counters)
         self._stores = Stores(index, self._leases, transfer_ids, options.num_ranks, counters)
         self._capacities: dict[int, int] = {}
+        self._num_failed: Counter[FailureReason] = Counter()
         self._is_disabled = False
         self._num_failed_in_a_row: Counter[int] = Counter()
         self._gpu: GpuBlocks | None = None
@@ -315,7 +316,7 @@ class Planner:
             return None
         transfer.ranks_left.discard(outcome.rank)
         failed = outcome.failure is not None
-        if outcome.failure is not None and not self._is_disabled:
+        if outcome.failure is not None and self._is_worth_a_line(outcome.failure):
             logger.warning(
                 "%s %d failed on rank %d: %s. Its tokens are recomputed when they are needed.",
                 type(transfer).__name__,
@@ -329,6 +330,11 @@ class Planner:
         else:
             transfer.failed |= failed
         return None if transfer.ranks_left else transfer
+
+    def _is_worth_a_line(self, reason: FailureReason) -> bool:
+        """A dead worker fails every transfer from then on; the log must not drown in that."""
+        self._num_failed[reason] += 1
+        return is_milestone(self._num_failed[reason])
 
     def _find(self, transfer_id: int) -> Store | Load | None:
         """The transfer of that id, if it is in flight."""

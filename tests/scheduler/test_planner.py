@@ -506,3 +506,16 @@ def test_a_failure_reason_travels_to_the_log(
     with caplog.at_level(logging.WARNING):
         rig.connector.update_connector_output(output)
     assert "fence_timeout" in caplog.text
+
+
+def test_a_worker_that_fails_everything_does_not_fill_the_log(
+    make_rig: MakeRig, package_log: list[logging.LogRecord]
+) -> None:
+    rig = make_rig()
+    rig.start()
+    rig.fail_copies()
+    for seed in range(12):
+        rig.run_alone(f"a{seed}", rig.prompt(41, seed))
+    lines = [record.getMessage() for record in package_log if "Its tokens" in record.getMessage()]
+    assert rig.counts["failed_stores"] > 12
+    assert len(lines) == 2, "the first and the tenth"

@@ -1,0 +1,67 @@
+"""What docs/guarantees.md names exists: tests, files, profiles; and no id is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import safe_offload
+from safe_offload.sim.profiles import PROFILES
+
+ROOT = Path(safe_offload.__file__).parent.parent
+PAGE = (ROOT / "docs" / "guarantees.md").read_text()
+TABLE = PAGE[PAGE.index("## Faults that others have met") : PAGE.index("## Broken on purpose")]
+ROWS = [line for line in TABLE.splitlines() if re.match(r"\| [A-Z]\d", line)]
+
+IDS = [
+    *(f"C{n}" for n in range(1, 18)),
+    *(f"K{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11)),
+    *(f"H{n}" for n in (1, 3, 4, 5, 6, 8)),
+    *(f"L{n}" for n in range(1, 6)),
+    *("P1", "P2", "G2", "G3", "G4", "G5", "X1", "X2"),
+]
+NUM_PEER_ROWS_MIN = 10
+
+
+def all_tests() -> set[str]:
+    return {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+    }
+
+
+def test_every_fault_has_a_row() -> None:
+    assert [row.split("|")[1].strip() for row in ROWS] == IDS
+
+
+def test_what_other_connectors_do_was_tried_for_ten_of_them() -> None:
+    tried = [row for row in ROWS if row.split("|")[-2].strip()]
+    assert len(tried) >= NUM_PEER_ROWS_MIN
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
+def test_a_row_says_what_happens_who_reported_it_and_what_comes_of_it(row: str) -> None:
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert len(cells) == 6
+    assert all(cells[:5])
+
+
+def test_every_test_that_is_named_exists() -> None:
+    known = all_tests()
+    for name in re.findall(r"`(test_\w+?)(?:_…)?(?:\[[^\]]*\])?`", PAGE):
+        assert name in known or any(test.startswith(name) for test in known), name
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", PAGE):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_profile_that_is_named_exists() -> None:
+    for cell in (row.split("|")[4] for row in ROWS):
+        for part in re.findall(r"profiles? ((?:`[\w-]+`(?: \([^)]*\))?(?:, )?)+)", cell):
+            for name in re.findall(r"`([\w-]+)`", part):
+                assert name in PROFILES or name.startswith("test_"), name
