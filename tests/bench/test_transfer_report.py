@@ -44,7 +44,15 @@ def report() -> TransferReport:
     )
 
 
-def test_a_share_is_a_ratio_of_medians(report: TransferReport) -> None:
+def test_a_share_is_a_median_of_the_rounds_own_ratios(report: TransferReport) -> None:
+    half_slow = Measurement(
+        LARGE, Traffic.LOAD, {Way.LIMIT: [1.0, 1.0, 5.0], Way.OURS: [2.0, 10.0, 10.0]}
+    )
+    assert half_slow.share(Way.OURS) == 0.5
+    assert half_slow.ratio_of_medians(Way.OURS) == 0.1
+
+
+def test_a_rate_is_one_of_the_median_time(report: TransferReport) -> None:
     assert report.measurements[1].share(Way.OURS) == pytest.approx(0.8)
     assert report.measurements[1].rate_gbps(Way.OURS) == pytest.approx((16 << 20) / 1.25 / 1e9)
 
@@ -80,7 +88,7 @@ def test_the_json_file_holds_method_figures_and_samples(report: TransferReport) 
     assert first["seconds"]["loop"] == [4.0, 2.0, 1.0]
     assert content["measurements"][1]["share_of_limit"]["vLLM batch"] == pytest.approx(0.25)
     assert content["latencies"][0]["median_us"] == 20
-    assert "ratio is one of medians" in content["method"]
+    assert "the median of the rounds' own ratios" in content["method"]
 
 
 def test_the_plot_is_a_png(report: TransferReport, tmp_path: Path) -> None:
