@@ -125,6 +125,15 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert content["machine"]["commit"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_a_tiny_run_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--device", "cuda", "--blocks", "1", "6", *TINY]) == 0
+    output = capsys.readouterr().out
+    assert "4 KiB      6      2    48 KiB both" in output
+    assert "fence, device" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
