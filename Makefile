@@ -3,6 +3,8 @@
 #   PYTHON=python3.12     the interpreter .venv is made with (default: the first of python3, 3.12, 3.11, 3.13 that fits)
 #   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy, PyTorch's index of CPU wheels
 #   PYTEST_ARGS='-x -k …' passed to pytest
+#   GPU_PYTHON=python     the interpreter of `make test-gpu` and `make bench-gpu`; .venv has a torch for the CPU
+#   BENCH_ARGS='--quick'  passed to the benchmark
 #   VLLM=0.33.0           the vLLM of `make test-compat`
 
 SHELL := /bin/bash
@@ -12,6 +14,8 @@ PYTHON ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 VLLM ?=
+GPU_PYTHON ?= python3
+BENCH_ARGS ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -32,7 +36,8 @@ COMPAT_VENVS := .venv-compat
 COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
-.PHONY: help venv demo test test-unit test-engine test-compat soak mutants known-vllm check clean distclean
+.PHONY: help venv demo test test-unit test-engine test-gpu test-compat bench-gpu needs-gpu soak mutants known-vllm \
+	check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +60,14 @@ test-unit: venv ## the tests that need no engine
 test-engine: venv ## the tests that run a real vLLM engine
 	$(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
 
+test-gpu: needs-gpu ## the tests that need a GPU
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: docs/benchmarks
+	mkdir -p docs/benchmarks
+	$(GPU_PYTHON) -m safe_offload.cli bench transfer --device cuda \
+		--json docs/benchmarks/transfer-gpu.json --plot docs/benchmarks/transfer-gpu.png $(BENCH_ARGS)
+
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
 	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
@@ -64,6 +77,11 @@ soak: venv ## a real server for twenty minutes, with aborts, resets and failing 
 
 mutants: venv ## break the code line by line and let the simulator find out (a few minutes)
 	$(BIN)/python -m tests.mutants --markdown
+
+needs-gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
+		"$(GPU_PYTHON): torch is missing or sees no GPU, so there is nothing to run. Needed: a machine with a GPU, and" \
+		'vLLM, safe-offload, pytest and matplotlib in one environment. Then: make $(MAKECMDGOALS) GPU_PYTHON=/path/to/python'; exit 1; }
 
 known-vllm:
 	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \

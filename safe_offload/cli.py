@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.bench import engine
+from safe_offload.bench import engine, transfer
 from safe_offload.errors import SafeOffloadError
 from safe_offload.sim import command as sim
 
@@ -42,6 +42,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     engine.add_arguments(bench_engine)
     bench_engine.set_defaults(run=engine.run_command)
+    bench_transfer = benchmarks.add_parser(
+        "transfer",
+        help="rate of the copies, against what the hardware gives",
+        description=transfer.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    transfer.add_arguments(bench_transfer)
+    bench_transfer.set_defaults(run=transfer.run_command)
     simulator = commands.add_parser(
         "sim",
         help="test this connector on vLLM's real scheduler, over simulated workers",

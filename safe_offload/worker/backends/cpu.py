@@ -3,19 +3,19 @@
 There is no stream here: the forward has finished when vLLM's hook returns, and what a GPU orders on
 the device is a wait on the host. Each direction has threads of its own.
 
-Bytes are moved in as few calls as possible, with the interpreter lock released: a thread that took
-the lock back for every block would stand in the engine's way, and the engine in its own. Runs of
-blocks that go to runs of slots are joined; long runs are one `memmove` each, and all short ones go
-in batches through `process_vm_readv(2)` on this very process, the system's only gathering copy.
+Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
+interpreter lock released: a thread that took the lock back for every block would stand in the
+engine's way, and the engine in its own. The loop is compiled by numba, which vLLM's CPU engine
+brings along; without numba it is interpreted, and takes the lock back each time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -27,17 +27,17 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
-from safe_offload.worker.backends.ranges import Ranges, RangeTable
+from safe_offload.worker.backends.ranges import Ranges, RangeTable, Words
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.threads import start_threads
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-LONG_RUN_BYTES = 256 * 1024
-"""Runs from this length on are copied by `memmove`, which is faster than the system call there."""
-IOV_MAX = 1024
-"""Ranges of one `process_vm_readv` call (Linux, uio.h, UIO_MAXIOV)."""
+Numbers = Words | Sequence[int]
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes, _memmove.restype = [ctypes.c_size_t] * 3, ctypes.c_size_t
 
 
 class CpuCompletion:
@@ -78,7 +78,7 @@ class CpuBackend:
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
-        self._gather = _find_gather()
+        self._move = _find_move()
         self._threads = {
             direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
@@ -120,61 +120,34 @@ class CpuBackend:
         self._host.close()
 
     def _run(self, copy: Copy) -> None:
-        ranges = self._table.ranges(self._table.runs(copy))
-        is_long = ranges.lengths >= LONG_RUN_BYTES
-        if not is_long.all():
-            self._gather(ranges.where(~is_long))
-        if is_long.any():
-            _move_each(ranges.where(is_long))
+        self._move(self._table.ranges(self._table.runs(copy)))
 
 
-def _move_each(ranges: Ranges) -> None:
-    """Copy each range by one `memmove`, the lock released in each."""
-    for target, source, length in zip(
-        ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
-    ):
-        ctypes.memmove(target, source, length)
+def _move_all(targets: Numbers, sources: Numbers, lengths: Numbers) -> None:
+    """Copy range by range."""
+    for index in range(len(lengths)):
+        _memmove(targets[index], sources[index], lengths[index])
 
 
-def _find_gather() -> Callable[[Ranges], None]:
-    """`process_vm_readv` if the system allows it (some containers do not), else `_move_each`."""
+@functools.cache
+def _find_move() -> Callable[[Ranges], None]:
+    """How to move ranges: compiled if it can be, which takes half a second once."""
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        readv = libc.process_vm_readv
-    except (OSError, AttributeError):
-        return _move_each
-    readv.restype = ctypes.c_ssize_t
-    pointer, count = ctypes.c_void_p, ctypes.c_ulong
-    readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, ctypes.c_ulong]
+        import numba
 
-    def gather(ranges: Ranges) -> None:
-        pid, lengths = os.getpid(), ranges.lengths
-        local = np.stack((ranges.targets, lengths), axis=1)
-        remote = np.stack((ranges.sources, lengths), axis=1)
-        for start in range(0, len(lengths), IOV_MAX):
-            end = min(start + IOV_MAX, len(lengths))
-            expected = int(lengths[start:end].sum())
-            copied = readv(
-                pid,
-                local[start:].ctypes.data,
-                end - start,
-                remote[start:].ctypes.data,
-                end - start,
-                0,
-            )
-            if copied != expected:
-                detail = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} bytes"
-                raise TransferError(
-                    FailureReason.COPY_FAILED,
-                    f"process_vm_readv: expected {expected} bytes, found {detail}",
-                )
+        words = numba.uint64[::1]
+        move = numba.njit(numba.void(words, words, words), nogil=True)(_move_all)
+    except Exception as error:
+        # Missing, or at odds with this numpy, this machine or this Python: all mean the same.
+        logger.warning(
+            "Small blocks are copied by an interpreted loop, which is slower and gets in the "
+            "engine's way (%s: %s). Fix: pip install numba",
+            type(error).__name__,
+            error,
+        )
+        return _move_interpreted
+    return lambda ranges: move(ranges.targets, ranges.sources, ranges.lengths)
 
-    probe = np.arange(2, dtype=np.uint64)
-    address = np.array([probe.ctypes.data], dtype=np.uint64)
-    size = np.array([probe.itemsize], dtype=np.uint64)
-    try:
-        gather(Ranges(address, address + size, size))
-    except TransferError as error:
-        logger.info("Gathering by process_vm_readv is not allowed here (%s); using memmove.", error)
-        return _move_each
-    return gather if int(probe[0]) == 1 else _move_each
+
+def _move_interpreted(ranges: Ranges) -> None:
+    _move_all(ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist())

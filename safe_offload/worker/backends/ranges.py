@@ -37,10 +37,6 @@ class Ranges:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> Ranges:
-        """Those of the ranges for which `chosen` is true."""
-        return Ranges(self.targets[chosen], self.sources[chosen], self.lengths[chosen])
-
 
 @dataclass(frozen=True, slots=True)
 class Runs:

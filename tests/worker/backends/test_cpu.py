@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import errno
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,7 +18,7 @@ from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.ranges import Ranges, RangeTable
+from safe_offload.worker.backends.ranges import Ranges
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.backends.contract import (
     GEOMETRIES,
@@ -29,8 +29,6 @@ from tests.worker.backends.contract import (
     MakeSubject,
     Subject,
 )
-
-HAS_READV = cpu._find_gather() is not cpu._move_each
 
 
 class CpuSubject(Subject):
@@ -103,19 +101,19 @@ def subject(make_cpu_subject: Callable[..., CpuSubject]) -> CpuSubject:
     return make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
 
 
-@pytest.mark.skipif(not HAS_READV, reason="process_vm_readv is not allowed here")
-class TestGatheringBySystemCall(BackendContract):
+class TestCompiledLoop(BackendContract):
     @pytest.fixture
     def make_subject(self, make_cpu_subject: Callable[..., CpuSubject]) -> MakeSubject:
+        pytest.importorskip("numba")
         return make_cpu_subject
 
 
-class TestMovingOneByOne(BackendContract):
+class TestInterpretedLoop(BackendContract):
     @pytest.fixture
     def make_subject(
         self, make_cpu_subject: Callable[..., CpuSubject], monkeypatch: pytest.MonkeyPatch
     ) -> MakeSubject:
-        monkeypatch.setattr(cpu, "_find_gather", lambda: cpu._move_each)
+        monkeypatch.setattr(cpu, "_find_move", lambda: cpu._move_interpreted)
         return make_cpu_subject
 
 
@@ -142,138 +140,42 @@ async def test_a_copy_that_no_thread_has_taken_is_taken_back(subject):
     await asyncio.wait_for(running.wait(), PATIENCE_S)
 
 
-# ---- long and short runs -------------------------------------------------------------------------
+# ---- the loop over ranges ----------------------------------------------------------------------
 
 
-def spy(subject: CpuSubject, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Lengths of what is gathered, and of what is moved one by one."""
-    gathered: list[int] = []
+async def test_runs_are_joined(make_cpu_subject, monkeypatch):
+    subject = make_cpu_subject(make_geometry([Segment(64, 0, 64)], 10, 640), 10)
     moved: list[int] = []
-    gather, move = subject.backend._gather, cpu._move_each
-
-    def spy_gather(ranges):
-        gathered.extend(map(int, ranges.lengths))
-        gather(ranges)
-
-    def spy_move(ranges):
-        moved.extend(map(int, ranges.lengths))
-        move(ranges)
-
-    subject.backend._gather = spy_gather
-    monkeypatch.setattr(cpu, "_move_each", spy_move)
-    return gathered, moved
-
-
-async def test_long_runs_are_moved_and_short_ones_gathered(make_cpu_subject, monkeypatch):
-    row = cpu.LONG_RUN_BYTES // 2
-    geometry = make_geometry([Segment(row, 0, row)], 10, 10 * row)
-    subject = make_cpu_subject(geometry, 10)
-    gathered, moved = spy(subject, monkeypatch)
-    storage, _ = subject.fill(1)
+    monkeypatch.setattr(subject.backend, "_move", lambda ranges: moved.extend(ranges.lengths))
     await subject.copy(Direction.STORE, [0, 1, 2, 5], [0, 1, 2, 9])
-    assert moved == [3 * row]
-    assert gathered == [row]
-    stored = subject.read_host()
-    assert np.array_equal(stored[: 3 * row], storage[: 3 * row])
-    assert np.array_equal(stored[9 * row :], storage[5 * row : 6 * row])
+    assert moved == [3 * 64, 64]
 
 
-# ---- the system call ---------------------------------------------------------------------------
+def test_without_numba_the_loop_is_interpreted_and_the_log_names_the_fix(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert cpu._find_move.__wrapped__() is cpu._move_interpreted
+    assert "pip install numba" in caplog.text
 
 
-class FakeReadv:
-    """Stands for `process_vm_readv`: copies nothing, answers what it is told."""
-
-    def __init__(self, answers: Callable[[int], int], error: int = 0) -> None:
-        self.counts: list[int] = []
-        self._answers = answers
-        self._error = error
-
-    def __call__(self, pid, local, num_local, remote, num_remote, flags) -> int:
-        assert num_local == num_remote
-        assert flags == 0
-        self.counts.append(num_local)
-        lengths = (ctypes.c_uint64 * (2 * num_local)).from_address(local)[1::2]
-        ctypes.set_errno(self._error)
-        return self._answers(sum(lengths))
-
-
-@pytest.fixture
-def fake_libc(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
-    def set_libc(readv: object) -> None:
-        class Libc:
-            def __init__(self, *args: object, **kwargs: object) -> None:
-                if readv is not None:
-                    self.process_vm_readv = readv
-
-        monkeypatch.setattr(cpu.ctypes, "CDLL", Libc)
-
-    return set_libc
-
-
-def test_a_system_without_the_call_moves_one_by_one(fake_libc):
-    fake_libc(None)
-    assert cpu._find_gather() is cpu._move_each
-
-
-def test_a_container_that_refuses_the_call_moves_one_by_one(fake_libc):
-    fake_libc(FakeReadv(lambda expected: -1, errno.EPERM))
-    assert cpu._find_gather() is cpu._move_each
-
-
-def test_a_call_that_says_it_copied_and_did_not_is_not_trusted(fake_libc):
-    fake_libc(FakeReadv(lambda expected: expected))
-    assert cpu._find_gather() is cpu._move_each
-
-
-@pytest.mark.parametrize(
-    ("answer", "detail"),
-    [(lambda expected: -1, "Bad address"), (lambda expected: expected - 8, "160 bytes")],
-)
-async def test_a_call_that_copies_too_little_fails_the_copy(fake_libc, answer, detail):
-    working = FakeReadv(lambda expected: 8)
-
-    def readv(pid, local, num_local, remote, num_remote, flags):
-        if not working.counts:  # the probe: 8 bytes
-            working.counts.append(1)
-            ctypes.memmove(*(ctypes.c_uint64.from_address(at).value for at in (local, remote)), 8)
-            return 8
-        ctypes.set_errno(errno.EFAULT)
-        return answer(168)
-
-    fake_libc(readv)
-    subject = CpuSubject(make_geometry([Segment(168, 0, 168)], 4, 4 * 168), 4)
-    with pytest.raises(TransferError, match=detail) as caught:
-        await subject.copy(Direction.STORE, [0], [0])
-    assert caught.value.reason is FailureReason.COPY_FAILED
-    subject.end()
-
-
-@pytest.mark.skipif(not HAS_READV, reason="process_vm_readv is not allowed here")
-async def test_an_address_that_is_not_mapped_fails_the_copy_and_not_the_process(make_cpu_subject):
-    geometry = make_geometry([Segment(64, 0, 64)], 8, 512)
-    subject = make_cpu_subject(geometry, 8)
-    subject.backend._table = RangeTable(0, subject.host.tensor.data_ptr(), subject.layout)
-    with pytest.raises(TransferError) as caught:
-        await subject.copy(Direction.STORE, [1, 3], [1, 3])
-    assert caught.value.reason is FailureReason.COPY_FAILED
-
-
-def test_no_call_has_more_ranges_than_the_kernel_takes():
-    lengths = np.full(2 * cpu.IOV_MAX + 5, 4, np.uint64)
-    source = np.arange(len(lengths), dtype=np.uint32)
-    target = np.zeros_like(source)
-    steps = np.arange(len(lengths), dtype=np.uint64) * np.uint64(4)
-    gather = cpu._find_gather()
-    order = np.random.default_rng(1).permutation(len(lengths))
-    gather(
-        Ranges(
-            np.uint64(target.ctypes.data) + steps,
-            np.uint64(source.ctypes.data) + steps[order],
-            lengths,
-        )
-    )
-    np.testing.assert_array_equal(target, source[order])
+def test_the_compiled_loop_lets_other_threads_run():
+    pytest.importorskip("numba")
+    size_bytes, count = 1 << 16, 20_000
+    source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
+    words = [np.full(count, n, np.uint64) for n in (target.ctypes.data, source.ctypes.data)]
+    ranges = Ranges(*words, np.full(count, size_bytes, np.uint64))
+    mover = threading.Thread(target=cpu._find_move(), args=(ranges,))
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(PATIENCE_S)  # from here on a thread runs only if another lets it
+    try:
+        mover.start()
+        turns = 0
+        while mover.is_alive():
+            time.sleep(0)
+            turns += 1
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert turns > 200
+    assert target.all()
 
 
 # ---- waiting -----------------------------------------------------------------------------------
