@@ -394,8 +394,8 @@ MUTANTS = (
     Mutant(
         "a slot whose memory is bad is not retired",
         _PLANNER,
-        "                self._retire(bad)",
-        "                pass",
+        "            self._retire(bad)",
+        "            pass",
         "I6",
         ("flips",),
     ),

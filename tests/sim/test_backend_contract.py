@@ -77,14 +77,14 @@ class SimSubject(Subject):
         content = self._gaps.copy()
         for block, words in enumerate(self.device.memory.gpu):
             for row, word in zip(self._rows(block), words, strict=True):
-                content[row] = word
+                content[row] = np.frombuffer(word, np.uint8)
         return content
 
     def write_storage(self, content: Bytes) -> None:
         def write() -> None:
             self._gaps = content.copy()
             for block, words in enumerate(self.device.memory.gpu):
-                words[:] = [content[row].copy() for row in self._rows(block)]
+                words[:] = [content[row].tobytes() for row in self._rows(block)]
 
         self.device.enqueue(write)
 
@@ -92,13 +92,13 @@ class SimSubject(Subject):
         content = np.zeros(self.layout.size_bytes, np.uint8)
         for slot, words in enumerate(self.device.memory.host):
             for (offset, length), word in zip(self.layout.ranges_of(slot), words, strict=True):
-                content[offset : offset + length] = word
+                content[offset : offset + length] = np.frombuffer(word, np.uint8)
         return content
 
     def write_host(self, content: Bytes) -> None:
         for slot, words in enumerate(self.device.memory.host):
             rows = self.layout.ranges_of(slot)
-            words[:] = [content[offset : offset + length].copy() for offset, length in rows]
+            words[:] = [content[offset : offset + length].tobytes() for offset, length in rows]
 
     def hold(self, direction: Direction) -> Callable[[], None]:
         self.device.held.add(direction)
