@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from safe_offload.sim.engine_core import random_prompt
 from safe_offload.sim.findings import Finding
 from safe_offload.sim.vllm_setup import EngineShape
 from safe_offload.worker.backends.cpu import CpuBackend
@@ -73,3 +74,31 @@ def test_without_fences_torn_words_are_found(name, backend, monkeypatch):
 
     with pytest.raises(Finding, match="I6"):
         run_many()
+
+
+def test_two_engines_in_one_process_share_nothing():
+    """Loops, threads, host memory, counters: each has its own, also when the other has ended."""
+    cores = [TensorCore(shape, 1, CpuMachine) for shape in (CPU, HYBRID)]
+    prompts = [random_prompt(60, seed) for seed in range(6)]
+    try:
+        for index, prompt in enumerate([*prompts, *prompts]):
+            for core in cores:
+                core.scheduler.reset_prefix_cache()  # the GPU's
+                core.add(f"r{index}", prompt, 3)
+            while any(core.has_work for core in cores):
+                for core in cores:
+                    core.step()
+            for core in cores:
+                assert core.answers[f"r{index}"] == core.runner.sequels[f"r{index}"].answer(3)
+        first, second = (core.counts["loaded_blocks"] for core in cores)
+        assert first > 0
+        assert second > 0
+        cores[0].close()
+        cores[1].scheduler.reset_prefix_cache()
+        cores[1].add("after", prompts[-1], 3)
+        cores[1].drain(100_000)
+        assert cores[1].counts["loaded_blocks"] > second
+        assert cores[0].counts["loaded_blocks"] == first
+    finally:
+        for core in cores:
+            core.close()
