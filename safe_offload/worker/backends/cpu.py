@@ -5,8 +5,8 @@ the device is a wait on the host. Each direction has threads of its own.
 
 Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
 interpreter lock released: a thread that took the lock back for every block would stand in the
-engine's way, and the engine in its own. The loop is compiled by numba, which vLLM's CPU engine
-brings along; without numba it is interpreted, and takes the lock back each time.
+engine's way, and the engine in its own. The loop is ten lines of C (`_move.c`), compiled when this
+package is installed; without a compiler it is interpreted, and takes the lock back each time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -27,17 +28,15 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
-from safe_offload.worker.backends.ranges import Ranges, RangeTable, Words
+from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.threads import start_threads
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-Numbers = Words | Sequence[int]
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes, _memmove.restype = [ctypes.c_size_t] * 3, ctypes.c_size_t
+MOVE_MODULE = "safe_offload.worker.backends._move"
+"""Not a module of Python's: a library that lies where one would."""
 
 
 class CpuCompletion:
@@ -123,31 +122,33 @@ class CpuBackend:
         self._move(self._table.ranges(self._table.runs(copy)))
 
 
-def _move_all(targets: Numbers, sources: Numbers, lengths: Numbers) -> None:
-    """Copy range by range."""
-    for index in range(len(lengths)):
-        _memmove(targets[index], sources[index], lengths[index])
-
-
 @functools.cache
 def _find_move() -> Callable[[Ranges], None]:
-    """How to move ranges: compiled if it can be, which takes half a second once."""
+    """How to move ranges: by the compiled loop, if it was compiled when we were installed."""
     try:
-        import numba
-
-        words = numba.uint64[::1]
-        move = numba.njit(numba.void(words, words, words), nogil=True)(_move_all)
-    except Exception as error:
-        # Missing, or at odds with this numpy, this machine or this Python: all mean the same.
+        spec = importlib.util.find_spec(MOVE_MODULE)
+        if spec is None or spec.origin is None:
+            raise OSError(f"{MOVE_MODULE} was not compiled")
+        move = ctypes.CDLL(spec.origin).move_ranges
+    except (OSError, AttributeError) as error:
         logger.warning(
             "Small blocks are copied by an interpreted loop, which is slower and gets in the "
-            "engine's way (%s: %s). Fix: pip install numba",
-            type(error).__name__,
+            "engine's way (%s). Fix: install a C compiler, then safe-offload once more.",
             error,
         )
-        return _move_interpreted
-    return lambda ranges: move(ranges.targets, ranges.sources, ranges.lengths)
+        return _move_each
+    move.argtypes, move.restype = [ctypes.c_void_p] * 3 + [ctypes.c_uint64], None
+
+    def move_all(ranges: Ranges) -> None:
+        addresses = (part.ctypes.data for part in (ranges.targets, ranges.sources, ranges.lengths))
+        move(*addresses, len(ranges))
+
+    return move_all
 
 
-def _move_interpreted(ranges: Ranges) -> None:
-    _move_all(ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist())
+def _move_each(ranges: Ranges) -> None:
+    """Copy each range by a call of its own."""
+    for target, source, length in zip(
+        ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, length)

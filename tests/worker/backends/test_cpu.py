@@ -30,6 +30,10 @@ from tests.worker.backends.contract import (
     Subject,
 )
 
+NEEDS_COMPILED = pytest.mark.skipif(
+    cpu._find_move() is cpu._move_each, reason="the loop was not compiled when this was installed"
+)
+
 
 class CpuSubject(Subject):
     """The CPU backend over two tensors."""
@@ -101,10 +105,10 @@ def subject(make_cpu_subject: Callable[..., CpuSubject]) -> CpuSubject:
     return make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
 
 
+@NEEDS_COMPILED
 class TestCompiledLoop(BackendContract):
     @pytest.fixture
     def make_subject(self, make_cpu_subject: Callable[..., CpuSubject]) -> MakeSubject:
-        pytest.importorskip("numba")
         return make_cpu_subject
 
 
@@ -113,7 +117,7 @@ class TestInterpretedLoop(BackendContract):
     def make_subject(
         self, make_cpu_subject: Callable[..., CpuSubject], monkeypatch: pytest.MonkeyPatch
     ) -> MakeSubject:
-        monkeypatch.setattr(cpu, "_find_move", lambda: cpu._move_interpreted)
+        monkeypatch.setattr(cpu, "_find_move", lambda: cpu._move_each)
         return make_cpu_subject
 
 
@@ -151,14 +155,15 @@ async def test_runs_are_joined(make_cpu_subject, monkeypatch):
     assert moved == [3 * 64, 64]
 
 
-def test_without_numba_the_loop_is_interpreted_and_the_log_names_the_fix(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert cpu._find_move.__wrapped__() is cpu._move_interpreted
-    assert "pip install numba" in caplog.text
+@pytest.mark.parametrize("name", ["safe_offload.worker.backends._missing", "math"])
+def test_what_was_not_compiled_is_interpreted_and_the_log_names_the_fix(monkeypatch, caplog, name):
+    monkeypatch.setattr(cpu, "MOVE_MODULE", name)
+    assert cpu._find_move.__wrapped__() is cpu._move_each
+    assert "Fix: install a C compiler" in caplog.text
 
 
+@NEEDS_COMPILED
 def test_the_compiled_loop_lets_other_threads_run():
-    pytest.importorskip("numba")
     size_bytes, count = 1 << 16, 20_000
     source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
     words = [np.full(count, n, np.uint64) for n in (target.ctypes.data, source.ctypes.data)]
