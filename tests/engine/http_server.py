@@ -76,6 +76,9 @@ class HttpServer:
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Bound to cores of its own choice it starves beside another server.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": self._socket_folder,
             **self._environment,
