@@ -2,6 +2,7 @@
 
     make soak                          # twenty minutes
     python -m tests.engine.soak --minutes 3 --json soak.json
+    python -m tests.engine.soak --plain     # without the connector: what grows there is vLLM's
 
 Prints, each half minute, the resident memory, threads and open files of the server's processes, and
 at the end how they have changed since the pools were full. Exit status 1 if a request was not
@@ -123,7 +124,9 @@ def reset(server: HttpServer, *, with_host: bool) -> None:
     urllib.request.urlopen(request, timeout=60.0).close()
 
 
-def soak(minutes: float, folder: Path) -> tuple[list[Sample], list[str], dict[str, float]]:
+def soak(
+    minutes: float, folder: Path, *, is_plain: bool
+) -> tuple[list[Sample], list[str], dict[str, float]]:
     """Run a server for so long; returns samples, problems and the connector's counters."""
     rng = random.Random(3)
     model = write_tiny_model("gemma3", folder / "model", sliding_window=96)
@@ -142,10 +145,9 @@ def soak(minutes: float, folder: Path) -> tuple[list[Sample], list[str], dict[st
             "verify": "load",
         },
     }
-    arguments = [
-        *(*ARGUMENTS, "--num-gpu-blocks-override", "80"),
-        *("--kv-transfer-config", json.dumps(transfer_config)),
-    ]
+    arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "80"]
+    if not is_plain:
+        arguments += ["--kv-transfer-config", json.dumps(transfer_config)]
     environment = {
         "PYTHONPATH": str(FAULTY_FOLDER),
         "COPY_FAULTS": json.dumps(FAULTS),
@@ -165,7 +167,7 @@ def soak(minutes: float, folder: Path) -> tuple[list[Sample], list[str], dict[st
             num_requests += len(replies)
             num_waves += 1
             if num_waves % 5 == 0:
-                reset(server, with_host=num_waves % 10 == 0)
+                reset(server, with_host=not is_plain and num_waves % 10 == 0)
         wait_until_drained(server)
         samples.append(look_at(server.group_id, time.monotonic() - start_s, num_requests))
         metrics = server.metrics()
@@ -200,10 +202,11 @@ def main() -> int:
     """Run, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        samples, problems, counts = soak(arguments.minutes, Path(folder))
+        samples, problems, counts = soak(arguments.minutes, Path(folder), is_plain=arguments.plain)
     memory, num_threads, num_files = growth_of(samples)
     print(describe(samples[-1]))
     print(
