@@ -6,7 +6,8 @@ at the first for which there are too few. If two of them hold so much that neith
 nothing moves again. vLLM 0.32.0 has a check against it, which counts too few blocks for sliding
 windows: it caps what a request needs and then takes off the null blocks of its table too
 (Scheduler._inflight_prefill_reserved_blocks). So the connector reports a hit only if every request
-that holds blocks for a load could still go on were it the next.
+that holds blocks for a load could still go on were it the next, also if its load fails: then vLLM
+takes its blocks away, and it begins again at its first token, ahead of the others in the queue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Need:
 
     Attributes:
         held: while it waits.
-        missing: to go on to the end of its prompt.
+        missing: beside those, to be computed from its first token to the end of its prompt.
     """
 
     held: int
@@ -77,10 +78,10 @@ class Admission:
         self._holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        held, spanned = self._index.num_blocks(num_tokens)
+        held, _ = self._index.num_blocks(num_tokens)
         _, spanned_in_all = self._index.num_blocks(state.request.num_tokens)
         spare = SPARE_BLOCKS * len(self._index.group_block_sizes)
-        return Need(held, spanned_in_all - spanned + spare)
+        return Need(held, spanned_in_all - held + spare)
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -26,6 +26,8 @@ REGRESSIONS = {
     "sent while a load writes": ("foreign-ids", 9),
     # Two requests whose loads have landed hold so many blocks that neither can go on.
     "loads starve one another": ("hybrid-pressure", 1046),
+    # A load fails, vLLM frees its blocks, and the request needs more of them than others leave it.
+    "a failed load that begins again": ("all-faults", 10059),
     # vLLM reserves for a load that failed, and counts it against the next one of the request.
     "a second load after a failed one": ("loads-fail", 23),
     # A window slid on in a step in which its request found no block; preempted in the next, it had
