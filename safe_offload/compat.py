@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,8 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from safe_offload.layout import Segment
 
@@ -35,13 +43,13 @@ except ImportError:  # vLLM 0.31 does not tell the tiers of a hit apart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
     "HOST_HIT_SOURCE",
     "GpuBlocks",
+    "Home",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
@@ -49,9 +57,14 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "block_bytes",
+    "block_hash_of",
+    "block_id_of",
     "cacheable_group_ids",
     "early_written_block_ids",
+    "group_suffix",
     "make_coordinator",
+    "num_decode_tokens_max",
+    "plain_block_size",
     "resolve_block_sizes",
     "segments",
     "state_group_ids",
@@ -126,6 +139,39 @@ def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     return tuple(i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec))
 
 
+# The slot behind the property: thousands are read in one step, and a property is a Python call.
+_HASH_FIELD = "_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash"
+block_hash_of: Callable[[KVCacheBlock], bytes | None] = attrgetter(_HASH_FIELD)
+"""A block's own hash in vLLM's prefix cache; None if it has none. The null block never has one."""
+
+
+def group_suffix(group_idx: int) -> bytes:
+    """What vLLM appends to the hash of a block's tokens for its KV cache group."""
+    return bytes(make_block_hash_with_group_id(BlockHash(b""), group_idx))
+
+
+block_id_of: Callable[[KVCacheBlock], int] = attrgetter("block_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A block table that keeps each of its blocks for as long as it exists.
+
+    Attributes:
+        tables: vLLM's tables of one KV cache group, by request id.
+        request_id: whose table it is.
+        table: the list itself.
+    """
+
+    tables: Mapping[str, Any]
+    request_id: str
+    table: Any
+
+    def stands(self) -> bool:
+        """Whether the request still has this very table, and with it each of its blocks."""
+        return self.tables.get(self.request_id) is self.table
+
+
 class GpuBlocks:
     """Read-only view of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
 
@@ -136,6 +182,21 @@ class GpuBlocks:
     def __init__(self, kv_cache_manager: Any) -> None:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._pool = kv_cache_manager.block_pool
+        # Every other manager takes blocks out of a table that lives on: a window slides, a state
+        # moves. (vLLM 0.32.0, v1/core/single_type_kv_cache_manager.py, remove_skipped_blocks)
+        self._keeps_blocks = [type(m) is FullAttentionManager for m in self._managers]
+
+    @property
+    def null_block_id(self) -> int:
+        """The id of the block that stands for no block."""
+        return int(self._pool.null_block.block_id)
+
+    def home(self, request_id: str, group_idx: int) -> Home | None:
+        """The request's block table, if no block leaves it before all do."""
+        if not self._keeps_blocks[group_idx]:
+            return None
+        tables = self._managers[group_idx].req_to_blocks
+        return Home(tables, request_id, tables.get(request_id))
 
     @property
     def num_blocks(self) -> int:
@@ -181,10 +242,16 @@ class GpuBlocks:
             yield block
             block = block.next_free_block
 
-    def extra_hashes(self, block_id: int) -> Sequence[bytes]:
-        """Hashes under which vLLM's prefix cache knows this block beside `block.block_hash`."""
+    def more_keys(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, tuple[bytes, ...]]:
+        """Hashes under which vLLM's prefix cache knows blocks beside their own, by their own."""
         table = getattr(self._pool, "cached_block_hashes_by_block", None)
-        return tuple(table.get(block_id, ())) if table else ()
+        if not table:
+            return {}
+        return {
+            key: tuple(sorted(table[block.block_id]))
+            for block in blocks
+            if block.block_id in table and (key := block_hash_of(block)) is not None
+        }
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
@@ -239,6 +306,31 @@ def make_coordinator(
     }
     accepted = inspect.signature(get_kv_cache_coordinator).parameters
     return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
+
+
+def plain_block_size(coordinator: Any) -> int | None:
+    """Tokens of a block if the hit rule is that of full attention alone; None if it is another.
+
+    The rule: as many leading full blocks as there are (vLLM 0.32.0, FullAttentionManager.
+    find_longest_cache_hit, with none of its exceptions).
+    """
+    managers = coordinator.single_type_managers
+    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
+        return None
+    groups = coordinator.kv_cache_config.kv_cache_groups
+    is_plain = (
+        isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        and not coordinator.eagle_group_ids
+        and getattr(managers[0], "dcp_world_size", 1) == 1
+        and coordinator.block_pool.hash_block_size == managers[0].block_size
+    )
+    return int(managers[0].block_size) if is_plain else None
+
+
+def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
+    """How many tokens a request that has computed its prompt may compute in one step."""
+    speculative = vllm_config.speculative_config
+    return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
 
 def _drops_eagle_block(speculative_config: Any) -> bool:

@@ -128,6 +128,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             ),
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),
+            num_decode_tokens_max=compat.num_decode_tokens_max(vllm_config),
         )
         return Planner(index, options, self._counters)
 

@@ -23,6 +23,8 @@ cannot stand in for the report of another rank (DESIGN: invariants I3, I6, I7).
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -48,6 +50,11 @@ class FailureReason(enum.Enum):
     """A slot does not hold what was stored in it: the host's memory has changed."""
 
 
+def ids_of(numbers: Iterable[int]) -> array[int]:
+    """Ids as they travel: a compact array, of which a 90,000-token prompt has thousands."""
+    return array("i", numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One unit of copying.
@@ -59,8 +66,8 @@ class Transfer:
     """
 
     transfer_id: int
-    block_ids: tuple[int, ...]
-    slot_ids: tuple[int, ...]
+    block_ids: array[int]
+    slot_ids: array[int]
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.slot_ids) or not self.block_ids:

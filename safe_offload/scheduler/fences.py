@@ -17,7 +17,22 @@ from safe_offload.errors import InvariantError
 if TYPE_CHECKING:
     from safe_offload.scheduler.leases import Lease
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.witness import Source
+    from safe_offload.scheduler.witness import Sources
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a store keeps of one request.
+
+    Attributes:
+        sources: the blocks that it reads.
+        lease: the slots that it writes, one for each of them.
+        owner: the request whose prefix it extends; None if it belongs to nobody's.
+    """
+
+    sources: Sources
+    lease: Lease
+    owner: RequestState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -25,26 +40,25 @@ class Store:
     """A store from its planning until every rank has reported it.
 
     Attributes:
-        lease: the slots it writes, one for each source.
-        owner: the request whose prefix it extends; None if it belongs to nobody's.
+        parts: what it keeps, of all requests of its step.
         epoch: of the host index when it was planned; a store from before a reset is not published.
         ranks_left: ranks that have not reported it.
         poisoned: its bytes cannot be trusted; it is never published.
-        fenced: a plan has ordered the compute stream behind it, so it needs no further watching.
     """
 
     transfer_id: int
-    sources: list[Source]
-    lease: Lease
-    owner: RequestState | None
+    parts: list[Part]
     epoch: int
     ranks_left: set[int]
     poisoned: bool = False
-    fenced: bool = False
 
     def source_given_away(self) -> bool:
         """Whether any of its blocks changed hands."""
-        return any(source.given_away for source in self.sources)
+        return any(part.sources.given_away() for part in self.parts)
+
+    def reads(self, block_ids: Collection[int]) -> bool:
+        """Whether it reads one of these blocks."""
+        return any(block.block_id in block_ids for p in self.parts for block in p.sources.blocks)
 
 
 @dataclass(slots=True)
@@ -53,26 +67,34 @@ class StoresInFlight:
 
     _stores: dict[int, Store] = field(default_factory=dict)
     _unfenced: dict[int, Store] = field(default_factory=dict)
-    _keys: dict[bytes, int] = field(default_factory=dict)
+    _keys: dict[bytes, Part] = field(default_factory=dict)
     num_blocks: int = 0
-    """Of all of them together."""
+    """Of all that is claimed."""
+
+    def claim(self, part: Part) -> None:
+        """From now on the part's blocks are being stored; the store that does it comes later."""
+        self.num_blocks += len(part.sources)
+        self._keys.update(dict.fromkeys(part.sources.keys, part))
+
+    def release(self, part: Part) -> None:
+        """The part's blocks are not being stored any more."""
+        self.num_blocks -= len(part.sources)
+        keys = self._keys
+        for key in part.sources.keys:
+            if keys.get(key) is part:
+                del keys[key]
 
     def add(self, store: Store) -> None:
-        """Watch a store from now on."""
+        """Watch a store from now on; its parts are claimed."""
         self._stores[store.transfer_id] = store
         self._unfenced[store.transfer_id] = store
-        self.num_blocks += len(store.sources)
-        self._keys.update((source.keys[0], store.transfer_id) for source in store.sources)
 
-    def remove(self, transfer_id: int) -> Store:
-        """Stop watching a store that has settled."""
-        store = self._stores.pop(transfer_id)
-        self._unfenced.pop(transfer_id, None)
-        self.num_blocks -= len(store.sources)
-        for source in store.sources:
-            if self._keys.get(source.keys[0]) == transfer_id:
-                del self._keys[source.keys[0]]
-        return store
+    def remove(self, store: Store) -> None:
+        """Stop watching a store that has settled, and release its parts."""
+        del self._stores[store.transfer_id]
+        self._unfenced.pop(store.transfer_id, None)
+        for part in store.parts:
+            self.release(part)
 
     def get(self, transfer_id: int) -> Store | None:
         """The store of that id, if it is in flight."""
@@ -93,11 +115,12 @@ class StoresInFlight:
             early_written: blocks that the workers write before they can honour a fence of this
                 step; a store that reads one of them is poisoned instead.
         """
+        if not self._unfenced:
+            return []
         fenced = [store for store in self._unfenced.values() if store.source_given_away()]
         for store in fenced:
-            store.fenced = True
             del self._unfenced[store.transfer_id]
-            if early_written and any(s.block.block_id in early_written for s in store.sources):
+            if early_written and store.reads(early_written):
                 store.poisoned = True
         return [store.transfer_id for store in fenced]
 

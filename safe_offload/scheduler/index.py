@@ -1,25 +1,25 @@
 """What the host holds: prefix hits, publishing, forgetting.
 
 The prefix-hit rules of hybrid models (full attention, sliding window, chunked local, Mamba states,
-MLA, the block that EAGLE drops) belong to vLLM. This class runs vLLM's own cache coordinator over a
-`KVCacheConfig` of the host's size, so that a change of those rules touches one file here.
+MLA, the block that EAGLE drops) belong to vLLM. This class runs vLLM's own cache coordinator over
+the host's slots, so that a change of those rules touches one file here. One rule is so simple and
+so common that it is here too, without a call for each block: a single group of full attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from safe_offload import compat
-from safe_offload.scheduler.slots import SlotPool
+from safe_offload.scheduler.slots import NO_SLOT, SlotPool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -28,19 +28,46 @@ class Hit:
     """A leading run of tokens, behind those that the GPU has, that the host can deliver.
 
     Attributes:
-        slots_by_group: for each KV cache group, one slot for each block of the run; vLLM's null
-            block where the group does not need one (a window that has slid past, say).
+        slots_by_group: for each KV cache group, one slot for each block of the run; `NO_SLOT`
+            where the group does not need one (a window that has slid past, say).
         num_tokens: length of the run.
         num_computed_tokens: tokens ahead of the run that are on the GPU already.
     """
 
-    slots_by_group: tuple[Sequence[KVCacheBlock], ...]
+    slots_by_group: tuple[Sequence[int], ...]
     num_tokens: int
     num_computed_tokens: int
 
-    def slots(self) -> list[KVCacheBlock]:
+    def slots(self) -> list[int]:
         """All real slots of the hit, each group in prefix order."""
-        return [slot for group in self.slots_by_group for slot in group if not slot.is_null]
+        return [slot for group in self.slots_by_group for slot in group if slot != NO_SLOT]
+
+
+class _SlotsAsBlocks:
+    """The part of vLLM's `BlockPool` that its hit rules use, over host slots.
+
+    Args:
+        slots: what there is to find.
+        hash_block_size: tokens of one hash of `Request.block_hashes`.
+        num_groups: KV cache groups.
+    """
+
+    null_block = NO_SLOT
+
+    def __init__(self, slots: SlotPool, hash_block_size: int, num_groups: int) -> None:
+        self.hash_block_size = hash_block_size
+        self._find = slots.find
+        self.suffixes = [compat.group_suffix(group_idx) for group_idx in range(num_groups)]
+
+    def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[int] | None:
+        """The slot of a block for each group; None if one of them has none."""
+        found = []
+        for group_idx in group_ids:
+            slot = self._find(block_hash + self.suffixes[group_idx])
+            if slot is None:
+                return None
+            found.append(slot)
+        return found
 
 
 class HostIndex:
@@ -48,6 +75,7 @@ class HostIndex:
 
     Args:
         coordinator: vLLM's `KVCacheCoordinator` over the host-sized configuration.
+        slots: all of them empty.
         hash_block_size: tokens of one hash of `Request.block_hashes`.
         alignment_tokens: hits start at a multiple of this.
         group_ids: KV cache groups that are stored.
@@ -56,23 +84,35 @@ class HostIndex:
     def __init__(
         self,
         coordinator: Any,
+        slots: SlotPool,
         *,
         hash_block_size: int,
         alignment_tokens: int,
         group_ids: Sequence[int],
     ) -> None:
         self._coordinator = coordinator
-        self._pool = coordinator.block_pool
+        self._plain_block_size = compat.plain_block_size(coordinator)
+        self._as_blocks = _SlotsAsBlocks(
+            slots, hash_block_size, len(coordinator.single_type_managers)
+        )
+        coordinator.block_pool = self._as_blocks
+        for manager in coordinator.single_type_managers:
+            manager.block_pool = self._as_blocks
+            manager._null_block = NO_SLOT
         self._hash_block_size = hash_block_size
         self.alignment_tokens = alignment_tokens
         self.group_ids = tuple(group_ids)
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
-        self.slots = SlotPool(self._pool)
+        self.slots = slots
         self.epoch = 0
 
     @classmethod
     def for_engine(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        num_slots: int,
+        eviction_policy: str = "lru",
     ) -> HostIndex:
         """Build the index for an engine.
 
@@ -80,8 +120,10 @@ class HostIndex:
             vllm_config: the engine's configuration.
             kv_cache_config: the scheduler's view of the GPU KV cache.
             num_slots: host slots, each as large as one GPU block.
+            eviction_policy: see `eviction.POLICIES`.
         """
-        host_config = replace(kv_cache_config, num_blocks=num_slots + 1)
+        # The coordinator makes a pool of its own, which has no use: one block is the least.
+        rules_config = replace(kv_cache_config, num_blocks=1)
         block_sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
         chunk_sizes = [
             group.kv_cache_spec.attention_chunk_size
@@ -89,7 +131,8 @@ class HostIndex:
             if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
         ]
         return cls(
-            compat.make_coordinator(vllm_config, host_config, *block_sizes),
+            compat.make_coordinator(vllm_config, rules_config, *block_sizes),
+            SlotPool(num_slots, eviction_policy),
             hash_block_size=block_sizes[1],
             # A chunked-local group counts its chunks from the first token, so a search that starts
             # behind the GPU's hit is right only at a chunk boundary.
@@ -116,12 +159,27 @@ class HostIndex:
         num_tokens_max -= num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
+        if self._plain_block_size is not None:
+            return self._find_plain_hit(remaining, num_computed_tokens, num_tokens_max)
         slots_by_group, num_tokens = self._coordinator.find_longest_cache_hit(
             remaining, num_tokens_max
         )[:2]
         if not 0 < num_tokens <= num_tokens_max:
             return None
         return Hit(slots_by_group, num_tokens, num_computed_tokens)
+
+    def _find_plain_hit(
+        self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
+    ) -> Hit | None:
+        """The rule of full attention: as many leading blocks as there are."""
+        assert self._plain_block_size is not None
+        suffix = self._as_blocks.suffixes[0]
+        hashes = block_hashes[: num_tokens_max // self._plain_block_size]
+        found = map(self.slots.find, (block_hash + suffix for block_hash in hashes))
+        slots = list(iter(found.__next__, None))  # up to the first that is not there
+        if not slots:
+            return None
+        return Hit((slots,), len(slots) * self._plain_block_size, num_computed_tokens)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
         """GPU blocks of a request behind its first `num_tokens` tokens, over all groups.
@@ -138,22 +196,16 @@ class HostIndex:
             needed += in_all - num_skipped // manager.block_size
         return needed, spanned
 
-    def find(self, key: bytes) -> KVCacheBlock | None:
-        """The slot that holds a block hash (with its group id), if any."""
-        slot: KVCacheBlock | None = self._pool.cached_block_hash_to_block.get_one_block(key)
-        return slot
-
-    def publish(self, slot: KVCacheBlock, keys: Iterable[bytes], num_tokens: int | None) -> None:
-        """Let a slot be found under these block hashes, the block's own hash first."""
-        for key in keys:
-            self._pool._insert_block_hash(key, slot, num_tokens=num_tokens)
-            num_tokens = None
-
-    def forget(self, slots: Iterable[KVCacheBlock]) -> None:
-        """Never find these slots again; leases on them stay as they are."""
-        self._pool.evict_blocks({slot.block_id for slot in slots})
+    def publish(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        more_keys: Mapping[bytes, tuple[bytes, ...]],
+    ) -> int:
+        """Let slots be found; see `SlotPool.publish`."""
+        return self.slots.publish(slots, keys, more_keys)
 
     def forget_all(self) -> None:
         """Forget every slot and begin a new epoch; leases stay as they are."""
         self.epoch += 1
-        self.forget(slot for slot in self._pool.blocks if slot.block_hash is not None)
+        self.slots.forget_all()

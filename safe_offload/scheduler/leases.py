@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence, Set
-from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.slots import SlotPool
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class LeaseKind(enum.Enum):
@@ -37,7 +33,7 @@ class Lease:
 
     __slots__ = ("_book", "kind", "slots")
 
-    def __init__(self, book: LeaseBook, kind: LeaseKind, slots: list[KVCacheBlock]) -> None:
+    def __init__(self, book: LeaseBook, kind: LeaseKind, slots: list[int]) -> None:
         self._book: LeaseBook | None = book
         self.kind = kind
         self.slots = slots
@@ -52,6 +48,13 @@ class Lease:
         if self._book is not None:
             book, self._book = self._book, None
             book.forget(self)
+
+    def keep(self, kind: LeaseKind, slots: list[int]) -> None:
+        """Hold some of its slots for another reason, and let go of the others."""
+        if len(slots) < len(self.slots) and self._book is not None:
+            kept = set(slots)
+            self._book.let_go([slot for slot in self.slots if slot not in kept])
+        self.kind, self.slots = kind, slots
 
     def give_to(self, other: Lease) -> None:
         """Hand all slots over to another held lease, without a moment in which they are free."""
@@ -69,7 +72,7 @@ class LeaseBook:
         self._pool = pool
         self._held: dict[int, Lease] = {}
 
-    def lease(self, kind: LeaseKind, slots: Sequence[KVCacheBlock] = ()) -> Lease:
+    def lease(self, kind: LeaseKind, slots: Sequence[int] = ()) -> Lease:
         """Lease slots that hold something (they may be evictable now)."""
         if slots:
             self._pool.lease(slots)
@@ -80,7 +83,7 @@ class LeaseBook:
         slots = self._pool.grant(count)
         return self._hold(kind, slots) if slots else None
 
-    def extend(self, lease: Lease, slots: Sequence[KVCacheBlock]) -> None:
+    def extend(self, lease: Lease, slots: Sequence[int]) -> None:
         """Add slots that hold something to a held lease."""
         self._pool.lease(slots)
         lease.slots.extend(slots)
@@ -90,6 +93,10 @@ class LeaseBook:
         del self._held[id(lease)]
         if lease.slots:
             self._pool.release(lease.slots)
+
+    def let_go(self, slots: Sequence[int]) -> None:
+        """Called by `Lease.keep` only."""
+        self._pool.release(slots)
 
     def keep_only(self, needed: Set[Lease]) -> None:
         """After an internal error: let go of what nobody can name, leased or half way to it."""
@@ -113,7 +120,7 @@ class LeaseBook:
         """
         self._pool.check_invariants(lease.slots for lease in self._held.values())
 
-    def _hold(self, kind: LeaseKind, slots: list[KVCacheBlock]) -> Lease:
+    def _hold(self, kind: LeaseKind, slots: list[int]) -> Lease:
         lease = Lease(self, kind, slots)
         self._held[id(lease)] = lease
         return lease

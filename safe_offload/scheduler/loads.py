@@ -12,17 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from safe_offload.compat import block_id_of
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.protocol import Transfer
+from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.slots import slot_id
+from safe_offload.scheduler.slots import NO_SLOT
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+    from safe_offload.compat import GpuBlocks
 
 FAILED_LOADS_MAX = 3
 """So many loads of one request may fail, then it is offered no more hits."""
@@ -74,10 +76,12 @@ class Loads:
         self._new: list[Load] = []
         self._in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
+        self._null_block_id = 0
 
-    def bind(self, num_gpu_blocks: int) -> None:
-        """Learn how many GPU blocks there are."""
-        self._admission.bind(num_gpu_blocks)
+    def bind(self, gpu: GpuBlocks) -> None:
+        """Learn which GPU blocks there are."""
+        self._null_block_id = gpu.null_block_id
+        self._admission.bind(gpu.num_blocks)
 
     def match(self, state: RequestState, num_computed_tokens: int) -> int:
         """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
@@ -109,16 +113,13 @@ class Loads:
         vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
         announced.
         """
-        pairs = self._pair(state, blocks_by_group, num_tokens)
+        block_ids, slots = self._pair(state, blocks_by_group, num_tokens)
         num_local_tokens = state.hit.num_computed_tokens if state.hit is not None else 0
         self._admission.hold(state, num_local_tokens + num_tokens)
-        if pairs:
-            lease = self._leases.lease(LeaseKind.LOAD, [slot for _, slot in pairs])
-            transfer = Transfer(
-                next(self._transfer_ids),
-                tuple(block.block_id for block, _ in pairs),
-                tuple(slot_id(slot) for _, slot in pairs),
-            )
+        if slots and state.hit_lease is not None:
+            lease, state.hit_lease = state.hit_lease, None
+            lease.keep(LeaseKind.LOAD, slots)
+            transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
             self._new.append(Load(transfer, lease, state, set(range(self._num_ranks))))
             self._counters[Count.HIT_TOKENS] += num_tokens
         else:
@@ -133,8 +134,8 @@ class Loads:
         state: RequestState,
         blocks_by_group: Sequence[Sequence[KVCacheBlock]],
         num_tokens: int,
-    ) -> list[tuple[KVCacheBlock, KVCacheBlock]]:
-        """GPU block and host slot for every block of the first `num_tokens` tokens of the hit.
+    ) -> tuple[list[int], list[int]]:
+        """Ids of GPU blocks and of their host slots, for the first `num_tokens` tokens of the hit.
 
         Returns:
             Empty if the hit cannot fill every block that vLLM allocated for these tokens: loading
@@ -142,23 +143,26 @@ class Loads:
         """
         hit = state.hit
         if hit is None or num_tokens > hit.num_tokens:
-            return []
-        pairs = []
+            return [], []
+        all_block_ids: list[int] = []
+        all_slots: list[int] = []
         for group_idx in self._index.group_ids:
             block_size = self._index.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
             last = -(-(hit.num_computed_tokens + num_tokens) // block_size)
-            blocks = blocks_by_group[group_idx][first:last]
-            slots = hit.slots_by_group[group_idx][: len(blocks)]
-            if len(slots) < len(blocks):
-                return []
-            for block, slot in zip(blocks, slots, strict=True):
-                if block.is_null:
-                    continue
-                if slot.is_null:
-                    return []
-                pairs.append((block, slot))
-        return pairs
+            block_ids = list(map(block_id_of, blocks_by_group[group_idx][first:last]))
+            slots = hit.slots_by_group[group_idx][: len(block_ids)]
+            if len(slots) < len(block_ids):
+                return [], []
+            if self._null_block_id in block_ids or NO_SLOT in slots:
+                pairs = zip(block_ids, slots, strict=True)
+                needed = [pair for pair in pairs if pair[0] != self._null_block_id]
+                block_ids, slots = [pair[0] for pair in needed], [pair[1] for pair in needed]
+                if NO_SLOT in slots:
+                    return [], []
+            all_block_ids += block_ids
+            all_slots += slots
+        return all_block_ids, all_slots
 
     def let_go(self, state: RequestState) -> None:
         """A request goes on, is preempted, or has ended: it holds no blocks for a load any more."""
@@ -234,7 +238,7 @@ class Loads:
         state = load.owner
         if load.failed:
             # The same hit must not be offered again (FAULTS: H4).
-            self._index.forget(load.lease.slots)
+            self._index.slots.forget(load.lease.slots)
             self._failures.append(state)
             load.lease.release()
             return None

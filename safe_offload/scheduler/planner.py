@@ -22,12 +22,12 @@ from safe_offload.protocol import (
     StepPlan,
     StepReport,
 )
+from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
 from safe_offload.scheduler.requests import Phase, RequestBook
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class PlannerOptions:
         blocks_written_early: the workers write new blocks before they honour fences
             (see `compat.early_written_block_ids`).
         state_group_ids: KV cache groups of Mamba states.
+        num_decode_tokens_max: a request that has computed its prompt computes at most so many
+            tokens in one step.
     """
 
     num_ranks: int
@@ -61,6 +63,7 @@ class PlannerOptions:
     lazy_num_blocks: int | None = None
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
+    num_decode_tokens_max: int = 1
 
 
 class Planner:
@@ -81,6 +84,7 @@ class Planner:
         self._book = RequestBook(len(index.group_block_sizes), counters)
         self._loads = Loads(index, self._leases, transfer_ids, options.num_ranks, counters)
         self._stores = Stores(index, self._leases, transfer_ids, options.num_ranks, counters)
+        self._agenda = Agenda(index.group_block_sizes, options.num_decode_tokens_max)
         self._capacities: dict[int, int] = {}
         self._num_failed: Counter[FailureReason] = Counter()
         self._is_disabled = False
@@ -90,7 +94,7 @@ class Planner:
     def bind(self, gpu: GpuBlocks) -> None:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
-        self._loads.bind(gpu.num_blocks)
+        self._loads.bind(gpu)
         self._stores.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self, report: object = None) -> None:
@@ -165,6 +169,7 @@ class Planner:
             state.drop_hit()
             state.must_compute = False
             state.move(Phase.RUNNING)
+            self._agenda.add(state)
 
     def owe_failure(self, request: Request) -> None:
         """`allocated` failed although vLLM waits for a load: tell it to recompute."""
@@ -215,9 +220,9 @@ class Planner:
                 if request_id not in scheduled:
                     state.preempt()  # else it runs again already, and `match` has done this
                 self._stores.add_preempted(state)
-        states = [state for i in scheduled if (state := self._book.get(i)) is not None]
-        self._stores.add_computed([*self._loads.owners_of_new, *states])
-        self._stores.add_boundary_states(scheduler_output, states)
+        self._stores.add_computed(self._loads.owners_of_new)
+        self._stores.add_computed(self._agenda.due(scheduled))
+        self._stores.add_boundary_states(scheduler_output, self._book)
         if scheduled:  # else an idle engine would store without end
             self._stores.add_about_to_be_evicted()
 
@@ -270,7 +275,7 @@ class Planner:
     def _retire(self, bad: BadSlots) -> None:
         """Take slots whose memory has changed out of use, for good."""
         retired = self._index.slots.retire(bad.slot_ids)
-        self._index.forget(retired)
+        self._index.slots.forget(retired)
         if retired:
             self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
             logger.error(
@@ -279,7 +284,7 @@ class Planner:
                 "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
                 "the module if it comes again.",
                 bad.rank,
-                sorted(slot_id(slot) for slot in retired),
+                sorted(retired),
             )
 
     def _watch_failures(self, outcome: Outcome) -> None:

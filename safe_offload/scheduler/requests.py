@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from safe_offload.compat import GpuBlocks
     from safe_offload.scheduler.index import Hit
     from safe_offload.scheduler.leases import Lease
-    from safe_offload.scheduler.witness import Source
+    from safe_offload.scheduler.witness import Sources
 
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -68,7 +68,7 @@ class RequestState:
         cursors: for each group, leading blocks of the block table that need no more storing.
         leftover: blocks that could not be stored for want of slots, as they were last seen.
         num_loads: its loads that not all ranks have reported, or whose failure is not announced.
-        num_stores: its stores that not all ranks have reported.
+        num_stores: parts of stores with its blocks that not all ranks have reported.
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
@@ -84,7 +84,7 @@ class RequestState:
     hit_lease: Lease | None = None
     prefix: Lease | None = None
     cursors: list[int] = field(default_factory=list)
-    leftover: list[Source] = field(default_factory=list)
+    leftover: list[Sources] = field(default_factory=list)
     num_loads: int = 0
     num_stores: int = 0
     failing: bool = False

@@ -1,65 +1,66 @@
-"""Taking, leasing and giving back host slots.
+"""Taking, leasing and giving back host slots, and what each of them holds.
 
-A slot is one position in the host memory of every rank, as large as one GPU block. The slots are
-the blocks of a `BlockPool` of vLLM's, so that its prefix-hit rules for hybrid models work on them;
-its reference count is the number of leases. The pool's block 0 is vLLM's null block, so slot `s` is
-the pool's block `s + 1`.
+A slot is one position in the host memory of every rank, as large as one GPU block. It is a plain
+number here, from 0. A slot is leased by somebody, or it is empty, or it holds what can be found
+under a key and is evictable; a slot that is leased may hold something too. What is done to many
+slots is done in one call, for a long prompt has thousands.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 from safe_offload.errors import InvariantError
+from safe_offload.scheduler.eviction import make_policy
 
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-
-def slot_id(slot: KVCacheBlock) -> int:
-    """Position of a slot in host memory, from 0."""
-    return int(slot.block_id) - 1
+NO_SLOT = -1
+"""Stands in a hit for a block that its group does not need (a window has slid past it)."""
 
 
 class SlotPool:
-    """Host slots, least recently used first; every operation is one step that cannot half happen.
+    """Host slots; every operation is one step that cannot half happen.
 
     Slots become usable as all ranks say how many they have (`open`); before that, and when the pool
     is full of leased slots, a smaller grant is the normal answer.
+
+    Args:
+        num_slots: that every rank will have in the end.
+        policy: the name of an eviction policy.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._num_usable = 0
+    def __init__(self, num_slots: int, policy: str = "lru") -> None:
+        self.num_slots = num_slots
+        self.num_usable = 0
+        self.version = 0
+        """Changes when a slot can be found that could not, or the other way round."""
+        self._leases = [0] * num_slots
+        self._keys: list[bytes | None] = [None] * num_slots
+        self._more_keys: dict[int, tuple[bytes, ...]] = {}
+        self._slots: dict[bytes, int] = {}
+        self._empty: list[int] = []  # the last one is taken first
+        self._filled = make_policy(policy, self._keys, num_slots)
         self._retired: set[int] = set()
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in the pool, usable or not."""
-        return int(self._pool.num_gpu_blocks) - 1
-
-    @property
-    def num_usable(self) -> int:
-        """Slots that every rank has."""
-        return self._num_usable
 
     @property
     def num_free(self) -> int:
         """Slots that nothing leases; they may hold cached prefixes, which a grant then evicts."""
-        return int(self._pool.get_num_free_blocks()) if self._num_usable else 0
+        return len(self._empty) + len(self._filled)
 
     @property
     def num_leased(self) -> int:
         """Slots under at least one lease; those that are retired do not count."""
-        return self._num_usable - self.num_free - self.num_retired if self._num_usable else 0
+        return self.num_usable - self.num_free - self.num_retired
 
     @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
+
+    @property
+    def num_kept(self) -> int:
+        """Slots that can be found."""
+        return self.num_slots - self._keys.count(None)
 
     def open(self, num_usable: int) -> None:
         """Allow the first `num_usable` slots and withhold the others.
@@ -67,101 +68,179 @@ class SlotPool:
         Called when the capacity of every rank is known, and again when it has grown: memory is made
         ready piece by piece. Fewer than before changes nothing.
         """
-        num_usable = min(num_usable, self.num_slots)
-        if num_usable <= self._num_usable:
-            return
-        queue, blocks = self._pool.free_block_queue, self._pool.blocks
-        if not self._num_usable:
-            for slot in blocks[num_usable + 1 :]:
-                queue.remove(slot)
-                slot.ref_cnt = 1
-        else:
-            opened = blocks[self._num_usable + 1 : num_usable + 1]
-            for slot in opened:
-                slot.ref_cnt = 0
-            queue.prepend_n(opened)  # empty: to be taken before a cached prefix is evicted
-        self._num_usable = num_usable
+        opened = range(self.num_usable, min(num_usable, self.num_slots))
+        if opened:
+            self._empty[:0] = reversed(opened)
+            self.num_usable = opened.stop
 
-    def grant(self, count: int) -> list[KVCacheBlock]:
+    # ---- leases --------------------------------------------------------------------------------
+
+    def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.
 
         Returns:
             Possibly fewer than asked for, possibly none: full is normal, and then nothing else has
             changed. What a granted slot held before is forgotten.
         """
-        count = min(count, self.num_free)
-        try:
-            return self._pool.get_new_blocks(count) if count > 0 else []
-        except ValueError:  # somebody was faster; the pool raises before it takes anything (I5)
+        if count <= 0:
             return []
+        granted = self._empty[-count:]
+        granted.reverse()
+        del self._empty[-count:]
+        if len(granted) < count:
+            evicted = self._filled.evict(count - len(granted))
+            self._unname(evicted)
+            granted += evicted
+        for slot in granted:
+            self._leases[slot] = 1
+        return granted
 
-    def retire(self, slot_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """Never grant these slots again: the memory under them is not to be trusted (I6).
-
-        Each is given one reference that nobody releases; leases on it stay as they are. What it
-        holds can still be found until somebody forgets it.
-
-        Returns:
-            The slots that were not retired before.
-        """
-        retired: list[KVCacheBlock] = []
-        for slot_id in slot_ids:
-            if 0 <= slot_id < self._num_usable and slot_id + 1 not in self._retired:
-                self._retired.add(slot_id + 1)
-                retired.append(self._pool.blocks[slot_id + 1])
-        self._pool.touch(retired)
-        return retired
-
-    def lease(self, slots: Sequence[KVCacheBlock]) -> None:
+    def lease(self, slots: Iterable[int]) -> None:
         """Add one lease to each slot: none of them can be evicted until it is released."""
-        self._pool.touch(slots)
+        leases = self._leases
+        needed_again = []
+        for slot in slots:
+            if not leases[slot]:
+                needed_again.append(slot)
+            leases[slot] += 1
+        if needed_again:
+            self._filled.lease(needed_again)
 
-    def release(self, slots: Sequence[KVCacheBlock]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         """Take one lease from each slot, given in prefix order.
 
         Slots that nobody else leases become evictable, the tail of the prefix before its head: a
         prefix without its head can never be hit.
         """
-        for slot in slots:
-            if slot.ref_cnt <= 0:
-                raise InvariantError(
-                    "I8", f"slot {slot_id(slot)} released more often than it was leased"
-                )
-        self._pool.free_blocks(reversed(slots))
+        leases, keys = self._leases, self._keys
+        evictable = []
+        for slot in reversed(slots):
+            num_left = leases[slot] = leases[slot] - 1
+            if num_left <= 0:
+                if num_left < 0:
+                    leases[slot] = 0
+                    raise InvariantError("I8", f"slot {slot} released more often than leased")
+                if keys[slot] is None:
+                    self._empty.append(slot)
+                else:
+                    evictable.append(slot)
+        if evictable:
+            self._filled.release(evictable)
 
-    def mend(self, leases: Iterable[Sequence[KVCacheBlock]]) -> None:
+    def retire(self, slots: Iterable[int]) -> list[int]:
+        """Never grant these slots again: the memory under them is not to be trusted (I6).
+
+        Each is given one lease that nobody releases; leases on it stay as they are. What it holds
+        can still be found until somebody forgets it.
+
+        Returns:
+            The slots that were not retired before.
+        """
+        retired = [s for s in slots if 0 <= s < self.num_usable and s not in self._retired]
+        retired = list(dict.fromkeys(retired))
+        self._retired.update(retired)
+        self._empty = [slot for slot in self._empty if slot not in self._retired]
+        self.lease(retired)
+        return retired
+
+    def mend(self, leases: Iterable[Sequence[int]]) -> None:
         """Give every slot the references of its leases, and one more if it is retired."""
         expected = self._count(leases)
-        for slot in self._usable:
-            while slot.ref_cnt > expected[slot.block_id]:
-                self._pool.free_blocks([slot])
-            while slot.ref_cnt < expected[slot.block_id]:
-                self._pool.touch([slot])
+        self._leases = [expected[slot] for slot in range(self.num_slots)]
+        unleased = [slot for slot in range(self.num_usable) if not expected[slot]]
+        self._empty = [slot for slot in reversed(unleased) if self._keys[slot] is None]
+        self._filled.forget(range(self.num_slots))
+        self._filled.release([slot for slot in unleased if self._keys[slot] is not None])
 
-    def _count(self, leases: Iterable[Sequence[KVCacheBlock]]) -> Counter[int]:
-        """How many references each slot should have, by the id of its block in the pool."""
-        expected = Counter(slot.block_id for slots in leases for slot in slots)
+    # ---- what they hold ------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int | None:
+        """The slot that can be found under a block hash (with its group id), if any."""
+        return self._slots.get(key)
+
+    def publish(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        more_keys: Mapping[bytes, tuple[bytes, ...]],
+    ) -> int:
+        """Let leased slots be found under these keys; a key that is there already stays as it is.
+
+        Args:
+            slots: what was stored.
+            keys: one for each.
+            more_keys: by its key, what else a slot may be found under.
+
+        Returns:
+            How many can be found now that could not be.
+        """
+        table, names = self._slots, self._keys
+        num_before = len(table)
+        for slot, key in zip(slots, keys, strict=True):
+            if table.setdefault(key, slot) == slot:
+                names[slot] = key
+        num_published = len(table) - num_before
+        if more_keys:
+            for key, others in more_keys.items():
+                slot = table[key]
+                if slot in slots:
+                    self._more_keys[slot] = tuple(
+                        other for other in others if table.setdefault(other, slot) == slot
+                    )
+        self.version += 1
+        return num_published
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Never find these slots again; leases on them stay as they are."""
+        known = [slot for slot in slots if self._keys[slot] is not None]
+        self._unname(known)
+        unleased = [slot for slot in known if not self._leases[slot]]
+        self._filled.forget(unleased)
+        self._empty += unleased
+
+    def forget_all(self) -> None:
+        """Never find any slot again that can be found now."""
+        self.forget(slot for slot in range(self.num_slots) if self._keys[slot] is not None)
+
+    def _unname(self, slots: Iterable[int]) -> None:
+        """What these hold cannot be found any more."""
+        self.version += 1
+        table, names = self._slots, self._keys
+        for slot in slots:
+            key = names[slot]
+            if key is not None:
+                del table[key]
+                names[slot] = None
+        if self._more_keys:
+            for slot in slots:
+                for key in self._more_keys.pop(slot, ()):
+                    del table[key]
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
+        """How many references each slot should have."""
+        expected = Counter(slot for slots in leases for slot in slots)
         expected.update(self._retired)
         return expected
 
-    @property
-    def _usable(self) -> Sequence[KVCacheBlock]:
-        usable: Sequence[KVCacheBlock] = self._pool.blocks[1 : self._num_usable + 1]
-        return usable
-
-    def check_invariants(self, leases: Iterable[Sequence[KVCacheBlock]]) -> None:
+    def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
         """Compare every slot's reference count with the leases that exist (I1, I8).
 
         Raises:
             InvariantError: a count differs, or the free count does not match.
         """
         expected = self._count(leases)
-        for slot in self._usable:
-            if slot.ref_cnt != expected[slot.block_id]:
+        for slot in range(self.num_slots):
+            if self._leases[slot] != expected[slot]:
                 raise InvariantError(
                     "I8",
-                    f"slot {slot_id(slot)} has {slot.ref_cnt} references and "
-                    f"{expected[slot.block_id]} leases or reasons to keep it",
+                    f"slot {slot} has {self._leases[slot]} references and {expected[slot]} leases "
+                    "or reasons to keep it",
                 )
-        if self._num_usable and self.num_free != sum(slot.ref_cnt == 0 for slot in self._usable):
-            raise InvariantError("I8", "the free queue does not hold exactly the unleased slots")
+        unleased = [slot for slot in range(self.num_usable) if not self._leases[slot]]
+        empty = {slot for slot in unleased if self._keys[slot] is None}
+        if set(self._empty) != empty or len(self._empty) != len(empty):
+            raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
+        if self.num_free != len(unleased):
+            raise InvariantError("I8", "the free slots are not exactly the unleased ones")

@@ -12,14 +12,13 @@ sliding window has passed and its blocks are no longer in the table, or the requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.witness import Source, source_of
+from safe_offload.compat import block_hash_of
+from safe_offload.scheduler.witness import Sources, sources_of
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
     from safe_offload.compat import GpuBlocks
     from safe_offload.scheduler.index import HostIndex
     from safe_offload.scheduler.requests import RequestState
@@ -37,39 +36,56 @@ class EagerScan:
     def __init__(
         self, index: HostIndex, gpu: GpuBlocks, in_flight: Callable[[bytes], bool]
     ) -> None:
-        self._index = index
+        self._find = index.slots.find
+        self._block_sizes = index.group_block_sizes
         self._gpu = gpu
         self._in_flight = in_flight
         self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
 
-    def scan(self, state: RequestState) -> tuple[list[Source], list[KVCacheBlock]]:
+    def scan(self, state: RequestState) -> tuple[list[Sources], list[int]]:
         """Move the request's cursors to the end of what is hashed.
 
         Returns:
-            The blocks to store, and the host slots that hold blocks of this request already.
+            For each group that has any, the blocks to store; and the host slots that hold blocks of
+            this request already.
         """
-        sources: list[Source] = []
-        present: list[KVCacheBlock] = []
+        found: list[Sources] = []
+        present: list[int] = []
+        request_id = state.request.request_id
         for group_idx in self._group_ids:
-            request_id = state.request.request_id
             num_hashed = self._gpu.num_hashed(request_id, group_idx)
             if state.limits.store_tokens is not None:
-                num_allowed = state.limits.store_tokens // self._index.group_block_sizes[group_idx]
+                num_allowed = state.limits.store_tokens // self._block_sizes[group_idx]
                 num_hashed = min(num_hashed, num_allowed)
             cursor = state.cursors[group_idx]
             if cursor >= num_hashed:
                 continue
             state.cursors[group_idx] = num_hashed
-            for block in self._gpu.of_request(request_id, group_idx)[cursor:num_hashed]:
-                key = block.block_hash
-                if key is None or block.is_null:
-                    continue  # a window slid past it, or no hit can ever need it
-                slot = self._index.find(key)
-                if slot is not None:
-                    present.append(slot)
-                elif not self._in_flight(key) and (source := source_of(block, self._gpu)):
-                    sources.append(source)
-        return sources, present
+            sources = self._scan_group(request_id, group_idx, slice(cursor, num_hashed), present)
+            if sources:
+                found.append(sources)
+        return found, present
+
+    def _scan_group(
+        self, request_id: str, group_idx: int, span: slice, present: list[int]
+    ) -> Sources:
+        """What to store of some blocks of a table; what the host has of them goes to `present`."""
+        blocks, keys = [], []
+        find, is_in_flight = self._find, self._in_flight
+        for block in self._gpu.of_request(request_id, group_idx)[span]:
+            key = block_hash_of(block)
+            if key is None:
+                continue  # a window slid past it, or no hit can ever need it
+            slot = find(key)
+            if slot is not None:
+                present.append(slot)
+            elif not is_in_flight(key):
+                blocks.append(block)
+                keys.append(key)
+        if not blocks:
+            return Sources()
+        home = self._gpu.home(request_id, group_idx)
+        return Sources(blocks, keys, self._gpu.more_keys(blocks), home)
 
 
 class LazyWalk:
@@ -89,18 +105,13 @@ class LazyWalk:
         in_flight: Callable[[bytes], bool],
         num_blocks: int,
     ) -> None:
-        self._index = index
+        self._find = index.slots.find
         self._gpu = gpu
         self._in_flight = in_flight
         self._num_blocks = num_blocks
 
-    def walk(self) -> Iterator[Source]:
-        """Yield the free blocks that the allocator takes next and that the host does not have."""
-        for block in self._gpu.free_blocks(self._num_blocks):
-            source = source_of(block, self._gpu)
-            if (
-                source is not None
-                and self._index.find(source.keys[0]) is None
-                and not self._in_flight(source.keys[0])
-            ):
-                yield source
+    def walk(self) -> Sources:
+        """The free blocks that the allocator takes next and that the host does not have."""
+        found = sources_of(list(self._gpu.free_blocks(self._num_blocks)), self._gpu)
+        find, is_in_flight = self._find, self._in_flight
+        return found.keep([find(key) is None and not is_in_flight(key) for key in found.keys])

@@ -1,8 +1,8 @@
 """Stores: what to keep, which slots it takes, and what becomes of them.
 
-A store is made when a block is found worth keeping and a slot is free for it, and is in flight from
-then on. Where it goes in the plan depends on its sources alone: behind the forward if they are
-still what they were, ahead of it if one was given away in this step.
+What is found worth keeping takes its slots at once and is in flight from then on. All that a step
+has found goes into one store, or two: behind the forward if the blocks are still what they were,
+ahead of it if one of them was given away in this step.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from safe_offload.compat import block_id_of
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.protocol import Transfer
-from safe_offload.scheduler.fences import Store, StoresInFlight
+from safe_offload.protocol import Transfer, ids_of
+from safe_offload.scheduler.fences import Part, Store, StoresInFlight
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.scheduler.sources import EagerScan, LazyWalk
-from safe_offload.scheduler.witness import Source, source_of
+from safe_offload.scheduler.witness import Sources, sources_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,7 +51,10 @@ class Stores:
         self._num_ranks = num_ranks
         self._counters = counters
         self._in_flight = StoresInFlight()
-        self._new: list[Store] = []
+        self._new: list[Part] = []
+        """Found since the last plan."""
+        self._planned: list[Store] = []
+        """Of the plan that is being made; the workers do not know them."""
         self._short_of_slots: set[RequestState] = set()
         self._gpu: GpuBlocks | None = None
         self._scan: EagerScan | None = None
@@ -80,7 +83,7 @@ class Stores:
     def add_finished(self, state: RequestState) -> None:
         """Take slots for what a request that finishes has computed and not stored."""
         if self._scan is not None and state.phase is Phase.RUNNING:
-            self._add(state, self._collect(self._scan, state), is_last_chance=True)
+            self._add_found(state, self._scan, is_last_chance=True)
 
     def add_preempted(self, state: RequestState) -> None:
         """Take slots for what a preempted request had computed.
@@ -89,71 +92,77 @@ class Stores:
         were intact when the last plan was made, so that nobody can have written them yet.
         """
         leftover, state.leftover = state.leftover, []
-        num_rescued = self._add(None, self._still_wanted(leftover), is_last_chance=True)
-        self._counters[Count.RESCUED_BLOCKS] += num_rescued
+        for sources in leftover:
+            num_rescued = self._add(None, self._still_wanted(sources), is_last_chance=True)
+            self._counters[Count.RESCUED_BLOCKS] += num_rescued
 
     def add_computed(self, states: Iterable[RequestState]) -> None:
         """Take slots for what requests have computed once the forward of this step has run."""
         if self._scan is not None:
             for state in states:
-                self._add(state, self._collect(self._scan, state))
+                self._add_found(state, self._scan)
 
     def add_about_to_be_evicted(self) -> None:
         """Take slots for what the allocator takes next (lazy mode)."""
         if self._walk is not None:
-            self._add(None, list(self._walk.walk()))
+            self._add(None, self._walk.walk())
 
-    def add_boundary_states(
-        self, scheduler_output: SchedulerOutput, states: Iterable[RequestState]
-    ) -> None:
+    def add_boundary_states(self, scheduler_output: SchedulerOutput, book: RequestBook) -> None:
         """Take slots for states of Mamba groups, whose block table says nothing about positions.
 
         vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
         requests that are not scheduled are left alone: they may never have been computed.
 
         Args:
-            states: the requests that are scheduled.
+            scheduler_output: of this step.
+            book: all requests.
         """
         block_state = getattr(scheduler_output, "kv_connector_block_state", None)
         offers = getattr(block_state, "boundary_state_offloads", None)
         if not offers or self._gpu is None or self._scan is None:
             return
-        sources = []
-        for state in states:
+        blocks = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            state = book.get(request_id)
+            if state is None or request_id not in offers:
+                continue
             limit = state.limits.store_tokens
-            for _, block_id, num_tokens in offers.get(state.request.request_id, ()):
+            for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
-                    source = source_of(self._gpu.block(block_id), self._gpu)
-                    if source is not None:
-                        sources.append(source)
-        self._add(None, self._still_wanted(sources), is_last_chance=True)
+                    blocks.append(self._gpu.block(block_id))
+        found = sources_of(blocks, self._gpu)
+        self._add(None, self._still_wanted(found), is_last_chance=True)
 
-    def _collect(self, scan: EagerScan, state: RequestState) -> list[Source]:
-        """What of a request is computed and not stored; leases what the host has of it already."""
+    def _add_found(
+        self, state: RequestState, scan: EagerScan, *, is_last_chance: bool = False
+    ) -> None:
+        """Take slots for what of a request is computed and not stored.
+
+        What the host has of it already is leased with its prefix.
+        """
         found, present = scan.scan(state)
         if present:
             if state.prefix is None:
                 state.prefix = self._leases.lease(LeaseKind.PREFIX, present)
             else:
                 self._leases.extend(state.prefix, present)
-        leftover = [source for source in state.leftover if not source.given_away]
-        state.leftover = []
-        self._short_of_slots.discard(state)
-        return self._still_wanted(leftover) + found if leftover else found
+        if state.leftover:
+            leftover = [self._still_wanted(sources.intact()) for sources in state.leftover]
+            found = leftover + found
+            state.leftover = []
+            self._short_of_slots.discard(state)
+        for sources in found:
+            self._add(state, sources, is_last_chance=is_last_chance)
 
-    def _still_wanted(self, sources: list[Source]) -> list[Source]:
+    def _still_wanted(self, sources: Sources) -> Sources:
         """Those that the host neither has nor is about to have."""
-        return [
-            source
-            for source in sources
-            if not self._in_flight.stores_key(source.keys[0])
-            and self._index.find(source.keys[0]) is None
-        ]
+        find, is_stored = self._index.slots.find, self._in_flight.stores_key
+        return sources.keep([find(key) is None and not is_stored(key) for key in sources.keys])
 
     def _add(
-        self, state: RequestState | None, sources: list[Source], *, is_last_chance: bool = False
+        self, state: RequestState | None, sources: Sources, *, is_last_chance: bool = False
     ) -> int:
-        """Make a store of as many sources as there are free slots and as may be in flight.
+        """Store as many sources as there are free slots and as may be in flight.
 
         Args:
             state: the request whose prefix they extend; it keeps what finds no slot.
@@ -170,41 +179,46 @@ class Stores:
             self._counters[Count.SKIPPED_STORES] += 1
         lease = self._leases.grant(LeaseKind.STORE, num_wanted)
         num_granted = len(lease.slots) if lease is not None else 0
-        rest = sources[num_granted:]
+        granted, rest = sources.split(num_granted)
         if rest and state is not None and not is_last_chance:
-            state.leftover = rest
+            state.leftover.append(rest)
             self._short_of_slots.add(state)
         elif is_last_chance:
             self._counters[Count.SKIPPED_BLOCKS] += len(rest)
         if lease is None:
             return 0
-        store = Store(
-            next(self._transfer_ids),
-            sources[:num_granted],
-            lease,
-            state,
-            self._index.epoch,
-            set(range(self._num_ranks)),
-        )
+        part = Part(granted, lease, state)
         if state is not None:
             state.num_stores += 1
-        self._new.append(store)
-        self._in_flight.add(store)
+        self._new.append(part)
+        self._in_flight.claim(part)
         return num_granted
 
     # ---- a step is planned ---------------------------------------------------------------------
 
     def new_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """The stores made since the last `sent`: those before the forward, those after it."""
-        before: list[Transfer] = []
-        after: list[Transfer] = []
-        for store in self._new:
-            (before if store.source_given_away() else after).append(_transfer(store))
-        return tuple(before), tuple(after)
+        """What was found since the last `sent`: before the forward, and after it."""
+        if not self._new:
+            return (), ()
+        before: list[Part] = []
+        after: list[Part] = []
+        for part in self._new:
+            (before if part.sources.given_away() else after).append(part)
+        return self._plan(before), self._plan(after)
+
+    def _plan(self, parts: list[Part]) -> tuple[Transfer, ...]:
+        """Make one store of all parts, if there are any."""
+        if not parts:
+            return ()
+        ranks = set(range(self._num_ranks))
+        store = Store(next(self._transfer_ids), parts, self._index.epoch, ranks)
+        self._planned.append(store)
+        self._in_flight.add(store)
+        return (_transfer(store),)
 
     def sent(self) -> None:
         """The workers have been told of the new stores."""
-        self._new = []
+        self._new, self._planned = [], []
 
     def fence(self, early_written: Collection[int]) -> tuple[int, ...]:
         """Ids of the stores that the writes of this step must wait for.
@@ -213,11 +227,13 @@ class Stores:
             early_written: see `StoresInFlight.fence`.
         """
         fences = self._in_flight.fence(early_written)
-        self._counters[Count.FENCED_STORES] += len(fences)
+        if fences:
+            self._counters[Count.FENCED_STORES] += len(fences)
         for state in list(self._short_of_slots):
             # This step writes the blocks that were given away: they can be stored no more. A window
             # slides on even when its request is not scheduled, for want of blocks.
-            state.leftover = [source for source in state.leftover if not source.given_away]
+            intact = [sources.intact() for sources in state.leftover]
+            state.leftover = [sources for sources in intact if sources]
             if not state.leftover:
                 self._short_of_slots.discard(state)
         return tuple(fences)
@@ -235,55 +251,56 @@ class Stores:
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, forget each store that no worker copies."""
+        for part in self._new:
+            self._in_flight.release(part)
         for store in list(self._in_flight):
-            if store in self._new or not store.ranks_left:
-                self._in_flight.remove(store.transfer_id)
+            if store in self._planned or not store.ranks_left:
+                self._in_flight.remove(store)
             else:
-                store.poisoned, store.owner = True, None
-        self._new = []
+                store.poisoned = True
+                for part in store.parts:
+                    part.owner = None
+        self._new, self._planned = [], []
         self._short_of_slots.clear()
 
     @property
     def leases(self) -> list[Lease]:
         """Of the stores in flight."""
-        return [store.lease for store in self._in_flight]
+        return [part.lease for store in self._in_flight for part in store.parts]
 
     def settle(self, store: Store) -> None:
         """Every rank has reported a store: publish it if it went well."""
-        self._in_flight.remove(store.transfer_id)
+        self._in_flight.remove(store)
         if store.poisoned:
             self._counters[Count.FAILED_STORES] += 1
-        elif store.epoch == self._index.epoch:
-            self._publish(store)
-        else:
-            self._counters[Count.UNPUBLISHED_BLOCKS] += len(store.sources)
-        self._return_slots(store)
+        is_wanted = not store.poisoned and store.epoch == self._index.epoch
+        num_stored = num_blocks = 0
+        for part in store.parts:
+            num_blocks += len(part.sources)
+            if is_wanted:
+                sources = part.sources
+                num_stored += self._index.publish(part.lease.slots, sources.keys, sources.more_keys)
+            self._return_slots(part.owner, part.lease)
+        if not store.poisoned:
+            self._counters[Count.STORED_BLOCKS] += num_stored
+            self._counters[Count.UNPUBLISHED_BLOCKS] += num_blocks - num_stored
 
-    def _publish(self, store: Store) -> None:
-        for source, slot in zip(store.sources, store.lease.slots, strict=True):
-            if self._index.find(source.keys[0]) is None:
-                self._index.publish(slot, source.keys, source.num_tokens)
-                self._counters[Count.STORED_BLOCKS] += 1
-            else:
-                self._counters[Count.UNPUBLISHED_BLOCKS] += 1
-
-    def _return_slots(self, store: Store) -> None:
+    def _return_slots(self, state: RequestState | None, lease: Lease) -> None:
         """Hand the slots of a settled store to its owner's prefix, or let them go."""
-        state = store.owner
         if state is None:
-            store.lease.release()
+            lease.release()
             return
         state.num_stores -= 1
         if state.phase is Phase.RUNNING or (state.finished and state.num_stores):
             if state.prefix is None:
                 state.prefix = self._leases.lease(LeaseKind.PREFIX)
-            store.lease.give_to(state.prefix)
+            lease.give_to(state.prefix)
         else:
             # The last store of a finished request releases its whole prefix at once, tail first.
             if state.prefix is not None:
-                store.lease.give_to(state.prefix)
+                lease.give_to(state.prefix)
                 state.drop_prefix()
-            store.lease.release()
+            lease.release()
 
     # ---- the rest ------------------------------------------------------------------------------
 
@@ -295,9 +312,9 @@ class Stores:
                 state.prefix.release()
                 state.prefix = None
         self._short_of_slots.clear()
-        for store in self._new:
-            self._in_flight.remove(store.transfer_id)
-            self._return_slots(store)
+        for part in self._new:
+            self._in_flight.release(part)
+            self._return_slots(part.owner, part.lease)
         self._new = []
         self._in_flight.forget_keys()
 
@@ -310,8 +327,9 @@ class Stores:
 
 
 def _transfer(store: Store) -> Transfer:
+    parts = store.parts
     return Transfer(
         store.transfer_id,
-        tuple(source.block.block_id for source in store.sources),
-        tuple(slot_id(slot) for slot in store.lease.slots),
+        ids_of(block_id_of(block) for part in parts for block in part.sources.blocks),
+        ids_of(slot for part in parts for slot in part.lease.slots),
     )

@@ -13,7 +13,6 @@ from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
 from safe_offload.scheduler import planner as planner_module
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.loads import FAILED_LOADS_MAX
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.sim.device import CopyFault
 from tests.scheduler.rig import MakeRig, Rig
 
@@ -168,7 +167,7 @@ def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
     slots = rig.planner._index.slots
-    assert [slot_id(slot) for slot in slots.retire((-1, 20, 3, 3))] == [3]
+    assert slots.retire((-1, 20, 3, 3)) == [3]
     assert slots.retire((3,)) == []
     assert slots.num_free == 19
     assert len(slots.grant(100)) == 19
@@ -179,7 +178,7 @@ def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None
     rig.start()
     slots = rig.planner._index.slots
     lease = rig.planner._leases.grant(LeaseKind.STORE, 3)
-    assert slots.retire([slot_id(lease.slots[0])]) == [lease.slots[0]]
+    assert slots.retire([lease.slots[0]]) == [lease.slots[0]]
     rig.planner.check_invariants()
     lease.release()
     rig.planner.check_invariants()
@@ -203,7 +202,7 @@ def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> Non
 
 
 def blocks_in_flight(rig: Rig) -> int:
-    return sum(len(store.sources) for store in rig.planner._stores._in_flight)
+    return int(rig.planner._stores._in_flight.num_blocks)
 
 
 def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from safe_offload.scheduler.leases import Lease, LeaseKind
-from safe_offload.scheduler.slots import SlotPool, slot_id
+from safe_offload.scheduler.slots import SlotPool
 from safe_offload.sim.engine_core import EngineCore
 
 SCRIBBLE = -7
@@ -20,7 +20,7 @@ def evict_host(engine: EngineCore) -> None:
     taken = slots.grant(slots.num_slots)
     for slot in taken:
         for worker in engine.workers:
-            words = worker.device.memory.host[slot_id(slot)]
+            words = worker.device.memory.host[slot]
             words[:] = [SCRIBBLE] * len(words)
     slots.release(taken)
 
@@ -52,34 +52,25 @@ class OtherEngine:
 
 
 class ContestedSlots(SlotPool):
-    """Slots of which another engine takes some at every look; see `contested`."""
+    """Slots of which another engine takes some first whenever some are asked for."""
 
     other: OtherEngine
-    is_stale: bool
     is_taking = False
 
-    @property
-    def num_free(self) -> int:
-        seen = super().num_free
+    def grant(self, count: int) -> list[int]:
         if not self.is_taking:
             self.is_taking = True
             self.other.take()
             self.is_taking = False
-        return seen if self.is_stale else super().num_free
+        return super().grant(count)
 
 
 @contextlib.contextmanager
-def contested(engine: EngineCore, other: OtherEngine, *, is_stale: bool) -> Iterator[None]:
-    """Meanwhile every look at the free slots is a race.
-
-    Args:
-        engine: whose pool it is.
-        other: takes slots.
-        is_stale: it takes them behind the look, so that what was seen is no longer so.
-    """
+def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
+    """Meanwhile another engine takes slots between the wish for some and the grant."""
     slots = engine.connector._planner._index.slots
     slots.__class__ = ContestedSlots
-    slots.other, slots.is_stale = other, is_stale
+    slots.other = other
     try:
         yield
     finally:

@@ -330,15 +330,14 @@ def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
     check_idle(engine)
 
 
-@pytest.mark.parametrize("is_stale", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_while_a_step_is_planned_make_a_smaller_grant(
-    engines: Engines, groups: tuple[str, ...], is_async: bool, is_stale: bool
+    engines: Engines, groups: tuple[str, ...], is_async: bool
 ) -> None:
     engine = engines.make(groups=groups, num_slots=60, is_async=is_async)
     other = OtherEngine(engine, left=2)
-    with contested(engine, other, is_stale=is_stale):
+    with contested(engine, other):
         engine.add("a", random_prompt(41, 1), max_tokens=4)
         engine.drain()
     assert engine.counts["contained_errors"] == 0

@@ -5,11 +5,11 @@ That the forward reads the right words is checked by the model runner itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.slots import slot_id
+from safe_offload.scheduler.slots import NO_SLOT
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
@@ -46,8 +46,7 @@ class ContentChecker:
 
     def kept_slots(self) -> list[int]:
         """Slots that can be found."""
-        slots = self._index._pool.blocks[1:]
-        return [slot_id(slot) for slot in slots if slot.block_hash is not None]
+        return [slot for slot, key in enumerate(self._index.slots._keys) if key is not None]
 
     def flipped(self, slot: int) -> None:
         """A bit of a slot has flipped on some rank, and this is not what we look for."""
@@ -69,22 +68,27 @@ class ContentChecker:
 
     def _see_publish(
         self,
-        original: Callable[..., None],
-        slot: Any,
-        keys: Iterable[bytes],
-        num_tokens: int | None,
-    ) -> None:
-        keys = tuple(keys)
-        original(slot, keys, num_tokens)
+        original: Callable[..., int],
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        more_keys: Mapping[bytes, tuple[bytes, ...]],
+    ) -> int:
+        num_published = original(slots, keys, more_keys)
+        self._learn()
+        for slot, key in zip(slots, keys, strict=True):
+            if self._index.slots.find(key) == slot:
+                self._check_published(slot, key)
+        return num_published
+
+    def _check_published(self, slot: int, key: bytes) -> None:
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-        self._learn()
         # Larger blocks than hashes: vLLM joins the hashes, and the last says where the block ends.
-        last_hash = bytes(get_block_hash(keys[0]))[-32:]
+        last_hash = bytes(get_block_hash(key))[-32:]
         if last_hash not in self._prefixes:
-            raise Finding("I6", f"slot {slot_id(slot)} is published under a hash of no request")
+            raise Finding("I6", f"slot {slot} is published under a hash of no request")
         sequel, end = self._prefixes[last_hash]
-        self._check(slot_id(slot), get_group_id(keys[0]), sequel, end, "is published")
+        self._check(slot, get_group_id(key), sequel, end, "is published")
 
     def _see_plan(self, plan: StepPlan) -> None:
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
@@ -111,9 +115,9 @@ class ContentChecker:
             block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
             first = hit.num_computed_tokens // block_tokens
             for index, slot in enumerate(slots):
-                if not slot.is_null:
+                if slot != NO_SLOT:
                     end = (first + index + 1) * block_tokens
-                    self._check(slot_id(slot), group_idx, sequel, end, "is a hit")
+                    self._check(slot, group_idx, sequel, end, "is a hit")
         return hit
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
@@ -138,5 +142,5 @@ class ContentChecker:
                 )
 
     def _see_host_write(self, rank: int, slot: int) -> None:
-        if self._index._pool.blocks[slot + 1].block_hash is not None:
+        if self._index.slots._keys[slot] is not None:
             self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")

@@ -7,7 +7,6 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.index import Hit
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
@@ -67,7 +66,7 @@ class HitChecker:
                 self._failed.update(record.transfer.slot_ids)
 
     def _slots_found(self) -> set[int]:
-        return {slot_id(slot) for slot in self._found.slots()} if self._found else set()
+        return set(self._found.slots()) if self._found else set()
 
     def _see_allocation(
         self, original: Callable[..., None], request: Any, blocks: Any, num_tokens: int

@@ -60,12 +60,12 @@ class ReferenceChecker:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
         slots = planner._index.slots
         num_bad = len(self._ledger.bad_slots)
-        referenced = sum(bool(s.ref_cnt) for s in slots._pool.blocks[1 : slots._num_usable + 1])
+        referenced = sum(map(bool, slots._leases))
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": len(planner._leases),
             "slots with a reference": referenced - num_bad,
-            "slots in use": slots._num_usable - slots.num_free - num_bad,
+            "slots in use": slots.num_usable - slots.num_free - num_bad,
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
             "requests that hold blocks for a load": len(planner._loads._admission),

@@ -7,7 +7,6 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.leases import Lease, LeaseKind
-from safe_offload.scheduler.slots import slot_id
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
@@ -47,7 +46,7 @@ class SlotChecker:
 
     def _see_plan(self, plan: StepPlan) -> None:
         leases = [lease for lease in self.squeezed if lease is not None]
-        taken = {slot_id(slot): "somebody else" for lease in leases for slot in lease.slots}
+        taken = {slot: "somebody else" for lease in leases for slot in lease.slots}
         for record in self._ledger.open_stores():
             name = f"store {record.transfer.transfer_id}"
             taken.update((slot, name) for slot in record.transfer.slot_ids)
