@@ -26,6 +26,7 @@ IMPORTS_VLLM = {
     "scheduler/index.py": "kinds of attention",
     "bench/engine_process.py": "runs an engine",
     "bench/peers.py": "the messages of vLLM's own connectors",
+    "bench/scheduler_engine.py": "steps vLLM's scheduler",
     "bench/vllm_copies.py": "vLLM's own copies, to be compared with ours",
 }
 """Files that import vLLM when they run, not only for types, and what for.
