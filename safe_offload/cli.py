@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.bench import engine, transfer
+from safe_offload.bench import engine, scheduler, transfer
 from safe_offload.errors import SafeOffloadError
 from safe_offload.sim import command as sim
 
@@ -50,6 +50,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     transfer.add_arguments(bench_transfer)
     bench_transfer.set_defaults(run=transfer.run_command)
+    bench_scheduler = benchmarks.add_parser(
+        "scheduler",
+        help="time of a connector's hooks inside vLLM's scheduler, against vLLM's own connectors",
+        description=scheduler.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    scheduler.add_arguments(bench_scheduler)
+    bench_scheduler.set_defaults(run=scheduler.run_command)
     simulator = commands.add_parser(
         "sim",
         help="test this connector on vLLM's real scheduler, over simulated workers",

@@ -33,6 +33,7 @@ class EngineShape:
         is_priority: scheduling by priority.
         max_batched_tokens: of a step.
         max_seqs: running at once.
+        max_model_len: tokens of the longest request.
         extra: `kv_connector_extra_config`.
         connector: another connector of vLLM's, to compare with.
         failure_policy: what vLLM does with a request whose load failed.
@@ -53,6 +54,7 @@ class EngineShape:
     is_priority: bool = False
     max_batched_tokens: int = 24
     max_seqs: int = 6
+    max_model_len: int = 2048
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "SafeCPUOffloadConnector"
     failure_policy: str = "recompute"
@@ -105,6 +107,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     config = copy.deepcopy(_base_config(shape.connector))
     config.cache_config.block_size = min(g.block_tokens for g in shape.parsed_groups)
     config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.model_config.max_model_len = shape.max_model_len
     for group in shape.parsed_groups:
         if group.kind == "mamba":  # whose blocks the scheduler ends chunks at
             config.cache_config.mamba_cache_mode = "align"

@@ -16,8 +16,8 @@ import pytest
 import vllm
 from vllm.v1.request import RequestStatus
 
+from safe_offload.bench.peers import NONE, OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from safe_offload.sim.engine_core import random_prompt
-from tests.sim.peers import NONE, OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from tests.sim.scenes import (
     before_allocation,
     check_answers,

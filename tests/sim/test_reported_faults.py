@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from safe_offload.bench.peers import NONE, PeerEngine, peer_shape
 from safe_offload.sim.engine_core import EngineCore, random_prompt
 from tests.sim.host_pool import OtherEngine, contested, evict_host, watch_grants
-from tests.sim.peers import NONE, PeerEngine, peer_shape
 from tests.sim.scenes import (
     Engines,
     before_allocation,

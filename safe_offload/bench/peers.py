@@ -1,8 +1,9 @@
-"""vLLM's own connectors on vLLM's real scheduler, to see which of the reported faults they show.
+"""Connectors on vLLM's real scheduler: vLLM's own, none at all, and ours beside them.
 
 Their scheduler sides are pure Python and run as they are. Their workers want a GPU, so a stand-in
 settles each transfer a fixed number of steps after the plan that names it. Only the order of events
-is that of an engine: memory has no contents here.
+is that of an engine: memory has no contents here. The tests see so which of the reported faults
+the others show, and `safe-offload bench scheduler` what each costs the scheduler.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from unittest import mock
 
+from safe_offload.errors import SafeOffloadError
+from safe_offload.protocol import Capacity, Outcome, StepPlan, StepReport
 from safe_offload.sim import vllm_setup
 from safe_offload.sim.chance import Chance
 from safe_offload.sim.findings import Findings
@@ -24,6 +27,7 @@ from safe_offload.sim.vllm_setup import (
 )
 from safe_offload.sim.words import Sequel
 
+OURS = "SafeCPUOffloadConnector"
 SIMPLE = "SimpleCPUOffloadConnector"
 OFFLOADING = "OffloadingConnector"
 NONE = "none"
@@ -34,9 +38,9 @@ _ALIGNMENT_BYTES = {SIMPLE: 1, OFFLOADING: 4096}
 
 
 def peer_shape(connector: str, **what: Any) -> EngineShape:
-    """The shape of an engine with another connector, or with none, and as many host slots."""
+    """The shape of an engine with any connector, or with none, and as many host slots."""
     shape = EngineShape(connector=connector, **what)
-    if connector == NONE:
+    if connector not in _ALIGNMENT_BYTES:
         return shape
     spec = make_kv_cache_config(shape).kv_cache_groups[0].kv_cache_spec
     alignment = _ALIGNMENT_BYTES[connector]
@@ -44,10 +48,12 @@ def peer_shape(connector: str, **what: Any) -> EngineShape:
     return dataclasses.replace(shape, extra={"cpu_bytes_to_use": num_bytes, **shape.extra})
 
 
-def make_scheduler_without_connector(shape: EngineShape) -> tuple[Any, Any]:
-    """See `make_scheduler`."""
+def make_peer_scheduler(shape: EngineShape) -> tuple[Any, Any]:
+    """See `make_scheduler`; for any connector and for none."""
+    if shape.connector != NONE:
+        return make_scheduler(shape)
     make_config = vllm_setup.make_config
-    known = dataclasses.replace(shape, connector=EngineShape().connector)
+    known = _known(shape)
 
     def without_connector(_: EngineShape) -> Any:
         config = make_config(known)
@@ -58,8 +64,26 @@ def make_scheduler_without_connector(shape: EngineShape) -> tuple[Any, Any]:
         return make_scheduler(known)
 
 
+def as_peer_runner(shape: EngineShape) -> Any:
+    """See `as_model_runner`; for any connector and for none."""
+    return as_model_runner(_known(shape))
+
+
+def _known(shape: EngineShape) -> EngineShape:
+    """The same with a connector that vLLM can make a configuration for."""
+    return dataclasses.replace(shape, connector=OURS) if shape.connector == NONE else shape
+
+
 class StandInWorker(Protocol):
-    """Settles the transfers of one connector's plans."""
+    """Settles the transfers of one connector's plans.
+
+    Attributes:
+        num_stored: blocks of all stores that the plans named.
+        num_loaded: of all loads.
+    """
+
+    num_stored: int
+    num_loaded: int
 
     @property
     def is_loading(self) -> bool:
@@ -77,6 +101,7 @@ class SimpleWorker:
     """
 
     def __init__(self, copy_steps: int) -> None:
+        self.num_stored = self.num_loaded = 0
         self._copy_steps = copy_steps
         self._num_steps = 0
         self._loads: dict[int, int] = {}
@@ -94,6 +119,8 @@ class SimpleWorker:
         if plan.need_flush:  # it waits for all copies when a request was preempted
             for running in (self._loads, self._stores):
                 running.update(dict.fromkeys(running, self._num_steps))
+        self.num_stored += len(plan.store_gpu_blocks)
+        self.num_loaded += len(plan.load_gpu_blocks)
         due = self._num_steps + self._copy_steps
         if plan.load_event >= 0:
             self._loads[plan.load_event] = due
@@ -117,6 +144,7 @@ class OffloadingWorker:
     """
 
     def __init__(self, copy_steps: int) -> None:
+        self.num_stored = self.num_loaded = 0
         self._copy_steps = copy_steps
         self._num_steps = 0
         self._jobs: dict[int, int] = {}
@@ -133,6 +161,8 @@ class OffloadingWorker:
             OffloadingWorkerMetadata,
         )
 
+        self.num_stored += sum(len(job.src_spec.block_ids) for job in plan.store_jobs.values())
+        self.num_loaded += sum(len(job.dst_spec.block_ids) for job in plan.load_jobs.values())
         due = self._num_steps + self._copy_steps
         self._jobs.update(dict.fromkeys([*plan.load_jobs, *plan.store_jobs], due))
         self._loading.update((job_id, job.req_id) for job_id, job in plan.load_jobs.items())
@@ -145,13 +175,55 @@ class OffloadingWorker:
         return received, OffloadingWorkerMetadata(dict.fromkeys(done, 1)) if done else None
 
 
+class SafeWorker:
+    """For ours: what `WorkerBridge` and `TransferEngine` answer when every copy goes well.
+
+    Args:
+        copy_steps: a copy is reported so many steps after the one whose plan names it.
+        num_slots: host slots, told in the first report.
+    """
+
+    def __init__(self, copy_steps: int, num_slots: int) -> None:
+        self.num_stored = self.num_loaded = 0
+        self._copy_steps = copy_steps
+        self._num_steps = 0
+        self._loads: dict[int, int] = {}
+        self._stores: dict[int, int] = {}
+        self._news: tuple[Capacity, ...] = (Capacity(0, num_slots),)
+
+    @property
+    def is_loading(self) -> bool:
+        """See `StandInWorker`."""
+        return bool(self._loads)
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """See `StandInWorker`; the scheduler side names the requests itself, from the report."""
+        assert isinstance(plan, StepPlan)
+        if plan.failures:
+            raise SafeOffloadError(f"expected no load to fail here, found {plan.failures}")
+        due = self._num_steps + self._copy_steps
+        for transfer in plan.loads:
+            self._loads[transfer.transfer_id] = due
+            self.num_loaded += len(transfer.block_ids)
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            self._stores[transfer.transfer_id] = due
+            self.num_stored += len(transfer.block_ids)
+        for transfer_id in plan.fences:  # the step waits for these
+            if transfer_id in self._stores:
+                self._stores[transfer_id] = self._num_steps
+        done = _take_due(self._stores, self._num_steps) + _take_due(self._loads, self._num_steps)
+        self._num_steps += 1
+        news, self._news = self._news, ()
+        if not done and not news:
+            return set(), None
+        return set(), StepReport(tuple(Outcome(0, transfer_id) for transfer_id in done), news)
+
+
 class NoWorker:
     """For an engine without a connector."""
 
     is_loading = False
-
-    def __init__(self, copy_steps: int) -> None:
-        pass
+    num_stored = num_loaded = 0
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
         """See `StandInWorker`."""
@@ -165,15 +237,28 @@ def _take_due(running: dict[int, int], step: int) -> list[int]:
     return due
 
 
+def make_worker(shape: EngineShape, copy_steps: int) -> StandInWorker:
+    """The stand-in for the workers of the shape's connector.
+
+    Args:
+        shape: see `peer_shape`.
+        copy_steps: a copy is reported so many steps after the one whose plan names it.
+    """
+    if shape.connector == OURS:
+        return SafeWorker(copy_steps, shape.num_slots)
+    if shape.connector == NONE:
+        return NoWorker()
+    return _WORKERS[shape.connector](copy_steps)
+
+
 _WORKERS: dict[str, Callable[[int], StandInWorker]] = {
     SIMPLE: SimpleWorker,
     OFFLOADING: OffloadingWorker,
-    NONE: NoWorker,
 }
 
 
 class PeerEngine:
-    """An engine with a connector that is not ours: one rank, one step in flight.
+    """An engine with any connector: one rank, one step in flight.
 
     Args:
         shape: see `peer_shape`.
@@ -181,16 +266,13 @@ class PeerEngine:
     """
 
     def __init__(self, shape: EngineShape, copy_steps: int = 0) -> None:
-        make = make_scheduler_without_connector if shape.connector == NONE else make_scheduler
-        runs_on = EngineShape().connector if shape.connector == NONE else shape.connector
-        self._context_shape = dataclasses.replace(shape, connector=runs_on)
-        with as_model_runner(self._context_shape):
-            self.scheduler, self._hasher = make(shape)
+        with as_peer_runner(shape):
+            self.scheduler, self._hasher = make_peer_scheduler(shape)
         self.shape = shape
         self.runner = ModelRunner(shape, self.scheduler, Chance(0), Findings())
         self.answers: dict[str, list[int]] = {}
         self.mutate_output: list[Callable[[Any], None]] = []
-        self._worker = _WORKERS[shape.connector](copy_steps)
+        self._worker = make_worker(shape, copy_steps)
 
     @property
     def connector(self) -> Any:
@@ -227,7 +309,7 @@ class PeerEngine:
         """One step of the engine; returns what was scheduled."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        with as_model_runner(self._context_shape):
+        with as_peer_runner(self.shape):
             scheduled = self.scheduler.schedule()
         batch = self.runner.prepare(scheduled)
         received, report = self._worker.step(scheduled.kv_connector_metadata)
@@ -242,7 +324,7 @@ class PeerEngine:
             sampled_token_ids=[list(tokens) for tokens in batch.sampled],
             kv_connector_output=connector_output,
         )
-        with as_model_runner(self._context_shape):
+        with as_peer_runner(self.shape):
             by_client = self.scheduler.update_from_output(scheduled, output)
         for outputs in by_client.values():
             for item in outputs.outputs:

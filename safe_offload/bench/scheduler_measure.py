@@ -1,0 +1,138 @@
+"""One trace with one connector: what it achieves, how long its hooks take, what they execute."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from safe_offload.bench.scheduler_engine import engine_for, serve
+from safe_offload.bench.scheduler_probe import (
+    Counts,
+    HookCounter,
+    HookTimer,
+    Watch,
+    WrapperCost,
+    without_gc,
+)
+from safe_offload.bench.scheduler_traces import Trace
+
+COPY_STEPS = 1
+"""A copy of some thousand blocks takes about as long as the forward that computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a connector achieves; none of it depends on time.
+
+    Attributes:
+        num_prompt_tokens: of all requests.
+        num_hit_tokens: of those, loaded from the host when the request first ran.
+        num_computed: tokens scheduled, answers and what was computed again included.
+        num_preemptions: of requests.
+        num_stored: blocks that plans named to be stored.
+        num_loaded: blocks that plans named to be loaded.
+        num_steps: until the engine was idle.
+        kept_mean: GPU blocks referenced that no request holds, mean over the steps.
+        kept_max: the most of them.
+    """
+
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_computed: int
+    num_preemptions: int
+    num_stored: int
+    num_loaded: int
+    num_steps: int
+    kept_mean: float
+    kept_max: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of the prompts' tokens that came from the host."""
+        return self.num_hit_tokens / self.num_prompt_tokens
+
+    @property
+    def num_moved(self) -> int:
+        """Return the blocks that were stored or loaded."""
+        return self.num_stored + self.num_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class HookTime:
+    """The calls of one hook in one run."""
+
+    calls: int
+    median_ns: float
+    p99_ns: float
+    total_ns: int
+
+    @classmethod
+    def of(cls, samples_ns: Sequence[int]) -> HookTime:
+        """Return the figures of some samples."""
+        if not samples_ns:
+            return cls(0, 0.0, 0.0, 0)
+        middle_ns = statistics.median(samples_ns)
+        return cls(len(samples_ns), middle_ns, percentile(samples_ns, 99), sum(samples_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run: hooks one by one, all of them by step, and the whole scheduler with them."""
+
+    hooks: dict[str, HookTime]
+    steps: HookTime
+    total_ns: int
+    scheduler_ns: int
+
+
+Answers = dict[str, list[int]]
+
+
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """Return the smallest sample that so many percent are not above."""
+    return sorted(samples)[max(0, -(-len(samples) * percent // 100) - 1)]
+
+
+def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
+    """Serve a trace untimed; return what the connector achieves, and the answers."""
+    watch = Watch()
+    with engine_for(name, trace, copy_steps) as engine:
+        serve(engine, trace, watch)
+    facts = Facts(
+        engine.num_prompt_tokens,
+        watch.num_hit_tokens,
+        engine.num_computed,
+        engine.num_preemptions,
+        engine.worker.num_stored,
+        engine.worker.num_loaded,
+        engine.num_steps,
+        statistics.fmean(watch.kept_blocks),
+        max(watch.kept_blocks),
+    )
+    return facts, engine.answers
+
+
+def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Timing:
+    """Serve a trace with a clock around every hook."""
+    timer = HookTimer(cost)
+    with engine_for(name, trace, copy_steps) as engine, without_gc():
+        serve(engine, trace, timer)
+    return Timing(
+        {hook: HookTime.of(samples) for hook, samples in timer.samples_ns.items() if samples},
+        HookTime.of(timer.steps_ns),
+        timer.total_ns,
+        engine.scheduler_ns - cost.outside_ns * timer.num_calls,
+    )
+
+
+def count_hooks(trace: Trace, name: str, copy_steps: int) -> dict[str, Counts]:
+    """Serve a trace and count what every hook executes.
+
+    The first request with a connector fills caches that live as long as the process, so a trace
+    has to have been served before.
+    """
+    counter = HookCounter()
+    with engine_for(name, trace, copy_steps) as engine:
+        serve(engine, trace, counter)
+    return {hook: counts for hook, counts in counter.counts.items() if counts.calls}
