@@ -61,6 +61,7 @@ __all__ = [
     "block_id_of",
     "cacheable_group_ids",
     "early_written_block_ids",
+    "full_attention_group",
     "group_suffix",
     "make_coordinator",
     "num_decode_tokens_max",
@@ -153,7 +154,7 @@ def group_suffix(group_idx: int) -> bytes:
 block_id_of: Callable[[KVCacheBlock], int] = attrgetter("block_id")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Home:
     """A block table that keeps each of its blocks for as long as it exists.
 
@@ -325,6 +326,18 @@ def plain_block_size(coordinator: Any) -> int | None:
         and coordinator.block_pool.hash_block_size == managers[0].block_size
     )
     return int(managers[0].block_size) if is_plain else None
+
+
+def full_attention_group(coordinator: Any, hash_block_size: int) -> tuple[int, int]:
+    """A group without whose next block no hit can be longer, and its block size; -1 if none is."""
+    for group_idx, manager in enumerate(coordinator.single_type_managers):
+        if (
+            type(manager) is FullAttentionManager
+            and manager.block_size == hash_block_size
+            and not coordinator.eagle_group_ids
+        ):
+            return group_idx, hash_block_size
+    return -1, hash_block_size
 
 
 def num_decode_tokens_max(vllm_config: VllmConfig) -> int:

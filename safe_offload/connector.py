@@ -359,6 +359,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
         """Counts since the last call and the state of the host pool; None if neither changed."""
+        if self._planner is not None:
+            if not self._counters and not self._planner.has_changed:
+                return None
+            self._planner.has_changed = False
         if self._worker is not None:
             self._counters.update(self._worker.take_counts())
         counts = self._counters.take()

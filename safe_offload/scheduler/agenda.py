@@ -7,6 +7,7 @@ and not at all that run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class Agenda:
     """
 
     def __init__(self, block_sizes: Sequence[int], num_decode_tokens_max: int) -> None:
-        self._block_sizes = tuple(set(block_sizes))
+        self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
         self._step = 0
         self._next: dict[RequestState, None] = {}
@@ -70,6 +71,6 @@ class Agenda:
         if num_computed < request.num_tokens:
             self._next[state] = None
             return
-        num_missing = min(size - num_computed % size for size in self._block_sizes)
+        num_missing = self._block_size - num_computed % self._block_size
         num_steps = -(-num_missing // self._num_decode_tokens_max)
         self._later.setdefault(self._step + num_steps, []).append(state)

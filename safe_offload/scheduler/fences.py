@@ -84,10 +84,11 @@ class StoresInFlight:
             if keys.get(key) is part:
                 del keys[key]
 
-    def add(self, store: Store) -> None:
-        """Watch a store from now on; its parts are claimed."""
+    def add(self, store: Store, *, is_fenced: bool) -> None:
+        """Take a store whose parts are claimed; watch its sources, unless it is fenced already."""
         self._stores[store.transfer_id] = store
-        self._unfenced[store.transfer_id] = store
+        if not is_fenced:
+            self._unfenced[store.transfer_id] = store
 
     def remove(self, store: Store) -> None:
         """Stop watching a store that has settled, and release its parts."""
@@ -108,21 +109,14 @@ class StoresInFlight:
         """What is in flight now will not be published."""
         self._keys.clear()
 
-    def fence(self, early_written: Collection[int]) -> list[int]:
-        """Ids of the stores whose source changed hands since the last call.
-
-        Args:
-            early_written: blocks that the workers write before they can honour a fence of this
-                step; a store that reads one of them is poisoned instead.
-        """
+    def fence(self) -> list[Store]:
+        """The stores whose source changed hands since the last call; they are watched no more."""
         if not self._unfenced:
             return []
         fenced = [store for store in self._unfenced.values() if store.source_given_away()]
         for store in fenced:
             del self._unfenced[store.transfer_id]
-            if early_written and store.reads(early_written):
-                store.poisoned = True
-        return [store.transfer_id for store in fenced]
+        return fenced
 
     def __iter__(self) -> Iterator[Store]:
         return iter(self._stores.values())

@@ -32,11 +32,13 @@ class Hit:
             where the group does not need one (a window that has slid past, say).
         num_tokens: length of the run.
         num_computed_tokens: tokens ahead of the run that are on the GPU already.
+        as_of: `SlotPool.version` and `SlotPool.num_forgets` when it was found.
     """
 
     slots_by_group: tuple[Sequence[int], ...]
     num_tokens: int
     num_computed_tokens: int
+    as_of: tuple[int, int]
 
     def slots(self) -> list[int]:
         """All real slots of the hit, each group in prefix order."""
@@ -92,6 +94,7 @@ class HostIndex:
     ) -> None:
         self._coordinator = coordinator
         self._plain_block_size = compat.plain_block_size(coordinator)
+        self._full_group = compat.full_attention_group(coordinator, hash_block_size)
         self._as_blocks = _SlotsAsBlocks(
             slots, hash_block_size, len(coordinator.single_type_managers)
         )
@@ -166,7 +169,35 @@ class HostIndex:
         )[:2]
         if not 0 < num_tokens <= num_tokens_max:
             return None
-        return Hit(slots_by_group, num_tokens, num_computed_tokens)
+        return Hit(slots_by_group, num_tokens, num_computed_tokens, self._now)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        return self.slots.version, self.slots.num_forgets
+
+    def is_still_longest(
+        self,
+        hit: Hit,
+        block_hashes: Sequence[bytes],
+        num_computed_tokens: int,
+        num_tokens_max: int,
+    ) -> bool:
+        """Whether `find_hit` would find a leased hit again, so that nobody need search.
+
+        A request that waits at the head of the queue is asked about in every step.
+        """
+        if hit.num_computed_tokens != num_computed_tokens or hit.as_of[1] != self.slots.num_forgets:
+            return False  # a slot of a hit can be forgotten although it is leased
+        if hit.as_of[0] == self.slots.version:
+            return True
+        group_idx, block_size = self._full_group
+        end = num_computed_tokens + hit.num_tokens
+        if group_idx < 0 or end % block_size:
+            return False
+        if end + block_size > num_tokens_max or end // block_size >= len(block_hashes):
+            return True
+        next_key = block_hashes[end // block_size] + self._as_blocks.suffixes[group_idx]
+        return self.slots.find(next_key) is None
 
     def _find_plain_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
@@ -179,7 +210,8 @@ class HostIndex:
         slots = list(iter(found.__next__, None))  # up to the first that is not there
         if not slots:
             return None
-        return Hit((slots,), len(slots) * self._plain_block_size, num_computed_tokens)
+        num_tokens = len(slots) * self._plain_block_size
+        return Hit((slots,), num_tokens, num_computed_tokens, self._now)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
         """GPU blocks of a request behind its first `num_tokens` tokens, over all groups.

@@ -87,20 +87,26 @@ class Loads:
         """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
         request = state.request
         if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
+            state.drop_hit()
             return 0
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
-        hit = self._index.find_hit(request.block_hashes, num_computed_tokens, num_tokens_max)
-        if hit is None:
-            return 0
-        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
+        wanted = request.block_hashes, num_computed_tokens, num_tokens_max
+        if state.hit is None or not self._index.is_still_longest(state.hit, *wanted):
+            state.drop_hit()
+            hit = self._index.find_hit(*wanted)
+            if hit is None:
+                return 0
+            state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
+            state.move(Phase.MATCHED)
+        num_tokens = state.hit.num_tokens
+        if not self._admission.admits(state, num_computed_tokens + num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
+            state.drop_hit()
             return 0
-        state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
-        state.move(Phase.MATCHED)
-        return hit.num_tokens
+        return num_tokens
 
     def begin(
         self,
@@ -264,6 +270,11 @@ class Loads:
     def owners_of_new(self) -> list[RequestState]:
         """The requests whose load begins in this step."""
         return [load.owner for load in self._new]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to tell the workers since the last `sent`."""
+        return bool(self._new or self._failures)
 
     @property
     def has_work(self) -> bool:

@@ -90,6 +90,11 @@ class Planner:
         self._is_disabled = False
         self._num_failed_in_a_row: Counter[int] = Counter()
         self._gpu: GpuBlocks | None = None
+        self.has_changed = True
+        """Whether a gauge may have changed since somebody set this to False.
+
+        A hit alone does not say so: what follows it does, and one is asked for in every step.
+        """
 
     def bind(self, gpu: GpuBlocks) -> None:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
@@ -108,7 +113,7 @@ class Planner:
         Args:
             report: of the workers, if it was lost by the error: what it names has ended.
         """
-        self._is_disabled = True
+        self._is_disabled = self.has_changed = True
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)
@@ -141,11 +146,12 @@ class Planner:
             Number of tokens behind those that can be loaded, 0 for none.
         """
         state = self._book.see(request)
-        state.drop_hit()
         if state.finished or state.phase is Phase.LOADING:
             return 0
         state.preempt()
-        if request.skip_reading_prefix_cache or self._is_disabled or self._gpu is None:
+        is_off = self._is_disabled or self._gpu is None
+        if request.skip_reading_prefix_cache or is_off:
+            state.drop_hit()
             return 0
         return self._loads.match(state, num_computed_tokens)
 
@@ -157,6 +163,7 @@ class Planner:
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
+        self.has_changed = True
         state = self._book.see(request)
         state.announced = False
         if state.finished:
@@ -181,6 +188,7 @@ class Planner:
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
         a second call finds nothing to do (I4).
         """
+        self.has_changed = True
         state = self._book.see(request)
         try:
             if not self._is_disabled:
@@ -200,17 +208,22 @@ class Planner:
         if self._gpu is None:
             return EMPTY_PLAN
         self._book.purge(self._gpu)
-        early_written: set[int] = set()
-        if self._options.blocks_written_early:
-            early_written = early_written_block_ids(scheduler_output, self._options.state_group_ids)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
-        before, after = self._stores.new_transfers()
-        fences = self._stores.fence(early_written)
+        before, after, fences = self._stores.plan(lambda: self._early_written(scheduler_output))
+        if not (before or after or fences or self._loads.has_news):
+            return EMPTY_PLAN
         plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
         self._stores.sent()
         self._loads.sent()
-        return EMPTY_PLAN if plan == EMPTY_PLAN else plan
+        self.has_changed = True
+        return plan
+
+    def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
+        """Blocks that are written before the workers can honour a fence of this step."""
+        if not self._options.blocks_written_early:
+            return set()
+        return early_written_block_ids(scheduler_output, self._options.state_group_ids)
 
     def _find_stores(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -242,6 +255,7 @@ class Planner:
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):
+                self.has_changed = True
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if self._gpu is not None and (output.finished_recving or output.finished_sending):
@@ -352,6 +366,7 @@ class Planner:
 
         What is in flight keeps its lease until it settles, and is not published.
         """
+        self.has_changed = True
         self._index.forget_all()
         for state in self._book:
             state.drop_hit()

@@ -34,6 +34,8 @@ class SlotPool:
         self.num_usable = 0
         self.version = 0
         """Changes when a slot can be found that could not, or the other way round."""
+        self.num_forgets = 0
+        """How often slots were forgotten that may be leased."""
         self._leases = [0] * num_slots
         self._keys: list[bytes | None] = [None] * num_slots
         self._more_keys: dict[int, tuple[bytes, ...]] = {}
@@ -192,6 +194,7 @@ class SlotPool:
 
     def forget(self, slots: Iterable[int]) -> None:
         """Never find these slots again; leases on them stay as they are."""
+        self.num_forgets += 1
         known = [slot for slot in slots if self._keys[slot] is not None]
         self._unname(known)
         unleased = [slot for slot in known if not self._leases[slot]]

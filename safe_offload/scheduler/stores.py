@@ -7,7 +7,8 @@ ahead of it if one of them was given away in this step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import enum
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import block_id_of
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.compat import GpuBlocks
+
+
+class Found(enum.Enum):
+    """When it was seen that blocks are worth storing."""
+
+    EARLIER = "earlier"
+    """Before this step was planned: since then they may have been given away."""
+    NOW = "now"
+    """While this step is planned: nobody else writes them in it."""
 
 
 class Stores:
@@ -51,8 +61,10 @@ class Stores:
         self._num_ranks = num_ranks
         self._counters = counters
         self._in_flight = StoresInFlight()
-        self._new: list[Part] = []
-        """Found since the last plan."""
+        self._found: list[Part] = []
+        """To be stored by the next plan; what it reads may have been given away by then."""
+        self._intact: list[Part] = []
+        """To be stored by the plan that is being made, behind the forward."""
         self._planned: list[Store] = []
         """Of the plan that is being made; the workers do not know them."""
         self._short_of_slots: set[RequestState] = set()
@@ -83,7 +95,7 @@ class Stores:
     def add_finished(self, state: RequestState) -> None:
         """Take slots for what a request that finishes has computed and not stored."""
         if self._scan is not None and state.phase is Phase.RUNNING:
-            self._add_found(state, self._scan, is_last_chance=True)
+            self._add_found(state, self._scan, Found.EARLIER)
 
     def add_preempted(self, state: RequestState) -> None:
         """Take slots for what a preempted request had computed.
@@ -93,19 +105,19 @@ class Stores:
         """
         leftover, state.leftover = state.leftover, []
         for sources in leftover:
-            num_rescued = self._add(None, self._still_wanted(sources), is_last_chance=True)
+            num_rescued = self._add(None, self._still_wanted(sources), Found.EARLIER)
             self._counters[Count.RESCUED_BLOCKS] += num_rescued
 
     def add_computed(self, states: Iterable[RequestState]) -> None:
         """Take slots for what requests have computed once the forward of this step has run."""
         if self._scan is not None:
             for state in states:
-                self._add_found(state, self._scan)
+                self._add_found(state, self._scan, Found.NOW)
 
     def add_about_to_be_evicted(self) -> None:
         """Take slots for what the allocator takes next (lazy mode)."""
         if self._walk is not None:
-            self._add(None, self._walk.walk())
+            self._add(None, self._walk.walk(), Found.NOW)
 
     def add_boundary_states(self, scheduler_output: SchedulerOutput, book: RequestBook) -> None:
         """Take slots for states of Mamba groups, whose block table says nothing about positions.
@@ -131,11 +143,9 @@ class Stores:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
         found = sources_of(blocks, self._gpu)
-        self._add(None, self._still_wanted(found), is_last_chance=True)
+        self._add(None, self._still_wanted(found), Found.EARLIER)
 
-    def _add_found(
-        self, state: RequestState, scan: EagerScan, *, is_last_chance: bool = False
-    ) -> None:
+    def _add_found(self, state: RequestState, scan: EagerScan, when: Found) -> None:
         """Take slots for what of a request is computed and not stored.
 
         What the host has of it already is leased with its prefix.
@@ -152,22 +162,20 @@ class Stores:
             state.leftover = []
             self._short_of_slots.discard(state)
         for sources in found:
-            self._add(state, sources, is_last_chance=is_last_chance)
+            self._add(state, sources, when)
 
     def _still_wanted(self, sources: Sources) -> Sources:
         """Those that the host neither has nor is about to have."""
         find, is_stored = self._index.slots.find, self._in_flight.stores_key
         return sources.keep([find(key) is None and not is_stored(key) for key in sources.keys])
 
-    def _add(
-        self, state: RequestState | None, sources: Sources, *, is_last_chance: bool = False
-    ) -> int:
+    def _add(self, state: RequestState | None, sources: Sources, when: Found) -> int:
         """Store as many sources as there are free slots and as may be in flight.
 
         Args:
             state: the request whose prefix they extend; it keeps what finds no slot.
             sources: in prefix order.
-            is_last_chance: nobody will try again for what finds no slot.
+            when: nobody will try again for what was found earlier and finds no slot.
 
         Returns:
             How many sources found a slot.
@@ -180,63 +188,81 @@ class Stores:
         lease = self._leases.grant(LeaseKind.STORE, num_wanted)
         num_granted = len(lease.slots) if lease is not None else 0
         granted, rest = sources.split(num_granted)
-        if rest and state is not None and not is_last_chance:
-            state.leftover.append(rest)
-            self._short_of_slots.add(state)
-        elif is_last_chance:
-            self._counters[Count.SKIPPED_BLOCKS] += len(rest)
+        if rest:
+            if when is Found.EARLIER:
+                self._counters[Count.SKIPPED_BLOCKS] += len(rest)
+            elif state is not None:
+                state.leftover.append(rest)
+                self._short_of_slots.add(state)
         if lease is None:
             return 0
         part = Part(granted, lease, state)
         if state is not None:
             state.num_stores += 1
-        self._new.append(part)
+        (self._found if when is Found.EARLIER else self._intact).append(part)
         self._in_flight.claim(part)
         return num_granted
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def new_transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What was found since the last `sent`: before the forward, and after it."""
-        if not self._new:
-            return (), ()
-        before: list[Part] = []
-        after: list[Part] = []
-        for part in self._new:
-            (before if part.sources.given_away() else after).append(part)
-        return self._plan(before), self._plan(after)
+    def plan(
+        self, early_written: Callable[[], Collection[int]]
+    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
+        """Turn what was found since the last `sent` into stores, and see which need a fence.
 
-    def _plan(self, parts: list[Part]) -> tuple[Transfer, ...]:
-        """Make one store of all parts, if there are any."""
-        if not parts:
-            return ()
+        Args:
+            early_written: tells which blocks the workers write before they can honour a fence of
+                this step; a store that reads one of them is poisoned instead.
+
+        Returns:
+            The stores before the forward, those after it, and the ids of those that the writes of
+            this step must wait for.
+        """
+        fenced = self._in_flight.fence()
+        before: tuple[Transfer, ...] = ()
+        after: tuple[Transfer, ...] = ()
+        if self._found or self._intact:
+            given_away = [part for part in self._found if part.sources.given_away()]
+            intact = self._intact
+            if len(given_away) < len(self._found):
+                intact = [part for part in self._found if part not in given_away] + intact
+            if given_away:
+                store = self._make(given_away, is_fenced=True)
+                fenced.append(store)
+                before = (_transfer(store),)
+            if intact:
+                after = (_transfer(self._make(intact, is_fenced=False)),)
+        if fenced:
+            self._counters[Count.FENCED_STORES] += len(fenced)
+            written = early_written()
+            for store in fenced:
+                store.poisoned |= bool(written) and store.reads(written)
+        if self._short_of_slots:
+            self._drop_given_away()
+        return before, after, tuple(store.transfer_id for store in fenced)
+
+    def _make(self, parts: list[Part], *, is_fenced: bool) -> Store:
+        """One store of all parts."""
         ranks = set(range(self._num_ranks))
         store = Store(next(self._transfer_ids), parts, self._index.epoch, ranks)
         self._planned.append(store)
-        self._in_flight.add(store)
-        return (_transfer(store),)
+        self._in_flight.add(store, is_fenced=is_fenced)
+        return store
 
-    def sent(self) -> None:
-        """The workers have been told of the new stores."""
-        self._new, self._planned = [], []
+    def _drop_given_away(self) -> None:
+        """Forget of what found no slot what this step writes: it can be stored no more.
 
-    def fence(self, early_written: Collection[int]) -> tuple[int, ...]:
-        """Ids of the stores that the writes of this step must wait for.
-
-        Args:
-            early_written: see `StoresInFlight.fence`.
+        A window slides on even when its request is not scheduled, for want of blocks.
         """
-        fences = self._in_flight.fence(early_written)
-        if fences:
-            self._counters[Count.FENCED_STORES] += len(fences)
         for state in list(self._short_of_slots):
-            # This step writes the blocks that were given away: they can be stored no more. A window
-            # slides on even when its request is not scheduled, for want of blocks.
             intact = [sources.intact() for sources in state.leftover]
             state.leftover = [sources for sources in intact if sources]
             if not state.leftover:
                 self._short_of_slots.discard(state)
-        return tuple(fences)
+
+    def sent(self) -> None:
+        """The workers have been told of the new stores."""
+        self._found, self._intact, self._planned = [], [], []
 
     # ---- the workers have reported -------------------------------------------------------------
 
@@ -251,7 +277,7 @@ class Stores:
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, forget each store that no worker copies."""
-        for part in self._new:
+        for part in (*self._found, *self._intact):
             self._in_flight.release(part)
         for store in list(self._in_flight):
             if store in self._planned or not store.ranks_left:
@@ -260,7 +286,7 @@ class Stores:
                 store.poisoned = True
                 for part in store.parts:
                     part.owner = None
-        self._new, self._planned = [], []
+        self.sent()
         self._short_of_slots.clear()
 
     @property
@@ -312,10 +338,10 @@ class Stores:
                 state.prefix.release()
                 state.prefix = None
         self._short_of_slots.clear()
-        for part in self._new:
+        for part in (*self._found, *self._intact):
             self._in_flight.release(part)
             self._return_slots(part.owner, part.lease)
-        self._new = []
+        self.sent()
         self._in_flight.forget_keys()
 
     def check_invariants(self) -> None:

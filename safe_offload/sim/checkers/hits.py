@@ -23,6 +23,8 @@ class HitChecker:
         self._core = core
         self._ledger = ledger
         self._found: Hit | None = None
+        self._last_found: dict[str, set[int]] = {}
+        """By request id: what was found when the host was searched for it last."""
         self.offered: dict[str, tuple[int, set[int]]] = {}
         """By request id: tokens and slots of the hit that was reported last."""
         self._failed: set[int] = set()
@@ -49,8 +51,10 @@ class HitChecker:
             raise Finding("I1", f"match answers {(num_tokens, is_async)}")
         if not 0 <= num_tokens <= request.num_tokens - num_computed_tokens:
             raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
+        if self._found is not None:
+            self._last_found[request.request_id] = set(self._found.slots())
         if num_tokens:
-            slots = self._slots_found()
+            slots = self._last_found.get(request.request_id, set())
             self._learn_failures()
             if slots & self._failed:
                 raise Finding("I7", f"slots {slots & self._failed} failed and are offered again")
@@ -64,9 +68,6 @@ class HitChecker:
         for record in self._ledger.take_over_loads():
             if record.has_failed:
                 self._failed.update(record.transfer.slot_ids)
-
-    def _slots_found(self) -> set[int]:
-        return set(self._found.slots()) if self._found else set()
 
     def _see_allocation(
         self, original: Callable[..., None], request: Any, blocks: Any, num_tokens: int
