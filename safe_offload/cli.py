@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.bench import engine, transfer
+from safe_offload.bench import engine, policies, transfer
 from safe_offload.errors import SafeOffloadError
 from safe_offload.sim import command as sim
 
@@ -50,6 +50,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     transfer.add_arguments(bench_transfer)
     bench_transfer.set_defaults(run=transfer.run_command)
+    bench_policies = benchmarks.add_parser(
+        "policies",
+        help="hit rates of the eviction policies, and what they cost",
+        description=policies.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    policies.add_arguments(bench_policies)
+    bench_policies.set_defaults(run=policies.run_command)
     simulator = commands.add_parser(
         "sim",
         help="test this connector on vLLM's real scheduler, over simulated workers",

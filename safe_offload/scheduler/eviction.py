@@ -98,9 +98,9 @@ class Slru:
     for a while, and a prefix that many prompts share outlasts them.
 
     Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system
-    performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released, and
-    that the share is of what is evictable, enforced when something is evicted: how many slots are
-    leased at other times says nothing about what is worth keeping.
+    performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released,
+    and that the share is of what is evictable, enforced when something is evicted: how many slots
+    are leased at other times says nothing about what is worth keeping.
     """
 
     def __init__(self, keys: Sequence[bytes | None], num_slots: int) -> None:
@@ -111,8 +111,10 @@ class Slru:
     def release(self, slots: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
         was_hit = self._was_hit
-        self._probation.append([slot for slot in slots if not was_hit[slot]])
-        self._protected.append([slot for slot in slots if was_hit[slot]])
+        used = [slot for slot in slots if was_hit[slot]]
+        if len(used) < len(slots):
+            self._probation.append([slot for slot in slots if not was_hit[slot]] if used else slots)
+        self._protected.append(used)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
