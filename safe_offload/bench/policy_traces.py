@@ -153,9 +153,9 @@ def _uniform(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
 def _mooncake(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
     """A mixture shaped after the traces published with Mooncake (docs/benchmarks.md: sources).
 
-    Blocks of 512 tokens. One block starts every prompt. Conversations: lengths with a long tail,
-    a mean of some 12,000 tokens, most of them one turn only. Tools: a few long system prompts
-    that many calls share, and a short tail of their own.
+    Blocks of 512 tokens. One block starts every prompt. Half are calls of tools: system prompts
+    that many share, of a dozen blocks in the middle, and a short tail. Half are conversations:
+    lengths with a long tail, many of one turn only, gaps drawn.
     """
     first = keys.fresh(1)
     tools = [first + keys.fresh(keys.length(12, 0.4, 40)) for _ in range(max(4, num_prompts // 80))]
@@ -168,7 +168,7 @@ def _mooncake(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
             yield tools[draw()] + keys.fresh(keys.geometric(3))
             continue
         else:
-            prompt = first + keys.fresh(keys.length(12, 1.1, MOONCAKE_BLOCKS_MAX))
+            prompt = first + keys.fresh(keys.length(17, 1.05, MOONCAKE_BLOCKS_MAX))
         yield prompt
         if keys.random.random() < 0.5:
             gap = keys.random.lognormvariate(math.log(num_prompts / 30), 1.0)

@@ -148,10 +148,7 @@ class Slru:
     def _demote(self) -> None:
         surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
         if surplus > 0:
-            demoted = self._protected.take(surplus)
-            for slot in demoted:
-                self._was_hit[slot] = False
-            self._probation.append(demoted)
+            self._probation.append(self._protected.take(surplus))
 
     def _remove(self, slots: list[int]) -> None:
         self._probation.remove(slots)

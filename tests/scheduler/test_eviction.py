@@ -280,6 +280,29 @@ def test_slru_protects_a_share_and_gives_the_others_another_chance() -> None:
     assert order[-num_protected:] == list(range(20 - num_protected, 20))
 
 
+def test_slru_gives_up_what_it_has_protected_for_long_and_not_only_what_is_new() -> None:
+    policy = Slru(make_keys(20), 20)
+    slots = list(range(20))
+    policy.release(slots)
+    policy.lease(slots)
+    policy.release(slots)
+    assert policy.evict(1) == [0]
+    policy.release([0])
+    num_given_up = 20 - int(PROTECTED_SHARE * 20)
+    assert take_all(policy) == [*range(1, num_given_up), 0, *range(num_given_up, 20)]
+
+
+def test_slru_takes_what_a_slot_holds_after_eviction_for_new() -> None:
+    policy = Slru(make_keys(), NUM_SLOTS)
+    policy.release([0])
+    policy.lease([0])
+    policy.release([0])
+    assert policy.evict(1) == [0]
+    policy.release([0])
+    policy.release(list(range(1, NUM_SLOTS)))
+    assert take_all(policy)[0] == 0
+
+
 def test_slru_knows_nothing_of_what_a_slot_held_before() -> None:
     policy = Slru(make_keys(), NUM_SLOTS)
     policy.release([1, 0])
