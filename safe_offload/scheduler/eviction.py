@@ -16,7 +16,7 @@ from typing import Protocol
 
 from safe_offload.errors import ConfigError
 
-PROTECTED_SHARE = 0.3
+PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
 
