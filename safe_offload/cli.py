@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.bench import engine, scheduler, transfer
+from safe_offload.bench import engine, policies, scheduler, transfer
 from safe_offload.errors import SafeOffloadError
 from safe_offload.sim import command as sim
 
@@ -34,30 +34,20 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
-    bench_engine = benchmarks.add_parser(
-        "engine",
-        help="time to first token in a real vLLM engine, with the connector and without",
-        description=engine.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    engine.add_arguments(bench_engine)
-    bench_engine.set_defaults(run=engine.run_command)
-    bench_transfer = benchmarks.add_parser(
-        "transfer",
-        help="rate of the copies, against what the hardware gives",
-        description=transfer.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    transfer.add_arguments(bench_transfer)
-    bench_transfer.set_defaults(run=transfer.run_command)
-    bench_scheduler = benchmarks.add_parser(
-        "scheduler",
-        help="time of a connector's hooks inside vLLM's scheduler, against vLLM's own connectors",
-        description=scheduler.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    scheduler.add_arguments(bench_scheduler)
-    bench_scheduler.set_defaults(run=scheduler.run_command)
+    for name, module, what in (
+        ("engine", engine, "time to first token in a real vLLM engine, with and without us"),
+        ("scheduler", scheduler, "time of a connector's hooks inside vLLM's scheduler"),
+        ("policies", policies, "hit rates of the eviction policies, and what they cost"),
+        ("transfer", transfer, "rate of the copies, against what the hardware gives"),
+    ):
+        benchmark = benchmarks.add_parser(
+            name,
+            help=what,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(run=module.run_command)
     simulator = commands.add_parser(
         "sim",
         help="test this connector on vLLM's real scheduler, over simulated workers",

@@ -1,63 +1,257 @@
-"""Which host slot is granted next: eviction policies."""
+"""Which filled slot goes first when a new one is needed: policies over slots that nobody leases.
+
+A policy knows nothing of prompts. What it needs of them comes with the order of a release, the tail
+of a prefix before its head: a block is worth nothing without those before it. Slots that are leased
+are none of its business until they are released, so that a lease is what an access is elsewhere.
+
+A release of thousands of slots is one call on the scheduler's way to the next step. Hence no object
+for each slot, and a batch, not a slot, is what moves.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from safe_offload.errors import ConfigError
+
+PROTECTED_SHARE = 0.2
+"""Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
+recency is all that counts (docs/benchmarks.md: eviction policies)."""
 
 
 class EvictionPolicy(Protocol):
-    """The slots that hold something and that nobody leases."""
+    """Order of the filled slots that nobody leases; deterministic, each call one step.
+
+    Args:
+        keys: for each slot the key of what it holds now, None if nothing; the pool's own list. It
+            is for policies that remember what they have evicted.
+        num_slots: slots are 0 to `num_slots - 1`.
+    """
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nobody leases these any more; the first is to go first."""
+        """Nobody leases these filled slots any more.
+
+        Args:
+            slots: none of them evictable yet, none twice, in the order in which they may go: the
+                tail of a prefix first.
+        """
 
     def lease(self, slots: Iterable[int]) -> None:
-        """These are needed again."""
+        """What these slots hold is needed again (a hit): none of them is evictable any more.
+
+        One that was leased already may be among them; it has been used once more. Slots from
+        `evict` are leased without this call: what they will hold is new.
+        """
 
     def evict(self, count: int) -> list[int]:
-        """Take out up to `count` slots, to be overwritten."""
+        """Take out slots to be overwritten.
+
+        Returns:
+            Up to `count` slots, the first to go first; fewer if no more are evictable.
+        """
 
     def forget(self, slots: Iterable[int]) -> None:
-        """What these hold is worth nothing: take them out."""
+        """What these slots hold is worthless: take out those that are evictable.
+
+        One that is leased may be among them; what was known of its use is forgotten.
+        """
 
     def __len__(self) -> int:
         """Evictable slots."""
 
 
 class Lru:
-    """Least recently used first."""
+    """The slot goes first that was released longest ago. See `EvictionPolicy`."""
 
-    def __init__(self, keys: Sequence[bytes | None]) -> None:
-        self._slots: OrderedDict[int, None] = OrderedDict()
+    def __init__(self, keys: Sequence[bytes | None], num_slots: int) -> None:
+        self._queue = _Queue(num_slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        self._slots.update(dict.fromkeys(slots))
+        self._queue.append(slots)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        pop = self._slots.pop
-        for slot in slots:
-            pop(slot, None)
+        self._queue.remove(slots)
 
     def evict(self, count: int) -> list[int]:
         """See `EvictionPolicy`."""
-        pop = self._slots.popitem
-        return [pop(last=False)[0] for _ in range(min(count, len(self._slots)))]
+        return self._queue.take(count)
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        self.lease(slots)
+        self._queue.remove(slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._queue)
 
 
-POLICIES = {"lru": Lru}
+class Slru:
+    """Segmented LRU: what was never hit goes before what was. See `EvictionPolicy`.
+
+    A slot whose content is new waits on probation; one that was hit is protected when it is
+    released. Protected slots may be a share of the evictable ones; those above it, the longest
+    unused first, go to the end of the probation queue, as if they had just been released for the
+    first time. So one-off prompts, however long, push out each other and what has been of no use
+    for a while, and a prefix that many prompts share outlasts them.
+
+    Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system
+    performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released,
+    and that the share is of what is evictable, enforced when something is evicted: how many slots
+    are leased at other times says nothing about what is worth keeping.
+    """
+
+    def __init__(self, keys: Sequence[bytes | None], num_slots: int) -> None:
+        self._probation = _Queue(num_slots)
+        self._protected = _Queue(num_slots)
+        self._was_hit = bytearray(num_slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """See `EvictionPolicy`."""
+        was_hit = self._was_hit
+        used = [slot for slot in slots if was_hit[slot]]
+        if len(used) < len(slots):
+            self._probation.append([slot for slot in slots if not was_hit[slot]] if used else slots)
+        self._protected.append(used)
+
+    def lease(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        slots = list(slots)
+        self._remove(slots)
+        was_hit = self._was_hit
+        for slot in slots:
+            was_hit[slot] = True
+
+    def evict(self, count: int) -> list[int]:
+        """See `EvictionPolicy`."""
+        self._demote()
+        evicted = self._probation.take(count)
+        evicted += self._protected.take(count - len(evicted))
+        was_hit = self._was_hit
+        for slot in evicted:
+            was_hit[slot] = False
+        return evicted
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        slots = list(slots)
+        self._remove(slots)
+        was_hit = self._was_hit
+        for slot in slots:
+            was_hit[slot] = False
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def _demote(self) -> None:
+        surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
+        if surplus > 0:
+            self._probation.append(self._protected.take(surplus))
+
+    def _remove(self, slots: list[int]) -> None:
+        self._probation.remove(slots)
+        self._protected.remove(slots)
+
+
+POLICIES: dict[str, Callable[[Sequence[bytes | None], int], EvictionPolicy]] = {
+    "lru": Lru,
+    "slru": Slru,
+}
+"""By the name that `eviction_policy` gives."""
 
 
 def make_policy(name: str, keys: Sequence[bytes | None], num_slots: int) -> EvictionPolicy:
-    """The policy of that name."""
-    return POLICIES[name](keys)
+    """Make a policy.
+
+    Args:
+        name: one of `POLICIES`.
+        keys: see `EvictionPolicy`.
+        num_slots: see `EvictionPolicy`.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if name not in POLICIES:
+        known = ", ".join(f'"{known}"' for known in POLICIES)
+        raise ConfigError(f'eviction_policy: expected one of {known}, found "{name}"')
+    return POLICIES[name](keys, num_slots)
+
+
+class _Queue:
+    """Slots in order: appended in batches, taken from the front, removed from anywhere.
+
+    A slot's ticket is the number of the batch that it is in, 0 if in none. To remove a slot is to
+    clear its ticket: the entry in the batch is stale from then on, and stays so when the slot comes
+    back in another batch. Stale entries are swept out bit by bit, in proportion to what is
+    appended, so that no call pays for all of them.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._tickets = [0] * num_slots
+        self._last_ticket = 0
+        # Tickets and slots, the last slot to go first: the end is where a list is cheap. All of
+        # `_swept` goes before all of `_batches`.
+        self._swept: deque[tuple[int, list[int]]] = deque()
+        self._batches: deque[tuple[int, list[int]]] = deque()
+        self._num_entries = 0
+        self._num_slots = 0
+
+    def __len__(self) -> int:
+        return self._num_slots
+
+    def append(self, slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        self._last_ticket = ticket = self._last_ticket + 1
+        tickets = self._tickets
+        for slot in slots:
+            tickets[slot] = ticket
+        self._batches.append((ticket, list(reversed(slots))))
+        self._num_slots += len(slots)
+        self._num_entries += len(slots)
+        if self._num_entries > 2 * self._num_slots:
+            self._sweep(4 * len(slots))
+
+    def remove(self, slots: Iterable[int]) -> None:
+        tickets = self._tickets
+        num_removed = 0
+        for slot in slots:
+            if tickets[slot]:
+                tickets[slot] = 0
+                num_removed += 1
+        self._num_slots -= num_removed
+
+    def take(self, count: int) -> list[int]:
+        taken: list[int] = []
+        tickets = self._tickets
+        count = min(count, self._num_slots)
+        while len(taken) < count:
+            batches = self._swept or self._batches
+            ticket, batch = batches[0]
+            entries = batch[len(taken) - count :]
+            del batch[len(taken) - count :]
+            if not batch:
+                batches.popleft()
+            entries.reverse()
+            self._num_entries -= len(entries)
+            taken += [slot for slot in entries if tickets[slot] == ticket]
+        for slot in taken:
+            tickets[slot] = 0
+        self._num_slots -= len(taken)
+        return taken
+
+    def _sweep(self, num_entries: int) -> None:
+        """Rid the next batches, of at least so many entries, of the stale ones."""
+        tickets = self._tickets
+        while num_entries > 0:
+            if not self._batches:
+                self._batches, self._swept = self._swept, self._batches
+                return
+            ticket, batch = self._batches.popleft()
+            live = [slot for slot in batch if tickets[slot] == ticket]
+            if live:
+                self._swept.append((ticket, live))
+            self._num_entries -= len(batch) - len(live)
+            num_entries -= len(batch)
