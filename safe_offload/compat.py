@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     KVCacheBlock,
-    make_block_hash_with_group_id,
+    get_block_hash,
+    get_group_id,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -62,7 +62,8 @@ __all__ = [
     "cacheable_group_ids",
     "early_written_block_ids",
     "full_attention_group",
-    "group_suffix",
+    "get_block_hash",
+    "get_group_id",
     "make_coordinator",
     "num_decode_tokens_max",
     "plain_block_size",
@@ -144,11 +145,6 @@ def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
 _HASH_FIELD = "_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash"
 block_hash_of: Callable[[KVCacheBlock], bytes | None] = attrgetter(_HASH_FIELD)
 """A block's own hash in vLLM's prefix cache; None if it has none. The null block never has one."""
-
-
-def group_suffix(group_idx: int) -> bytes:
-    """What vLLM appends to the hash of a block's tokens for its KV cache group."""
-    return bytes(make_block_hash_with_group_id(BlockHash(b""), group_idx))
 
 
 block_id_of: Callable[[KVCacheBlock], int] = attrgetter("block_id")
@@ -243,16 +239,15 @@ class GpuBlocks:
             yield block
             block = block.next_free_block
 
-    def more_keys(self, blocks: Iterable[KVCacheBlock]) -> dict[bytes, tuple[bytes, ...]]:
-        """Hashes under which vLLM's prefix cache knows blocks beside their own, by their own."""
+    def more_hashes(self, block_id: int) -> list[bytes]:
+        """Hashes under which vLLM's prefix cache knows a block beside its own, with their group."""
         table = getattr(self._pool, "cached_block_hashes_by_block", None)
-        if not table:
-            return {}
-        return {
-            key: tuple(sorted(table[block.block_id]))
-            for block in blocks
-            if block.block_id in table and (key := block_hash_of(block)) is not None
-        }
+        return sorted(table.get(block_id, ())) if table else []
+
+    @property
+    def has_more_hashes(self) -> bool:
+        """Whether any block has."""
+        return bool(getattr(self._pool, "cached_block_hashes_by_block", None))
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:

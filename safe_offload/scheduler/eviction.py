@@ -25,8 +25,6 @@ class EvictionPolicy(Protocol):
     """Order of the filled slots that nobody leases; deterministic, each call one step.
 
     Args:
-        keys: for each slot the key of what it holds now, None if nothing; the pool's own list. It
-            is for policies that remember what they have evicted.
         num_slots: slots are 0 to `num_slots - 1`.
     """
 
@@ -65,7 +63,7 @@ class EvictionPolicy(Protocol):
 class Lru:
     """The slot goes first that was released longest ago. See `EvictionPolicy`."""
 
-    def __init__(self, keys: Sequence[bytes | None], num_slots: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         self._queue = _Queue(num_slots)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -103,7 +101,7 @@ class Slru:
     are leased at other times says nothing about what is worth keeping.
     """
 
-    def __init__(self, keys: Sequence[bytes | None], num_slots: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         self._probation = _Queue(num_slots)
         self._protected = _Queue(num_slots)
         self._was_hit = bytearray(num_slots)
@@ -155,19 +153,18 @@ class Slru:
         self._protected.remove(slots)
 
 
-POLICIES: dict[str, Callable[[Sequence[bytes | None], int], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": Lru,
     "slru": Slru,
 }
 """By the name that `eviction_policy` gives."""
 
 
-def make_policy(name: str, keys: Sequence[bytes | None], num_slots: int) -> EvictionPolicy:
+def make_policy(name: str, num_slots: int) -> EvictionPolicy:
     """Make a policy.
 
     Args:
         name: one of `POLICIES`.
-        keys: see `EvictionPolicy`.
         num_slots: see `EvictionPolicy`.
 
     Raises:
@@ -176,7 +173,7 @@ def make_policy(name: str, keys: Sequence[bytes | None], num_slots: int) -> Evic
     if name not in POLICIES:
         known = ", ".join(f'"{known}"' for known in POLICIES)
         raise ConfigError(f'eviction_policy: expected one of {known}, found "{name}"')
-    return POLICIES[name](keys, num_slots)
+    return POLICIES[name](num_slots)
 
 
 class _Queue:

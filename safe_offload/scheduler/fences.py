@@ -67,22 +67,16 @@ class StoresInFlight:
 
     _stores: dict[int, Store] = field(default_factory=dict)
     _unfenced: dict[int, Store] = field(default_factory=dict)
-    _keys: dict[bytes, Part] = field(default_factory=dict)
     num_blocks: int = 0
     """Of all that is claimed."""
 
     def claim(self, part: Part) -> None:
         """From now on the part's blocks are being stored; the store that does it comes later."""
         self.num_blocks += len(part.sources)
-        self._keys.update(dict.fromkeys(part.sources.keys, part))
 
     def release(self, part: Part) -> None:
         """The part's blocks are not being stored any more."""
         self.num_blocks -= len(part.sources)
-        keys = self._keys
-        for key in part.sources.keys:
-            if keys.get(key) is part:
-                del keys[key]
 
     def add(self, store: Store, *, is_fenced: bool) -> None:
         """Take a store whose parts are claimed; watch its sources, unless it is fenced already."""
@@ -100,14 +94,6 @@ class StoresInFlight:
     def get(self, transfer_id: int) -> Store | None:
         """The store of that id, if it is in flight."""
         return self._stores.get(transfer_id)
-
-    def stores_key(self, key: bytes) -> bool:
-        """Whether a store of this block hash is in flight, to be published."""
-        return key in self._keys
-
-    def forget_keys(self) -> None:
-        """What is in flight now will not be published."""
-        self._keys.clear()
 
     def fence(self) -> list[Store]:
         """The stores whose source changed hands since the last call; they are watched no more."""

@@ -9,7 +9,7 @@ so common that it is here too, without a call for each block: a single group of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,21 +51,19 @@ class _SlotsAsBlocks:
     Args:
         slots: what there is to find.
         hash_block_size: tokens of one hash of `Request.block_hashes`.
-        num_groups: KV cache groups.
     """
 
     null_block = NO_SLOT
 
-    def __init__(self, slots: SlotPool, hash_block_size: int, num_groups: int) -> None:
+    def __init__(self, slots: SlotPool, hash_block_size: int) -> None:
         self.hash_block_size = hash_block_size
         self._find = slots.find
-        self.suffixes = [compat.group_suffix(group_idx) for group_idx in range(num_groups)]
 
     def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[int] | None:
         """The slot of a block for each group; None if one of them has none."""
         found = []
         for group_idx in group_ids:
-            slot = self._find(block_hash + self.suffixes[group_idx])
+            slot = self._find(group_idx, block_hash)
             if slot is None:
                 return None
             found.append(slot)
@@ -95,14 +93,11 @@ class HostIndex:
         self._coordinator = coordinator
         self._plain_block_size = compat.plain_block_size(coordinator)
         self._full_group = compat.full_attention_group(coordinator, hash_block_size)
-        self._as_blocks = _SlotsAsBlocks(
-            slots, hash_block_size, len(coordinator.single_type_managers)
-        )
-        coordinator.block_pool = self._as_blocks
+        coordinator.block_pool = _SlotsAsBlocks(slots, hash_block_size)
         for manager in coordinator.single_type_managers:
-            manager.block_pool = self._as_blocks
+            manager.block_pool = coordinator.block_pool
             manager._null_block = NO_SLOT
-        self._hash_block_size = hash_block_size
+        self.hash_block_size = hash_block_size
         self.alignment_tokens = alignment_tokens
         self.group_ids = tuple(group_ids)
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
@@ -115,7 +110,7 @@ class HostIndex:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         num_slots: int,
-        eviction_policy: str = "lru",
+        eviction_policy: str,
     ) -> HostIndex:
         """Build the index for an engine.
 
@@ -135,7 +130,7 @@ class HostIndex:
         ]
         return cls(
             compat.make_coordinator(vllm_config, rules_config, *block_sizes),
-            SlotPool(num_slots, eviction_policy),
+            SlotPool(num_slots, len(kv_cache_config.kv_cache_groups), eviction_policy),
             hash_block_size=block_sizes[1],
             # A chunked-local group counts its chunks from the first token, so a search that starts
             # behind the GPU's hit is right only at a chunk boundary.
@@ -158,7 +153,7 @@ class HostIndex:
         """
         if num_computed_tokens % self.alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // self._hash_block_size :]
+        remaining = block_hashes[num_computed_tokens // self.hash_block_size :]
         num_tokens_max -= num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
@@ -196,18 +191,15 @@ class HostIndex:
             return False
         if end + block_size > num_tokens_max or end // block_size >= len(block_hashes):
             return True
-        next_key = block_hashes[end // block_size] + self._as_blocks.suffixes[group_idx]
-        return self.slots.find(next_key) is None
+        return self.slots.find(group_idx, block_hashes[end // block_size]) is None
 
     def _find_plain_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
     ) -> Hit | None:
         """The rule of full attention: as many leading blocks as there are."""
         assert self._plain_block_size is not None
-        suffix = self._as_blocks.suffixes[0]
         hashes = block_hashes[: num_tokens_max // self._plain_block_size]
-        found = map(self.slots.find, (block_hash + suffix for block_hash in hashes))
-        slots = list(iter(found.__next__, None))  # up to the first that is not there
+        slots = self.slots.find_run(0, hashes)
         if not slots:
             return None
         num_tokens = len(slots) * self._plain_block_size
@@ -227,15 +219,6 @@ class HostIndex:
             spanned += in_all
             needed += in_all - num_skipped // manager.block_size
         return needed, spanned
-
-    def publish(
-        self,
-        slots: Sequence[int],
-        keys: Sequence[bytes],
-        more_keys: Mapping[bytes, tuple[bytes, ...]],
-    ) -> int:
-        """Let slots be found; see `SlotPool.publish`."""
-        return self.slots.publish(slots, keys, more_keys)
 
     def forget_all(self) -> None:
         """Forget every slot and begin a new epoch; leases stay as they are."""

@@ -3,19 +3,28 @@
 A slot is one position in the host memory of every rank, as large as one GPU block. It is a plain
 number here, from 0. A slot is leased by somebody, or it is empty, or it holds what can be found
 under a key and is evictable; a slot that is leased may hold something too. What is done to many
-slots is done in one call, for a long prompt has thousands.
+slots is done to all of them in one call: a long prompt has thousands, and they are on vLLM's way to
+its next step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.eviction import make_policy
 
 NO_SLOT = -1
 """Stands in a hit for a block that its group does not need (a window has slid past it)."""
+
+
+class Key(NamedTuple):
+    """Under what a slot is found."""
+
+    group_idx: int
+    block_hash: bytes
 
 
 class SlotPool:
@@ -26,22 +35,28 @@ class SlotPool:
 
     Args:
         num_slots: that every rank will have in the end.
+        num_groups: KV cache groups.
         policy: the name of an eviction policy.
     """
 
-    def __init__(self, num_slots: int, policy: str = "lru") -> None:
+    def __init__(self, num_slots: int, num_groups: int, policy: str) -> None:
         self.num_slots = num_slots
         self.num_usable = 0
+        self.tables: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
+        """For each group, slots by block hash: those that can be found, and those that are being
+        stored. Read only, but for this class."""
         self.version = 0
         """Changes when a slot can be found that could not, or the other way round."""
         self.num_forgets = 0
         """How often slots were forgotten that may be leased."""
-        self._leases = [0] * num_slots
-        self._keys: list[bytes | None] = [None] * num_slots
-        self._more_keys: dict[int, tuple[bytes, ...]] = {}
-        self._slots: dict[bytes, int] = {}
+        self._leased: set[int] = set()
+        self._more_leases: dict[int, int] = {}  # of a slot, beyond the first
+        self._hashes: dict[int, bytes] = {}  # of each slot in the tables
+        self._groups = bytearray(num_slots)
+        self._more_keys: dict[int, list[Key]] = {}
+        self._being_stored: set[int] = set()
         self._empty: list[int] = []  # the last one is taken first
-        self._filled = make_policy(policy, self._keys, num_slots)
+        self._filled = make_policy(policy, num_slots)
         self._retired: set[int] = set()
 
     @property
@@ -58,11 +73,6 @@ class SlotPool:
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
-
-    @property
-    def num_kept(self) -> int:
-        """Slots that can be found."""
-        return self.num_slots - self._keys.count(None)
 
     def open(self, num_usable: int) -> None:
         """Allow the first `num_usable` slots and withhold the others.
@@ -93,41 +103,52 @@ class SlotPool:
             evicted = self._filled.evict(count - len(granted))
             self._unname(evicted)
             granted += evicted
-        for slot in granted:
-            self._leases[slot] = 1
+        self._leased.update(granted)
         return granted
 
-    def lease(self, slots: Iterable[int]) -> None:
+    def lease(self, slots: Sequence[int]) -> None:
         """Add one lease to each slot: none of them can be evicted until it is released."""
-        leases = self._leases
-        needed_again = []
-        for slot in slots:
-            if not leases[slot]:
-                needed_again.append(slot)
-            leases[slot] += 1
-        if needed_again:
-            self._filled.lease(needed_again)
+        leased, more = self._leased, self._more_leases
+        if leased.isdisjoint(slots):
+            leased.update(slots)
+        else:
+            for slot in slots:
+                if slot in leased:
+                    more[slot] = more.get(slot, 0) + 1
+                else:
+                    leased.add(slot)
+        self._filled.lease(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Take one lease from each slot, given in prefix order.
 
         Slots that nobody else leases become evictable, the tail of the prefix before its head: a
         prefix without its head can never be hit.
+
+        Raises:
+            InvariantError: one of them is not leased; then nothing has changed.
         """
-        leases, keys = self._leases, self._keys
-        evictable = []
-        for slot in reversed(slots):
-            num_left = leases[slot] = leases[slot] - 1
-            if num_left <= 0:
-                if num_left < 0:
-                    leases[slot] = 0
-                    raise InvariantError("I8", f"slot {slot} released more often than leased")
-                if keys[slot] is None:
-                    self._empty.append(slot)
-                else:
-                    evictable.append(slot)
-        if evictable:
-            self._filled.release(evictable)
+        if not self._leased.issuperset(slots):
+            unleased = sorted(set(slots) - self._leased)
+            raise InvariantError("I8", f"slots {unleased} released more often than leased")
+        if self._more_leases and not self._more_leases.keys().isdisjoint(slots):
+            slots = [slot for slot in slots if not self._released_once(slot)]
+        self._leased.difference_update(slots)
+        hashes = self._hashes
+        if all(map(hashes.__contains__, slots)):
+            self._filled.release(slots[::-1])
+        else:
+            self._filled.release([slot for slot in reversed(slots) if slot in hashes])
+            self._empty += [slot for slot in reversed(slots) if slot not in hashes]
+
+    def _released_once(self, slot: int) -> bool:
+        """Take one of several leases from a slot; False if it has but one."""
+        num_more = self._more_leases.get(slot, 0)
+        if num_more > 1:
+            self._more_leases[slot] = num_more - 1
+        elif num_more:
+            del self._more_leases[slot]
+        return num_more > 0
 
     def retire(self, slots: Iterable[int]) -> list[int]:
         """Never grant these slots again: the memory under them is not to be trusted (I6).
@@ -138,8 +159,8 @@ class SlotPool:
         Returns:
             The slots that were not retired before.
         """
-        retired = [s for s in slots if 0 <= s < self.num_usable and s not in self._retired]
-        retired = list(dict.fromkeys(retired))
+        usable = (slot for slot in slots if 0 <= slot < self.num_usable)
+        retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
         self._retired.update(retired)
         self._empty = [slot for slot in self._empty if slot not in self._retired]
         self.lease(retired)
@@ -148,102 +169,123 @@ class SlotPool:
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
         """Give every slot the references of its leases, and one more if it is retired."""
         expected = self._count(leases)
-        self._leases = [expected[slot] for slot in range(self.num_slots)]
-        unleased = [slot for slot in range(self.num_usable) if not expected[slot]]
-        self._empty = [slot for slot in reversed(unleased) if self._keys[slot] is None]
+        self._leased = set(expected)
+        self._more_leases = {slot: num - 1 for slot, num in expected.items() if num > 1}
+        unleased = [slot for slot in range(self.num_usable) if slot not in expected]
         self._filled.forget(range(self.num_slots))
-        self._filled.release([slot for slot in unleased if self._keys[slot] is not None])
+        self._filled.release([slot for slot in unleased if slot in self._hashes])
+        self._empty = [slot for slot in reversed(unleased) if slot not in self._hashes]
 
     # ---- what they hold ------------------------------------------------------------------------
 
-    def find(self, key: bytes) -> int | None:
-        """The slot that can be found under a block hash (with its group id), if any."""
-        return self._slots.get(key)
-
-    def publish(
+    def begin_store(
         self,
         slots: Sequence[int],
-        keys: Sequence[bytes],
-        more_keys: Mapping[bytes, tuple[bytes, ...]],
-    ) -> int:
-        """Let leased slots be found under these keys; a key that is there already stays as it is.
+        group_idx: int,
+        hashes: Sequence[bytes],
+        more_keys: Mapping[bytes, Sequence[Key]],
+    ) -> None:
+        """Leased slots are being filled: nobody else need store this, and nobody finds it yet.
 
         Args:
-            slots: what was stored.
-            keys: one for each.
-            more_keys: by its key, what else a slot may be found under.
-
-        Returns:
-            How many can be found now that could not be.
+            slots: granted, each to hold one block.
+            group_idx: KV cache group of all the blocks.
+            hashes: of the blocks, none of them in the group's table.
+            more_keys: by such a hash, what else the block is known under.
         """
-        table, names = self._slots, self._keys
-        num_before = len(table)
-        for slot, key in zip(slots, keys, strict=True):
-            if table.setdefault(key, slot) == slot:
-                names[slot] = key
-        num_published = len(table) - num_before
-        if more_keys:
-            for key, others in more_keys.items():
-                slot = table[key]
-                if slot in slots:
-                    self._more_keys[slot] = tuple(
-                        other for other in others if table.setdefault(other, slot) == slot
-                    )
+        self._being_stored.update(slots)
+        self._hashes.update(zip(slots, hashes, strict=True))
+        self.tables[group_idx].update(zip(hashes, slots, strict=True))
+        if len(self.tables) > 1:
+            for slot in slots:
+                self._groups[slot] = group_idx
+        for block_hash, keys in more_keys.items():
+            slot = self.tables[group_idx][block_hash]
+            free = [key for key in keys if key.block_hash not in self.tables[key.group_idx]]
+            self._more_keys[slot] = free
+            for key in free:
+                self.tables[key.group_idx][key.block_hash] = slot
+
+    def publish(self, slots: Sequence[int]) -> None:
+        """They are filled: from now on they can be found, if nobody has forgotten them."""
         self.version += 1
-        return num_published
+        self._being_stored.difference_update(slots)
+
+    def find(self, group_idx: int, block_hash: bytes) -> int | None:
+        """The slot that holds a block, if any."""
+        slot = self.tables[group_idx].get(block_hash)
+        return None if slot in self._being_stored else slot
+
+    def find_run(self, group_idx: int, hashes: Iterable[bytes]) -> list[int]:
+        """The slots that hold the first blocks of a prefix, up to the first that none holds."""
+        found = map(self.tables[group_idx].get, hashes)
+        slots = list(iter(found.__next__, None))
+        if not self._being_stored.isdisjoint(slots):
+            unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)
+            del slots[next(unfilled) :]
+        return slots
+
+    def kept(self) -> dict[int, Key]:
+        """What each slot holds that can be found."""
+        return {
+            slot: Key(self._groups[slot], block_hash)
+            for slot, block_hash in self._hashes.items()
+            if slot not in self._being_stored
+        }
 
     def forget(self, slots: Iterable[int]) -> None:
         """Never find these slots again; leases on them stay as they are."""
+        slots = [slot for slot in slots if slot in self._hashes]
         self.num_forgets += 1
-        known = [slot for slot in slots if self._keys[slot] is not None]
-        self._unname(known)
-        unleased = [slot for slot in known if not self._leases[slot]]
-        self._filled.forget(unleased)
-        self._empty += unleased
+        self._unname(slots)
+        self._filled.forget(slots)
+        self._empty += [slot for slot in slots if slot not in self._leased]
 
     def forget_all(self) -> None:
-        """Never find any slot again that can be found now."""
-        self.forget(slot for slot in range(self.num_slots) if self._keys[slot] is not None)
+        """Never find any slot again that is in a table now."""
+        self.forget(list(self._hashes))
 
-    def _unname(self, slots: Iterable[int]) -> None:
-        """What these hold cannot be found any more."""
+    def _unname(self, slots: Sequence[int]) -> None:
+        """What these hold, or will, cannot be found any more."""
         self.version += 1
-        table, names = self._slots, self._keys
+        groups, tables, hashes = self._groups, self.tables, self._hashes
         for slot in slots:
-            key = names[slot]
-            if key is not None:
-                del table[key]
-                names[slot] = None
+            del tables[groups[slot]][hashes.pop(slot)]
+        self._being_stored.difference_update(slots)
         if self._more_keys:
             for slot in slots:
                 for key in self._more_keys.pop(slot, ()):
-                    del table[key]
+                    del tables[key.group_idx][key.block_hash]
 
     # ---- the rest ------------------------------------------------------------------------------
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
-        """How many references each slot should have."""
+        """How many leases each slot should have."""
         expected = Counter(slot for slots in leases for slot in slots)
         expected.update(self._retired)
         return expected
 
     def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
-        """Compare every slot's reference count with the leases that exist (I1, I8).
+        """Compare every slot's leases with those that exist (I1, I8), and the tables.
 
         Raises:
-            InvariantError: a count differs, or the free count does not match.
+            InvariantError: they differ, or the free slots are not those that nobody leases.
         """
         expected = self._count(leases)
         for slot in range(self.num_slots):
-            if self._leases[slot] != expected[slot]:
+            found = (slot in self._leased) + self._more_leases.get(slot, 0)
+            if found != expected[slot]:
                 raise InvariantError(
                     "I8",
-                    f"slot {slot} has {self._leases[slot]} references and {expected[slot]} leases "
-                    "or reasons to keep it",
+                    f"slot {slot} has {found} references and {expected[slot]} leases or reasons "
+                    "to keep it",
                 )
-        unleased = [slot for slot in range(self.num_usable) if not self._leases[slot]]
-        empty = {slot for slot in unleased if self._keys[slot] is None}
-        if set(self._empty) != empty or len(self._empty) != len(empty):
+        unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
+        if sorted(self._empty) != sorted(unleased - self._hashes.keys()):
             raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
         if self.num_free != len(unleased):
             raise InvariantError("I8", "the free slots are not exactly the unleased ones")
+        if not self._being_stored <= self._leased:
+            raise InvariantError("I5", "a slot that is being stored is not leased")
+        if any(self.tables[self._groups[s]].get(h) != s for s, h in self._hashes.items()):
+            raise InvariantError("I6", "a slot cannot be found under its own key")

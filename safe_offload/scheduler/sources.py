@@ -12,13 +12,17 @@ sliding window has passed and its blocks are no longer in the table, or the requ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import block_hash_of
-from safe_offload.scheduler.witness import Sources, sources_of
+from safe_offload.compat import block_hash_of, get_block_hash, get_group_id
+from safe_offload.scheduler.slots import Key
+from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
     from safe_offload.compat import GpuBlocks
     from safe_offload.scheduler.index import HostIndex
     from safe_offload.scheduler.requests import RequestState
@@ -28,18 +32,15 @@ class EagerScan:
     """Finds what a request has computed since the last scan.
 
     Args:
-        index: to skip what the host has.
+        index: to skip what the host has or is about to have.
         gpu: the block tables.
-        in_flight: whether a store of this block hash is in flight.
     """
 
-    def __init__(
-        self, index: HostIndex, gpu: GpuBlocks, in_flight: Callable[[bytes], bool]
-    ) -> None:
-        self._find = index.slots.find
+    def __init__(self, index: HostIndex, gpu: GpuBlocks) -> None:
+        self._slots = index.slots
+        self._hash_block_size = index.hash_block_size
         self._block_sizes = index.group_block_sizes
         self._gpu = gpu
-        self._in_flight = in_flight
         self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
 
     def scan(self, state: RequestState) -> tuple[list[Sources], list[int]]:
@@ -58,60 +59,32 @@ class EagerScan:
                 num_allowed = state.limits.store_tokens // self._block_sizes[group_idx]
                 num_hashed = min(num_hashed, num_allowed)
             cursor = state.cursors[group_idx]
-            if cursor >= num_hashed:
-                continue
-            state.cursors[group_idx] = num_hashed
-            sources = self._scan_group(request_id, group_idx, slice(cursor, num_hashed), present)
-            if sources:
-                found.append(sources)
+            if cursor < num_hashed:
+                state.cursors[group_idx] = num_hashed
+                sources = self._scan_group(state, group_idx, slice(cursor, num_hashed), present)
+                if sources is not None:
+                    found.append(sources)
         return found, present
 
     def _scan_group(
-        self, request_id: str, group_idx: int, span: slice, present: list[int]
-    ) -> Sources:
+        self, state: RequestState, group_idx: int, span: slice, present: list[int]
+    ) -> Sources | None:
         """What to store of some blocks of a table; what the host has of them goes to `present`."""
-        blocks, keys = [], []
-        find, is_in_flight = self._find, self._in_flight
-        for block in self._gpu.of_request(request_id, group_idx)[span]:
-            key = block_hash_of(block)
-            if key is None:
-                continue  # a window slid past it, or no hit can ever need it
-            slot = find(key)
-            if slot is not None:
-                present.append(slot)
-            elif not is_in_flight(key):
-                blocks.append(block)
-                keys.append(key)
-        if not blocks:
-            return Sources()
+        request_id = state.request.request_id
+        blocks = self._gpu.of_request(request_id, group_idx)[span]
+        witnesses = list(map(block_hash_of, blocks))
+        if self._block_sizes[group_idx] == self._hash_block_size and None not in witnesses:
+            hashes = state.request.block_hashes[span]
+        else:  # a window slid past some, or no hit can ever need them; or a block has several
+            blocks = [block for block in blocks if block_hash_of(block) is not None]
+            witnesses = [witness for witness in witnesses if witness is not None]
+            hashes = [get_block_hash(witness) for witness in witnesses]
+        kept = list(map(self._slots.tables[group_idx].get, hashes))
+        wanted = [slot is None for slot in kept]
+        if not all(wanted):
+            present += self._slots.findable(slot for slot in kept if slot is not None)
+        if not any(wanted):
+            return None
         home = self._gpu.home(request_id, group_idx)
-        return Sources(blocks, keys, self._gpu.more_keys(blocks), home)
-
-
-class LazyWalk:
-    """Finds what is about to be evicted: the head of vLLM's queue of free blocks.
-
-    Args:
-        index: to skip what the host has.
-        gpu: the free queue.
-        in_flight: whether a store of this block hash is in flight.
-        num_blocks: how far ahead of the allocator to look.
-    """
-
-    def __init__(
-        self,
-        index: HostIndex,
-        gpu: GpuBlocks,
-        in_flight: Callable[[bytes], bool],
-        num_blocks: int,
-    ) -> None:
-        self._find = index.slots.find
-        self._gpu = gpu
-        self._in_flight = in_flight
-        self._num_blocks = num_blocks
-
-    def walk(self) -> Sources:
-        """The free blocks that the allocator takes next and that the host does not have."""
-        found = sources_of(list(self._gpu.free_blocks(self._num_blocks)), self._gpu)
-        find, is_in_flight = self._find, self._in_flight
-        return found.keep([find(key) is None and not is_in_flight(key) for key in found.keys])
+        more_keys = self._gpu_more_keys(blocks, hashes)
+        return Sources(group_idx, blocks, witnesses, hashes, more_keys, home).keep(wanted)
