@@ -54,6 +54,7 @@ MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 MAX_TRANSFER_TIMEOUT_S: Final = 3600
 
+EVICTION_POLICIES: Final = ("lru", "slru")
 COPY_PATHS: Final = ("auto", "batch", "kernel", "each")
 
 CapacityKey = Literal["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "num_cpu_blocks"]
@@ -63,6 +64,7 @@ VALID_KEYS: Final = (
     "cpu_bytes_to_use_per_rank",
     "num_cpu_blocks",
     "lazy_offload",
+    "eviction_policy",
     "kv_offload_backend",
     "max_inflight_bytes",
     "copy_threads",
@@ -112,6 +114,7 @@ class OffloadConfig:
         capacity_key: the key that decides the size of the pool, for messages with a fix.
         world_size: number of workers of this engine, which share `cpu_bytes_to_use`.
         lazy_offload: store only blocks that are about to be evicted, instead of every full block.
+        eviction_policy: which slot goes first when a new one is needed; see scheduler/eviction.py.
         max_inflight_bytes: bytes of copies that one worker may have under way at a time.
         copy_threads: threads that copy, in the CPU backend.
         copy_path: how the GPU backend copies; "auto" chooses by the lengths of the ranges.
@@ -127,6 +130,7 @@ class OffloadConfig:
     capacity_key: CapacityKey = "cpu_bytes_to_use"
     world_size: int = 1
     lazy_offload: bool = False
+    eviction_policy: str = "lru"
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     copy_threads: int = DEFAULT_COPY_THREADS
     copy_path: str = "auto"
@@ -178,6 +182,7 @@ class OffloadConfig:
             capacity_key=capacity_key,
             world_size=world_size,
             lazy_offload=read_switch(settings, "lazy_offload"),
+            eviction_policy=read_choice(settings, "eviction_policy", EVICTION_POLICIES),
             max_inflight_bytes=(
                 _read_size(settings, "max_inflight_bytes")
                 if "max_inflight_bytes" in settings

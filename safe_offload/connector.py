@@ -117,7 +117,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
                 f"{format_bytes(slot_bytes)}. Fix: give more, or shorten the block size."
             )
-        index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots)
+        index = HostIndex.for_engine(
+            vllm_config, kv_cache_config, num_slots, self._config.eviction_policy
+        )
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(

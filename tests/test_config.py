@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_offload.config import (
+    EVICTION_POLICIES,
     GIB,
     KIB,
     MAX_BYTES_PER_RANK,
@@ -23,6 +24,7 @@ from safe_offload.config import (
     format_bytes,
 )
 from safe_offload.errors import ConfigError
+from safe_offload.scheduler.eviction import POLICIES
 
 SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "max_inflight_bytes")
 
@@ -208,6 +210,14 @@ def test_a_count_must_be_a_whole_number_in_its_range(key, maximum):
         assert f'"{key}"' in message
         assert f"Allowed: a whole number of 1 to {maximum}" in message
         assert "Fix: " in message
+
+
+def test_an_eviction_policy_is_one_that_there_is():
+    assert read().eviction_policy == "lru"
+    for written in POLICIES:
+        assert read(eviction_policy=written).eviction_policy == written
+    assert tuple(POLICIES) == EVICTION_POLICIES
+    assert '"lru", "slru"' in refusal("eviction_policy", "fifo")
 
 
 def test_a_copy_path_is_one_of_a_few_words():

@@ -303,7 +303,7 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
     ("part", "method"),
     [
         ("_stores", "settle"),
-        ("_index", "publish"),
+        ("_index.slots", "publish"),
         ("_loads", "settle"),
         ("_stores", "add_finished"),
         ("_book", "purge"),
@@ -477,6 +477,7 @@ def test_statistics_are_told_when_something_changed(make_connector, monkeypatch)
     connector._counters[Count.HIT_TOKENS] += 4
     assert connector.get_kv_connector_stats().reduce() == {"slots": 0, "hit_tokens": 4}
     gauges["slots"] = 9
+    connector._planner.has_changed = True
     assert connector.get_kv_connector_stats().reduce() == {"slots": 9}
     assert connector.get_kv_connector_stats() is None
 
@@ -487,5 +488,6 @@ def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector
     monkeypatch.setattr(connector._planner, "gauges", lambda: dict(gauges))
     total = connector.get_kv_connector_stats()
     gauges["slots"] = 5
+    connector._planner.has_changed = True
     total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 5}

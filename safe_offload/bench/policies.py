@@ -113,8 +113,7 @@ def _time_policy(name: str, num_slots: int, batch: int) -> Cost:
     All slots are evictable at first. Each prompt leases, or evicts, as many slots as a batch has,
     and releases them.
     """
-    keys: list[bytes | None] = [slot.to_bytes(8, "big") for slot in range(num_slots)]
-    policy = make_policy(name, keys, num_slots)
+    policy = make_policy(name, num_slots)
     scattered = [slot * 7919 % num_slots for slot in range(num_slots)]  # a prime: each slot once
     for start in range(0, num_slots, batch):
         policy.release(scattered[start : start + batch])

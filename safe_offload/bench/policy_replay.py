@@ -6,7 +6,7 @@ or that the policy gives up, and at its end the prompt releases its slots, tail 
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from safe_offload.bench.policy_traces import Prompt, Trace
@@ -16,7 +16,7 @@ from safe_offload.scheduler.eviction import EvictionPolicy
 NUM_RUNNING = 4
 """Prompts that keep their leases at the same time."""
 
-MakePolicy = Callable[[Sequence[bytes | None], int], EvictionPolicy]
+MakePolicy = Callable[[int], EvictionPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class HostModel:
     """Slots by key, and the policy that says which goes next.
 
     Args:
-        make_policy: of the keys by slot, and the number of slots.
+        make_policy: of the number of slots.
         num_slots: of the host.
         num_gpu_blocks: of the GPU's prefix cache, least recently used first.
     """
 
     def __init__(self, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> None:
         self._keys: list[bytes | None] = [None] * num_slots
-        self._policy = make_policy(self._keys, num_slots)
+        self._policy = make_policy(num_slots)
         self._empty = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
         self._leases = [0] * num_slots

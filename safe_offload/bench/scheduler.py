@@ -31,10 +31,12 @@ from safe_offload.bench.scheduler_report import (
     draw_plot,
     render_table,
 )
-from safe_offload.bench.scheduler_traces import LAYOUTS, TRACES, Trace, make_trace
+from safe_offload.bench.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
 from safe_offload.errors import ConfigError, SafeOffloadError
 
 QUICK_FACTORS = cases.STORED_FACTORS[:2]
+COUNTED_REQUESTS = 6
+"""Of the load behind stored blocks: counting takes some twenty times as long as running."""
 CASES = "cases"
 """Not a trace: back to back, the hit of 90,000 tokens, growth."""
 
@@ -105,9 +107,10 @@ def measure(options: SchedulerOptions, say: Say) -> SchedulerReport:
     """
     cost = measure_wrapper_cost()
     report = SchedulerReport({}, {}, {}, {}, cost, asdict(options), {})
+    share = QUICK_SHARE if options.is_quick else 1
     for name in options.traces:
         for layout in LAYOUTS if name != CASES else ():
-            trace = make_trace(name, layout, seed=options.seed, is_quick=options.is_quick)
+            trace = make_trace(name, layout, seed=options.seed, share=share)
             say(f"{trace.name}: {trace.num_requests} requests")
             report.traces[trace.name] = measure_trace(trace, options, cost)
     if CASES in options.traces:
@@ -142,7 +145,7 @@ def _measure_cases(report: SchedulerReport, options: SchedulerOptions, say: Say)
     for name in options.connectors:
         report.waits[name] = [cases.wait_back_to_back(name, steps) for steps in cases.HELD_STEPS]
     say("a hit of 90,000 tokens")
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if not options.is_counting else ():
         hits: dict[str, list[cases.Hit]] = {name: [] for name in _with_hooks(options)}
         for _ in range(options.rounds):
             for name in hits:
@@ -159,10 +162,10 @@ def _measure_cases(report: SchedulerReport, options: SchedulerOptions, say: Say)
 
 
 def _grow(name: str, factor: int, options: SchedulerOptions, cost: WrapperCost) -> cases.Growth:
-    case = cases.GrowthCase(factor)
     if options.is_counting:
+        case = cases.GrowthCase(factor, COUNTED_REQUESTS)
         return cases.count_growth(name, case, options.copy_steps)
-    return cases.measure_growth(name, case, options.copy_steps, cost)
+    return cases.measure_growth(name, cases.GrowthCase(factor), options.copy_steps, cost)
 
 
 def _with_hooks(options: SchedulerOptions) -> Sequence[str]:

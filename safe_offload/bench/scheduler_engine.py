@@ -25,7 +25,7 @@ from safe_offload.bench.scheduler_traces import (
 )
 from safe_offload.errors import SafeOffloadError
 
-STEPS_MAX = 200_000
+STEPS_MAX = 20_000
 """A trace that has not ended then never will."""
 _TOKEN_STRIDE = 7919
 

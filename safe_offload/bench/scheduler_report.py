@@ -136,7 +136,7 @@ def describe_method(report: SchedulerReport) -> str:
     return (
         f"vLLM's scheduler with each connector's scheduler side. {machine.get('date')}, commit"
         f" {machine.get('commit')}.\nNo model and no copies: a stand-in for the workers reports a"
-        f" copy {options['copy_steps']} steps after the step\nwhose plan names it; one step in"
+        f" copy {options['copy_steps']} step(s) after\nthe one whose plan names it; one step in"
         " flight. Same requests, GPU blocks and host slots for all;"
         f" seed {options['seed']}.\n{_describe_probe(report)}"
         "Hits: tokens loaded for requests that first run, of all prompt tokens. Kept: GPU blocks"
@@ -178,25 +178,33 @@ def render_table(report: SchedulerReport) -> str:
 
 
 def _render_facts(trace: TraceReport) -> Iterator[str]:
+    times = (
+        f" {'scheduler':>10} {'hooks':>9} {'step':>8} {'p99':>9} {'per 1,000 blocks':>16}"
+        if trace.timings
+        else ""
+    )
     yield (
-        f"{'':13} {'scheduler':>10} {'hooks':>9} {'step':>8} {'p99':>9} {'per 1,000 blocks':>16}"
-        f" {'stored':>7} {'loaded':>7} {'hits':>5} {'computed':>9} {'preempted':>9} {'kept':>10}"
+        f"{'':13}{times} {'stored':>7} {'loaded':>7} {'hits':>5} {'computed':>9} {'preempted':>9}"
+        f" {'kept':>10}"
     )
     for name, facts in trace.facts.items():
-        times = f"{'':10} {'':9} {'':8} {'':9} {'':16}"
-        if trace.timings:
-            step_us, p99_us = trace.step_us(name)
-            hooks_ms = trace.total_ms(name)
-            per_blocks = f"{1e6 * hooks_ms / facts.num_moved:,.0f} us" if facts.num_moved else "-"
-            times = (
-                f"{trace.scheduler_ms(name):7,.0f} ms {hooks_ms:6,.0f} ms {step_us:5,.0f} us"
-                f" {p99_us:6,.0f} us {per_blocks:>16}"
-            )
+        times = _render_times(trace, name) if trace.timings else ""
         yield (
-            f"{name:13} {times} {facts.num_stored:7,} {facts.num_loaded:7,} {facts.hit_rate:5.0%}"
+            f"{name:13}{times} {facts.num_stored:7,} {facts.num_loaded:7,} {facts.hit_rate:5.0%}"
             f" {facts.num_computed:9,} {facts.num_preemptions:9,}"
             f" {facts.kept_mean:5.1f} {facts.kept_max:4,}"
         )
+
+
+def _render_times(trace: TraceReport, name: str) -> str:
+    num_moved = trace.facts[name].num_moved
+    step_us, p99_us = trace.step_us(name)
+    hooks_ms = trace.total_ms(name)
+    per_blocks = f"{1e6 * hooks_ms / num_moved:,.0f} us" if num_moved else "-"
+    return (
+        f" {trace.scheduler_ms(name):7,.0f} ms {hooks_ms:6,.0f} ms {step_us:5,.0f} us"
+        f" {p99_us:6,.0f} us {per_blocks:>16}"
+    )
 
 
 def _render_hooks(trace: TraceReport) -> Iterator[str]:

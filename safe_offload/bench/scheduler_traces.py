@@ -15,10 +15,13 @@ VOCABULARY = 32_000
 MAX_BATCHED_TOKENS = 8192
 MAX_MODEL_LEN = 131_072
 PLAIN = (f"full@{BLOCK_TOKENS}",)
-HYBRID = (f"full@{BLOCK_TOKENS}", f"window:1024@{BLOCK_TOKENS}")
+WINDOW_TOKENS = 1024
+HYBRID = (f"full@{BLOCK_TOKENS}", f"window:{WINDOW_TOKENS}@{BLOCK_TOKENS}")
+WINDOW_BLOCKS_MAX = (WINDOW_TOKENS + MAX_BATCHED_TOKENS) // BLOCK_TOKENS
+"""Of one request: the window, and what a step computes."""
 LAYOUTS = {"plain": PLAIN, "hybrid": HYBRID}
 QUICK_SHARE = 4
-"""Quick traces have so many times fewer users, or shorter prompts, in a pool as much smaller."""
+"""Of `--quick`; see `make_trace`."""
 
 TokenIds = tuple[int, ...]
 
@@ -94,32 +97,23 @@ class _Draw:
         return self._generator.randint(low, high)
 
 
-def make_trace(name: str, layout: str, *, seed: int = 0, is_quick: bool = False) -> Trace:
+def make_trace(name: str, layout: str, *, seed: int = 0, share: int = 1) -> Trace:
     """Return a trace; the same for the same arguments, on every machine.
 
     Args:
         name: one of `TRACES`.
         layout: one of `LAYOUTS`.
         seed: of what is drawn.
-        is_quick: a fraction of the usual size.
+        share: how many times fewer users, or shorter prompts, in a pool as much smaller.
     """
-    made = TRACES[name](seed, QUICK_SHARE if is_quick else 1)
+    pool_blocks, num_slots, max_seqs, users = TRACES[name](seed, share)
     groups = LAYOUTS[layout]
-    num_blocks, num_slots, max_seqs, users = made
-    return Trace(
-        f"{name} {layout}",
-        groups,
-        num_blocks * (100 if len(groups) == 1 else HYBRID_POOL_PERCENT[name]) // 100 + 1,
-        num_slots * len(groups),
-        max_seqs,
-        users,
-    )
+    num_blocks = pool_blocks[len(groups) - 1] + 1
+    return Trace(f"{name} {layout}", groups, num_blocks, num_slots * len(groups), max_seqs, users)
 
 
-_Made = tuple[int, int, int, tuple[User, ...]]
-"""GPU blocks and host slots for one group, requests at once, users."""
-HYBRID_POOL_PERCENT = {"chats": 200, "turns": 140, "long": 110, "pressure": 200}
-"""GPU blocks where there is a window too: what a request holds of it depends on its length."""
+_Made = tuple[tuple[int, int], int, int, tuple[User, ...]]
+"""GPU blocks without and with a window, host slots for each group, requests at once, users."""
 
 
 def _chats(seed: int, share: int) -> _Made:
@@ -129,7 +123,7 @@ def _chats(seed: int, share: int) -> _Made:
         draw = _Draw(seed, "chats", index)
         turn = Turn(draw.tokens(draw.number(64, 512)), draw.number(32, 96), continues=False)
         users.append(User(f"chat{index}", index // 8, 0, (turn,)))
-    return 6000 // share, 24_000 // share, 128 // share, tuple(users)
+    return (6000 // share, 12_000 // share), 24_000 // share, max(128 // share, 8), tuple(users)
 
 
 def _turns(seed: int, share: int) -> _Made:
@@ -144,7 +138,8 @@ def _turns(seed: int, share: int) -> _Made:
             is_first = number == 0
             turns.append(Turn((system if is_first else ()) + token_ids, 64, continues=not is_first))
         users.append(User(f"user{index}", 4 * index, draw.number(20, 80), tuple(turns)))
-    return 3600 // share, 14_000 // share, max(16 // share, 4), tuple(users)
+    num_blocks = max(3600 // share, 600)  # more than one context
+    return (num_blocks, num_blocks * 14 // 10), 14_000 // share, max(16 // share, 4), tuple(users)
 
 
 def _long(seed: int, share: int) -> _Made:
@@ -153,7 +148,9 @@ def _long(seed: int, share: int) -> _Made:
     prompts = [_Draw(seed, "long", name).tokens(num_tokens) for name in "ABC"]
     turns = tuple(Turn(prompts[index % 3], 16, continues=False) for index in range(9))
     num_blocks = num_tokens // BLOCK_TOKENS
-    return num_blocks * 16 // 10, num_blocks * 4, 8, (User("long", 0, 0, turns),)
+    num_hybrid_blocks = num_blocks + min(num_blocks, WINDOW_BLOCKS_MAX)
+    pool_blocks = (num_blocks * 16 // 10, num_hybrid_blocks * 16 // 10)
+    return pool_blocks, num_blocks * 4, 8, (User("long", 0, 0, turns),)
 
 
 def _pressure(seed: int, share: int) -> _Made:
@@ -163,7 +160,7 @@ def _pressure(seed: int, share: int) -> _Made:
         draw = _Draw(seed, "pressure", index)
         turn = Turn(draw.tokens(draw.number(128, 384)), draw.number(256, 512), continues=False)
         users.append(User(f"writer{index}", 0, 0, (turn,)))
-    return 1400 // share, 8000 // share, 64 // share, tuple(users)
+    return (1400 // share, 2800 // share), 8000 // share, max(64 // share, 8), tuple(users)
 
 
 TRACES: dict[str, Callable[[int, int], _Made]] = {

@@ -52,6 +52,11 @@ class Store:
     ranks_left: set[int]
     poisoned: bool = False
 
+    @property
+    def num_blocks(self) -> int:
+        """That it keeps."""
+        return sum(len(part.sources) for part in self.parts)
+
     def source_given_away(self) -> bool:
         """Whether any of its blocks changed hands."""
         return any(part.sources.given_away() for part in self.parts)

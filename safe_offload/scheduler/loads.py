@@ -249,7 +249,11 @@ class Loads:
             load.lease.release()
             return None
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
-        load.lease.release()
+        if state.finished:
+            load.lease.release()
+        else:
+            state.let_go_prefix()
+            state.loaded = load.lease
         if state.phase is Phase.LOADING:
             state.move(Phase.WAITING)
         state.num_loads -= 1

@@ -123,7 +123,8 @@ class Planner:
         self._loads.give_up(states)
         self._stores.give_up()
         for state in states:
-            state.prefix, state.leftover, state.num_stores = None, [], 0
+            state.prefix = state.loaded = None
+            state.leftover, state.num_stores = [], 0
         hits = (state.hit_lease for state in states if state.hit_lease is not None)
         self._leases.keep_only({*hits, *self._loads.leases, *self._stores.leases})
 

@@ -65,6 +65,7 @@ class RequestState:
         request: vLLM's object.
         hit: the hit that was reported (MATCHED only), under `hit_lease`.
         prefix: lease on the host copy of its prefix, while it runs; None before its first store.
+        loaded: lease on what it has loaded, until it becomes part of `prefix`.
         cursors: for each group, leading blocks of the block table that need no more storing.
         leftover: blocks that could not be stored for want of slots, as they were last seen.
         num_loads: its loads that not all ranks have reported, or whose failure is not announced.
@@ -83,6 +84,7 @@ class RequestState:
     hit: Hit | None = None
     hit_lease: Lease | None = None
     prefix: Lease | None = None
+    loaded: Lease | None = None
     cursors: list[int] = field(default_factory=list)
     leftover: list[Sources] = field(default_factory=list)
     num_loads: int = 0
@@ -123,11 +125,16 @@ class RequestState:
         if self.phase is Phase.MATCHED:
             self.move(Phase.WAITING)
 
-    def drop_prefix(self) -> None:
+    def let_go_prefix(self) -> None:
         """Let the host copy of its prefix be evicted."""
-        if self.prefix is not None:
-            self.prefix.release()
-        self.prefix = None
+        for lease in (self.loaded, self.prefix):
+            if lease is not None:
+                lease.release()
+        self.loaded = self.prefix = None
+
+    def drop_prefix(self) -> None:
+        """Its blocks are gone: let their host copy be evicted, and begin again at the first."""
+        self.let_go_prefix()
         self.cursors = [0] * self.num_groups
 
     def preempt(self) -> None:

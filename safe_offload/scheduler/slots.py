@@ -167,8 +167,19 @@ class SlotPool:
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        """Give every slot the references of its leases, and one more if it is retired."""
+        """After an error: give every slot the references of its leases, and make the tables anew.
+
+        What was being stored without a lease is forgotten; a slot that is retired has one more.
+        """
         expected = self._count(leases)
+        for slot in self._being_stored - expected.keys():
+            self._hashes.pop(slot, None)
+        self._being_stored &= self._hashes.keys()
+        self._more_keys.clear()
+        for table in self.tables:
+            table.clear()
+        for slot, block_hash in self._hashes.items():
+            self.tables[self._groups[slot]][block_hash] = slot
         self._leased = set(expected)
         self._more_leases = {slot: num - 1 for slot, num in expected.items() if num > 1}
         unleased = [slot for slot in range(self.num_usable) if slot not in expected]
@@ -224,6 +235,12 @@ class SlotPool:
             unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)
             del slots[next(unfilled) :]
         return slots
+
+    def filled(self, slots: Iterable[int]) -> list[int]:
+        """Of slots that a table has, those that can be found."""
+        if not self._being_stored:
+            return list(slots)
+        return [slot for slot in slots if slot not in self._being_stored]
 
     def kept(self) -> dict[int, Key]:
         """What each slot holds that can be found."""

@@ -12,14 +12,14 @@ sliding window has passed and its blocks are no longer in the table, or the requ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import block_hash_of, get_block_hash, get_group_id
-from safe_offload.scheduler.slots import Key
+from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -71,20 +71,72 @@ class EagerScan:
     ) -> Sources | None:
         """What to store of some blocks of a table; what the host has of them goes to `present`."""
         request_id = state.request.request_id
-        blocks = self._gpu.of_request(request_id, group_idx)[span]
-        witnesses = list(map(block_hash_of, blocks))
-        if self._block_sizes[group_idx] == self._hash_block_size and None not in witnesses:
+        blocks = list(self._gpu.of_request(request_id, group_idx)[span])
+        witnesses: list[Any] = list(map(block_hash_of, blocks))
+        is_whole = all(witnesses)
+        if not is_whole:  # a window slid past some, or no hit can ever need them
+            blocks = [block for block, witness in zip(blocks, witnesses, strict=True) if witness]
+            witnesses = [witness for witness in witnesses if witness]
+        if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
             hashes = state.request.block_hashes[span]
-        else:  # a window slid past some, or no hit can ever need them; or a block has several
-            blocks = [block for block in blocks if block_hash_of(block) is not None]
-            witnesses = [witness for witness in witnesses if witness is not None]
+        else:
             hashes = [get_block_hash(witness) for witness in witnesses]
-        kept = list(map(self._slots.tables[group_idx].get, hashes))
-        wanted = [slot is None for slot in kept]
-        if not all(wanted):
-            present += self._slots.findable(slot for slot in kept if slot is not None)
-        if not any(wanted):
+        found = list(map(self._slots.tables[group_idx].get, hashes))
+        missing = [slot is None for slot in found]
+        if not all(missing):
+            present += self._slots.filled(slot for slot in found if slot is not None)
+        if not any(missing):
             return None
+        more_keys = find_more_keys(self._gpu, blocks, hashes)
         home = self._gpu.home(request_id, group_idx)
-        more_keys = self._gpu_more_keys(blocks, hashes)
-        return Sources(group_idx, blocks, witnesses, hashes, more_keys, home).keep(wanted)
+        return Sources(group_idx, blocks, witnesses, hashes, more_keys, home).keep(missing)
+
+
+class LazyWalk:
+    """Finds what is about to be evicted: the head of vLLM's queue of free blocks.
+
+    Args:
+        index: to skip what the host has or is about to have.
+        gpu: the free queue.
+        num_blocks: how far ahead of the allocator to look.
+    """
+
+    def __init__(self, index: HostIndex, gpu: GpuBlocks, num_blocks: int) -> None:
+        self._slots = index.slots
+        self._gpu = gpu
+        self._num_blocks = num_blocks
+
+    def walk(self) -> list[Sources]:
+        """The free blocks that the allocator takes next and that the host does not have."""
+        return sources_of(self._gpu.free_blocks(self._num_blocks), self._gpu, self._slots)
+
+
+def sources_of(blocks: Iterable[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:
+    """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have."""
+    by_group: dict[int, Sources] = {}
+    for block in blocks:
+        witness = block_hash_of(block)
+        if witness is None:
+            continue
+        group_idx, block_hash = get_group_id(witness), get_block_hash(witness)
+        if block_hash in slots.tables[group_idx]:
+            continue
+        sources = by_group.get(group_idx)
+        if sources is None:
+            sources = by_group[group_idx] = Sources(group_idx, [], [], [])
+        sources.blocks.append(block)
+        sources.witnesses.append(witness)
+        sources.hashes.append(block_hash)
+    for sources in by_group.values():
+        sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
+    return list(by_group.values())
+
+
+def find_more_keys(
+    gpu: GpuBlocks, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]
+) -> dict[bytes, list[Key]]:
+    """What blocks are known under beside their own hash, by that hash."""
+    if not gpu.has_more_hashes:
+        return {}
+    more = ((h, gpu.more_hashes(b.block_id)) for h, b in zip(hashes, blocks, strict=True))
+    return {h: [Key(get_group_id(k), get_block_hash(k)) for k in keys] for h, keys in more if keys}

@@ -18,8 +18,8 @@ from safe_offload.scheduler.fences import Part, Store, StoresInFlight
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.sources import EagerScan, LazyWalk
-from safe_offload.scheduler.witness import Sources, sources_of
+from safe_offload.scheduler.sources import EagerScan, LazyWalk, sources_of
+from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -84,11 +84,10 @@ class Stores:
         """
         self._gpu = gpu
         self._num_blocks_max = num_blocks_max
-        is_stored = self._in_flight.stores_key
         if lazy_num_blocks is None:
-            self._scan = EagerScan(self._index, gpu, is_stored)
+            self._scan = EagerScan(self._index, gpu)
         else:
-            self._walk = LazyWalk(self._index, gpu, is_stored, lazy_num_blocks)
+            self._walk = LazyWalk(self._index, gpu, lazy_num_blocks)
 
     # ---- what to store -------------------------------------------------------------------------
 
@@ -117,7 +116,8 @@ class Stores:
     def add_about_to_be_evicted(self) -> None:
         """Take slots for what the allocator takes next (lazy mode)."""
         if self._walk is not None:
-            self._add(None, self._walk.walk(), Found.NOW)
+            for sources in self._walk.walk():
+                self._add(None, sources, Found.NOW)
 
     def add_boundary_states(self, scheduler_output: SchedulerOutput, book: RequestBook) -> None:
         """Take slots for states of Mamba groups, whose block table says nothing about positions.
@@ -142,8 +142,8 @@ class Stores:
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        found = sources_of(blocks, self._gpu)
-        self._add(None, self._still_wanted(found), Found.EARLIER)
+        for sources in sources_of(blocks, self._gpu, self._index.slots):
+            self._add(None, sources, Found.EARLIER)
 
     def _add_found(self, state: RequestState, scan: EagerScan, when: Found) -> None:
         """Take slots for what of a request is computed and not stored.
@@ -151,7 +151,9 @@ class Stores:
         What the host has of it already is leased with its prefix.
         """
         found, present = scan.scan(state)
-        if present:
+        if state.loaded is not None:
+            self._take_over(state, present)
+        elif present:
             if state.prefix is None:
                 state.prefix = self._leases.lease(LeaseKind.PREFIX, present)
             else:
@@ -164,10 +166,24 @@ class Stores:
         for sources in found:
             self._add(state, sources, when)
 
+    def _take_over(self, state: RequestState, present: list[int]) -> None:
+        """What a request has loaded becomes part of its prefix, in the order of its tokens."""
+        lease, state.loaded = state.loaded, None
+        assert lease is not None
+        loaded = set(lease.slots)
+        self._leases.extend(lease, [slot for slot in present if slot not in loaded])
+        if len(lease.slots) == len(present):
+            lease.slots = present
+        lease.kind = LeaseKind.PREFIX
+        if state.prefix is None:
+            state.prefix = lease
+        else:
+            lease.give_to(state.prefix)
+
     def _still_wanted(self, sources: Sources) -> Sources:
         """Those that the host neither has nor is about to have."""
-        find, is_stored = self._index.slots.find, self._in_flight.stores_key
-        return sources.keep([find(key) is None and not is_stored(key) for key in sources.keys])
+        table = self._index.slots.tables[sources.group_idx]
+        return sources.keep([block_hash not in table for block_hash in sources.hashes])
 
     def _add(self, state: RequestState | None, sources: Sources, when: Found) -> int:
         """Store as many sources as there are free slots and as may be in flight.
@@ -196,6 +212,9 @@ class Stores:
                 self._short_of_slots.add(state)
         if lease is None:
             return 0
+        self._index.slots.begin_store(
+            lease.slots, granted.group_idx, granted.hashes, granted.more_keys
+        )
         part = Part(granted, lease, state)
         if state is not None:
             state.num_stores += 1
@@ -279,9 +298,12 @@ class Stores:
         """After an internal error: publish nothing, forget each store that no worker copies."""
         for part in (*self._found, *self._intact):
             self._in_flight.release(part)
+            self._index.slots.forget(part.lease.slots)
         for store in list(self._in_flight):
             if store in self._planned or not store.ranks_left:
                 self._in_flight.remove(store)
+                for part in store.parts:
+                    self._index.slots.forget(part.lease.slots)
             else:
                 store.poisoned = True
                 for part in store.parts:
@@ -299,17 +321,16 @@ class Stores:
         self._in_flight.remove(store)
         if store.poisoned:
             self._counters[Count.FAILED_STORES] += 1
-        is_wanted = not store.poisoned and store.epoch == self._index.epoch
-        num_stored = num_blocks = 0
+        elif store.epoch == self._index.epoch:
+            self._counters[Count.STORED_BLOCKS] += store.num_blocks
+        else:
+            self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
-            num_blocks += len(part.sources)
-            if is_wanted:
-                sources = part.sources
-                num_stored += self._index.publish(part.lease.slots, sources.keys, sources.more_keys)
+            if store.poisoned:
+                self._index.slots.forget(part.lease.slots)
+            elif store.epoch == self._index.epoch:
+                self._index.slots.publish(part.lease.slots)
             self._return_slots(part.owner, part.lease)
-        if not store.poisoned:
-            self._counters[Count.STORED_BLOCKS] += num_stored
-            self._counters[Count.UNPUBLISHED_BLOCKS] += num_blocks - num_stored
 
     def _return_slots(self, state: RequestState | None, lease: Lease) -> None:
         """Hand the slots of a settled store to its owner's prefix, or let them go."""
@@ -334,15 +355,12 @@ class Stores:
         """Forget what was not planned; what is in flight is not published."""
         for state in book:
             state.leftover = []
-            if state.prefix is not None:
-                state.prefix.release()
-                state.prefix = None
+            state.let_go_prefix()
         self._short_of_slots.clear()
         for part in (*self._found, *self._intact):
             self._in_flight.release(part)
             self._return_slots(part.owner, part.lease)
         self.sent()
-        self._in_flight.forget_keys()
 
     def check_invariants(self) -> None:
         """See `StoresInFlight.check_invariants`."""
@@ -353,9 +371,8 @@ class Stores:
 
 
 def _transfer(store: Store) -> Transfer:
-    parts = store.parts
-    return Transfer(
-        store.transfer_id,
-        ids_of(block_id_of(block) for part in parts for block in part.sources.blocks),
-        ids_of(slot for part in parts for slot in part.lease.slots),
-    )
+    block_ids, slot_ids = ids_of(()), ids_of(())
+    for part in store.parts:
+        block_ids.extend(map(block_id_of, part.sources.blocks))
+        slot_ids.extend(part.lease.slots)
+    return Transfer(store.transfer_id, block_ids, slot_ids)

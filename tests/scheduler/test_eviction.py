@@ -22,13 +22,9 @@ from safe_offload.scheduler.eviction import (
 NUM_SLOTS = 24
 
 
-def make_keys(num_slots: int = NUM_SLOTS) -> list[bytes | None]:
-    return [slot.to_bytes(4, "big") for slot in range(num_slots)]
-
-
 @pytest.fixture(params=list(POLICIES))
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
-    return make_policy(request.param, make_keys(), NUM_SLOTS)
+    return make_policy(request.param, NUM_SLOTS)
 
 
 def take_all(policy: EvictionPolicy) -> list[int]:
@@ -110,19 +106,9 @@ def test_a_lease_gives_another_place(policy: EvictionPolicy) -> None:
     assert take_all(policy) == [1, 2, 3, 0]
 
 
-def test_the_keys_are_not_changed() -> None:
-    for name in POLICIES:
-        keys = make_keys()
-        policy = make_policy(name, keys, NUM_SLOTS)
-        policy.release([2, 1, 0])
-        policy.evict(1)
-        policy.forget([1])
-        assert keys == make_keys()
-
-
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match='"lru", "slru", found "fifo"'):
-        make_policy("fifo", [], 0)
+        make_policy("fifo", 0)
 
 
 def run_randomly(policy: EvictionPolicy, num_steps: int, num_slots: int) -> list[list[int]]:
@@ -145,14 +131,14 @@ def run_randomly(policy: EvictionPolicy, num_steps: int, num_slots: int) -> list
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_calls_evict_the_same_slots(name: str) -> None:
-    runs = [run_randomly(make_policy(name, make_keys(64), 64), 300, 64) for _ in range(2)]
+    runs = [run_randomly(make_policy(name, 64), 300, 64) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_hits_without_evictions_take_no_memory(name: str) -> None:
     """What a lease leaves behind in a queue is swept out, though nothing is ever evicted."""
-    policy = make_policy(name, make_keys(100), 100)
+    policy = make_policy(name, 100)
     policy.release(range(100))
     for index in range(2000):
         slots = [(index + offset) % 60 for offset in range(10)]
@@ -176,7 +162,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(sorted(POLICIES)))
     def start(self, name: str) -> None:
         self.name = name
-        self.policy = make_policy(name, make_keys(), NUM_SLOTS)
+        self.policy = make_policy(name, NUM_SLOTS)
         self.empty = list(range(NUM_SLOTS))
         self.leased: list[int] = []
         self.evictable: list[int] = []  # in the order in which LRU evicts
@@ -236,7 +222,7 @@ TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 
 
 def test_lru_evicts_what_was_released_longest_ago() -> None:
-    policy = Lru(make_keys(), NUM_SLOTS)
+    policy = Lru(NUM_SLOTS)
     policy.release([4, 3])
     policy.release([2, 1])
     policy.lease([3])
@@ -246,7 +232,7 @@ def test_lru_evicts_what_was_released_longest_ago() -> None:
 
 
 def test_slru_evicts_what_was_never_hit_before_what_was() -> None:
-    policy = Slru(make_keys(), NUM_SLOTS)
+    policy = Slru(NUM_SLOTS)
     policy.release([1, 0])
     policy.lease([0, 1])
     policy.release([1, 0])
@@ -256,7 +242,7 @@ def test_slru_evicts_what_was_never_hit_before_what_was() -> None:
 
 def test_slru_counts_a_hit_of_a_slot_that_is_leased() -> None:
     """A prefix that is in use all the time is not a one-off because it was released only once."""
-    policy = Slru(make_keys(), NUM_SLOTS)
+    policy = Slru(NUM_SLOTS)
     policy.lease([0])  # granted when it was empty, and hit before it was released
     policy.release([0])
     policy.release(list(range(1, NUM_SLOTS)))
@@ -264,7 +250,7 @@ def test_slru_counts_a_hit_of_a_slot_that_is_leased() -> None:
 
 
 def test_slru_protects_a_share_and_gives_the_others_another_chance() -> None:
-    policy = Slru(make_keys(20), 20)
+    policy = Slru(20)
     policy.release(list(range(20)))
     policy.lease(range(10))
     policy.release(list(range(10)))
@@ -281,7 +267,7 @@ def test_slru_protects_a_share_and_gives_the_others_another_chance() -> None:
 
 
 def test_slru_gives_up_what_it_has_protected_for_long_and_not_only_what_is_new() -> None:
-    policy = Slru(make_keys(20), 20)
+    policy = Slru(20)
     slots = list(range(20))
     policy.release(slots)
     policy.lease(slots)
@@ -293,7 +279,7 @@ def test_slru_gives_up_what_it_has_protected_for_long_and_not_only_what_is_new()
 
 
 def test_slru_takes_what_a_slot_holds_after_eviction_for_new() -> None:
-    policy = Slru(make_keys(), NUM_SLOTS)
+    policy = Slru(NUM_SLOTS)
     policy.release([0])
     policy.lease([0])
     policy.release([0])
@@ -304,7 +290,7 @@ def test_slru_takes_what_a_slot_holds_after_eviction_for_new() -> None:
 
 
 def test_slru_knows_nothing_of_what_a_slot_held_before() -> None:
-    policy = Slru(make_keys(), NUM_SLOTS)
+    policy = Slru(NUM_SLOTS)
     policy.release([1, 0])
     policy.lease([0, 1])
     policy.forget([1])  # while it is leased

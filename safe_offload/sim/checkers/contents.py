@@ -5,7 +5,7 @@ That the forward reads the right words is checked by the model runner itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from safe_offload.protocol import StepPlan
@@ -37,7 +37,7 @@ class ContentChecker:
         ledger.on_plan.append(self._see_plan)
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
-        tap(self._index, "publish", self._see_publish)
+        tap(self._index.slots, "publish", self._see_publish)
         tap(self._index, "find_hit", self._see_search)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         self._matching: Any = None
@@ -46,7 +46,7 @@ class ContentChecker:
 
     def kept_slots(self) -> list[int]:
         """Slots that can be found."""
-        return [slot for slot, key in enumerate(self._index.slots._keys) if key is not None]
+        return sorted(self._index.slots.kept())
 
     def flipped(self, slot: int) -> None:
         """A bit of a slot has flipped on some rank, and this is not what we look for."""
@@ -58,7 +58,7 @@ class ContentChecker:
         original(request)
 
     def _learn(self) -> None:
-        hash_tokens = self._index._hash_block_size
+        hash_tokens = self._index.hash_block_size
         for entry in self._requests:
             request, sequel, num_known = entry
             hashes = request.block_hashes
@@ -68,27 +68,23 @@ class ContentChecker:
 
     def _see_publish(
         self,
-        original: Callable[..., int],
+        original: Callable[[Sequence[int]], None],
         slots: Sequence[int],
-        keys: Sequence[bytes],
-        more_keys: Mapping[bytes, tuple[bytes, ...]],
-    ) -> int:
-        num_published = original(slots, keys, more_keys)
+    ) -> None:
+        original(slots)
         self._learn()
-        for slot, key in zip(slots, keys, strict=True):
-            if self._index.slots.find(key) == slot:
-                self._check_published(slot, key)
-        return num_published
+        kept = self._index.slots.kept()
+        for slot in slots:
+            if slot in kept:
+                self._check_published(slot, *kept[slot])
 
-    def _check_published(self, slot: int, key: bytes) -> None:
-        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
+    def _check_published(self, slot: int, group_idx: int, block_hash: bytes) -> None:
         # Larger blocks than hashes: vLLM joins the hashes, and the last says where the block ends.
-        last_hash = bytes(get_block_hash(key))[-32:]
+        last_hash = block_hash[-32:]
         if last_hash not in self._prefixes:
             raise Finding("I6", f"slot {slot} is published under a hash of no request")
         sequel, end = self._prefixes[last_hash]
-        self._check(slot, get_group_id(key), sequel, end, "is published")
+        self._check(slot, group_idx, sequel, end, "is published")
 
     def _see_plan(self, plan: StepPlan) -> None:
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
@@ -142,5 +138,5 @@ class ContentChecker:
                 )
 
     def _see_host_write(self, rank: int, slot: int) -> None:
-        if self._index.slots._keys[slot] is not None:
+        if slot in self._index.slots.kept():
             self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")

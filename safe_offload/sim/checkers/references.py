@@ -60,7 +60,7 @@ class ReferenceChecker:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
         slots = planner._index.slots
         num_bad = len(self._ledger.bad_slots)
-        referenced = sum(map(bool, slots._leases))
+        referenced = len(slots._leased)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": len(planner._leases),
