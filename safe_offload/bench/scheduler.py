@@ -19,6 +19,8 @@ from safe_offload.bench.scheduler_engine import CONTESTANTS
 from safe_offload.bench.scheduler_measure import (
     COPY_STEPS,
     Answers,
+    Run,
+    Timing,
     count_hooks,
     observe,
     time_hooks,
@@ -132,11 +134,12 @@ def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) ->
             found.counts[name] = count_hooks(trace, name, options.copy_steps)
         return found
     order = list(options.connectors)
-    found.timings = {name: [] for name in order}
+    runs: dict[str, list[Run]] = {name: [] for name in order}
     for _ in range(options.rounds):
         for name in order:
-            found.timings[name].append(time_hooks(trace, name, options.copy_steps, cost))
+            runs[name].append(time_hooks(trace, name, options.copy_steps, cost))
         order.append(order.pop(0))
+    found.timings = {name: Timing.of(runs[name]) for name in options.connectors}
     return found
 
 

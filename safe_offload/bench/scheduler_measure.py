@@ -77,13 +77,38 @@ class HookTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One run: each call of each hook, all hooks by step, and the whole scheduler with them."""
+
+    calls_ns: dict[str, list[int]]
+    steps_ns: list[int]
+    scheduler_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
-    """One run: hooks one by one, all of them by step, and the whole scheduler with them."""
+    """All rounds of a trace: hooks one by one, all of them by step, the whole scheduler."""
 
     hooks: dict[str, HookTime]
     steps: HookTime
     total_ns: int
     scheduler_ns: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Timing:
+        """Return the least of the rounds, call by call.
+
+        A trace makes the same calls in every round, and what others do on the machine can only add
+        to a call.
+        """
+        hooks = {
+            hook: HookTime.of([min(same) for same in zip(*calls, strict=True)])
+            for hook in runs[0].calls_ns
+            for calls in [[run.calls_ns[hook] for run in runs]]
+        }
+        steps_ns = [min(same) for same in zip(*(run.steps_ns for run in runs), strict=True)]
+        total_ns = sum(time.total_ns for time in hooks.values())
+        return cls(hooks, HookTime.of(steps_ns), total_ns, min(run.scheduler_ns for run in runs))
 
 
 Answers = dict[str, list[int]]
@@ -113,15 +138,14 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
     return facts, engine.answers
 
 
-def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Timing:
-    """Serve a trace with a clock around every hook."""
+def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
+    """Serve a trace once with a clock around every hook."""
     timer = HookTimer(cost)
     with engine_for(name, trace, copy_steps) as engine, without_gc():
         serve(engine, trace, timer)
-    return Timing(
-        {hook: HookTime.of(samples) for hook, samples in timer.samples_ns.items() if samples},
-        HookTime.of(timer.steps_ns),
-        timer.total_ns,
+    return Run(
+        {hook: samples for hook, samples in timer.samples_ns.items() if samples},
+        timer.steps_ns,
         engine.scheduler_ns - cost.outside_ns * timer.num_calls,
     )
 

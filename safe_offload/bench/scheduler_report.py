@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,56 +23,44 @@ class TraceReport:
 
     Attributes:
         facts: by connector.
-        timings: by connector, one for each round.
+        timings: by connector.
         counts: by connector and hook.
     """
 
     facts: dict[str, Facts] = field(default_factory=dict)
-    timings: dict[str, list[Timing]] = field(default_factory=dict)
+    timings: dict[str, Timing] = field(default_factory=dict)
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
 
     def total_ms(self, name: str) -> float:
-        """Return the time of all hooks, median of the rounds."""
-        return statistics.median(timing.total_ns for timing in self.timings[name]) / 1e6
+        """Return the time of all hooks."""
+        return self.timings[name].total_ns / 1e6
 
     def scheduler_ms(self, name: str) -> float:
-        """Return the time inside the scheduler, hooks included, median of the rounds."""
-        return statistics.median(timing.scheduler_ns for timing in self.timings[name]) / 1e6
+        """Return the time inside the scheduler, hooks included."""
+        return self.timings[name].scheduler_ns / 1e6
 
     def step_us(self, name: str) -> tuple[float, float]:
-        """Return median and 99th percentile of a step's hooks, medians of the rounds."""
-        steps = [timing.steps for timing in self.timings[name]]
-        return (
-            statistics.median(step.median_ns for step in steps) / 1e3,
-            statistics.median(step.p99_ns for step in steps) / 1e3,
-        )
+        """Return median and 99th percentile of a step's hooks."""
+        steps = self.timings[name].steps
+        return steps.median_ns / 1e3, steps.p99_ns / 1e3
 
     def hook(self, name: str, hook: str) -> HookTime | None:
-        """Return one hook's figures, medians of the rounds; None if it is never called."""
-        found = [timing.hooks[hook] for timing in self.timings[name] if hook in timing.hooks]
-        if not found:
-            return None
-        return HookTime(
-            found[0].calls,
-            statistics.median(time.median_ns for time in found),
-            statistics.median(time.p99_ns for time in found),
-            round(statistics.median(time.total_ns for time in found)),
-        )
+        """Return one hook's figures; None if it is never called."""
+        return self.timings[name].hooks.get(hook)
 
     def hooks(self) -> list[str]:
         """Return the hooks that any connector has, the most expensive first."""
         totals: dict[str, int] = {}
-        for timings in self.timings.values():
-            for hook, time in timings[0].hooks.items():
+        for timing in self.timings.values():
+            for hook, time in timing.hooks.items():
                 totals[hook] = totals.get(hook, 0) + time.total_ns
         return sorted(totals, key=lambda hook: -totals[hook])
 
     def ratio(self, name: str, other: str) -> float | None:
-        """Return how many times the hook time of another: the median of the rounds' own ratios."""
+        """Return how many times the hook time of another."""
         if name not in self.timings or other not in self.timings:
             return None
-        pairs = zip(self.timings[name], self.timings[other], strict=True)
-        return statistics.median(above.total_ns / below.total_ns for above, below in pairs)
+        return self.timings[name].total_ns / self.timings[other].total_ns
 
     def total_counts(self, name: str) -> Counts:
         """Return what all hooks executed."""
@@ -155,9 +142,10 @@ def _describe_probe(report: SchedulerReport) -> str:
         f"{report.options['rounds']} rounds in one process, every connector once in each, the order"
         " rotating, the garbage collector off.\nEvery hook that the scheduler calls is wrapped; the"
         f" wrapper's own {report.cost.inside_ns} ns a call (and {report.cost.outside_ns} ns in the"
-        " scheduler's\ntime) are taken off. Figures are medians over the rounds; a ratio is the"
-        " median of the rounds' own ratios.\nScheduler: add_request, has_requests, schedule,"
-        " update_from_output, hooks included; hashing prompts is not.\n"
+        " scheduler's\ntime) are taken off. Every round makes the same calls: figures are of the"
+        " least of the rounds, call\nby call, for others on the machine can only add to it.\nScheduler:"
+        " add_request, has_requests, schedule, update_from_output, hooks included; hashing prompts"
+        " is not.\n"
     )
 
 

@@ -159,10 +159,12 @@ class Stores:
             else:
                 self._leases.extend(state.prefix, present)
         if state.leftover:
-            leftover = [self._still_wanted(sources.intact()) for sources in state.leftover]
-            found = leftover + found
-            state.leftover = []
+            leftover, state.leftover = state.leftover, []
             self._short_of_slots.discard(state)
+            for sources in leftover:
+                self._add(state, self._still_wanted(sources.intact()), when)
+            # A request that began again finds there what it has left over from before.
+            found = [self._still_wanted(sources) for sources in found]
         for sources in found:
             self._add(state, sources, when)
 
