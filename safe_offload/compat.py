@@ -188,32 +188,24 @@ class GpuBlocks:
         """The id of the block that stands for no block."""
         return int(self._pool.null_block.block_id)
 
-    def home(self, request_id: str, group_idx: int) -> Home | None:
-        """The request's block table, if no block leaves it before all do."""
-        if not self._keeps_blocks[group_idx]:
-            return None
-        tables = self._managers[group_idx].req_to_blocks
-        return Home(tables, request_id, tables.get(request_id))
+    def has_homes(self, group_idx: int) -> bool:
+        """Whether no block of the group leaves a table before all do."""
+        return self._keeps_blocks[group_idx]
+
+    def tables_of(self, group_idx: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+        """A group's block tables by request id, and how many of their blocks vLLM has hashed.
+
+        A table is one growing list for as long as the request holds blocks. Behind the second
+        number every block is full, its tokens are known, and its bytes are there once the step that
+        is being scheduled has run.
+        """
+        manager = self._managers[group_idx]
+        return manager.req_to_blocks, manager.num_cached_block
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be allocated: all but the null block."""
         return int(self._pool.num_gpu_blocks) - 1
-
-    def of_request(self, request_id: str, group_idx: int) -> Sequence[KVCacheBlock]:
-        """The request's block table in a group; one growing list for as long as it holds blocks."""
-        blocks: Sequence[KVCacheBlock] | None = self._managers[group_idx].req_to_blocks.get(
-            request_id
-        )
-        return () if blocks is None else blocks
-
-    def num_hashed(self, request_id: str, group_idx: int) -> int:
-        """How many leading blocks vLLM has considered for its prefix cache.
-
-        Behind this count every block is full, its tokens are known, and its bytes are there once
-        the step that is being scheduled has run.
-        """
-        return int(self._managers[group_idx].num_cached_block.get(request_id, 0))
 
     def is_positional(self, group_idx: int) -> bool:
         """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").

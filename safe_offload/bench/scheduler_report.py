@@ -143,9 +143,9 @@ def _describe_probe(report: SchedulerReport) -> str:
         " rotating, the garbage collector off.\nEvery hook that the scheduler calls is wrapped; the"
         f" wrapper's own {report.cost.inside_ns} ns a call (and {report.cost.outside_ns} ns in the"
         " scheduler's\ntime) are taken off. Every round makes the same calls: figures are of the"
-        " least of the rounds, call\nby call, for others on the machine can only add to it.\nScheduler:"
-        " add_request, has_requests, schedule, update_from_output, hooks included; hashing prompts"
-        " is not.\n"
+        " least of the rounds, call\nby call, for others on the machine can only add to it.\n"
+        "Scheduler: add_request, has_requests, schedule, update_from_output, hooks included;"
+        " hashing prompts is not.\n"
     )
 
 

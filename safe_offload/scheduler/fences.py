@@ -16,23 +16,20 @@ from safe_offload.errors import InvariantError
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.leases import Lease
-    from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.witness import Sources
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What a store keeps of one request.
+    """What a store keeps of one KV cache group.
 
     Attributes:
         sources: the blocks that it reads.
         lease: the slots that it writes, one for each of them.
-        owner: the request whose prefix it extends; None if it belongs to nobody's.
     """
 
     sources: Sources
     lease: Lease
-    owner: RequestState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +52,7 @@ class Store:
     @property
     def num_blocks(self) -> int:
         """That it keeps."""
-        return sum(len(part.sources) for part in self.parts)
+        return sum(len(part.lease.slots) for part in self.parts)
 
     def source_given_away(self) -> bool:
         """Whether any of its blocks changed hands."""
@@ -77,11 +74,11 @@ class StoresInFlight:
 
     def claim(self, part: Part) -> None:
         """From now on the part's blocks are being stored; the store that does it comes later."""
-        self.num_blocks += len(part.sources)
+        self.num_blocks += len(part.lease.slots)
 
     def release(self, part: Part) -> None:
         """The part's blocks are not being stored any more."""
-        self.num_blocks -= len(part.sources)
+        self.num_blocks -= len(part.lease.slots)
 
     def add(self, store: Store, *, is_fenced: bool) -> None:
         """Take a store whose parts are claimed; watch its sources, unless it is fenced already."""

@@ -56,12 +56,26 @@ class Lease:
             self._book.let_go([slot for slot in self.slots if slot not in kept])
         self.kind, self.slots = kind, slots
 
-    def give_to(self, other: Lease) -> None:
-        """Hand all slots over to another held lease, without a moment in which they are free."""
+    def give(self, count: int, other: Lease) -> None:
+        """Hand the first `count` slots over to another held lease."""
         if self._book is None or other._book is None:
             raise ValueError("both leases must be held")
-        other.slots.extend(self.slots)
-        self.slots = []
+        if count == len(self.slots):
+            other.slots += self.slots
+            self.slots = []
+        else:
+            other.slots += self.slots[:count]
+            del self.slots[:count]
+
+    def release_first(self, count: int) -> None:
+        """Let go of the first `count` slots."""
+        if self._book is not None:
+            self._book.let_go(self.slots[:count])
+            del self.slots[:count]
+
+    def give_to(self, other: Lease) -> None:
+        """Hand all slots over to another held lease, without a moment in which they are free."""
+        self.give(len(self.slots), other)
         self.release()
 
 
@@ -95,7 +109,7 @@ class LeaseBook:
             self._pool.release(lease.slots)
 
     def let_go(self, slots: Sequence[int]) -> None:
-        """Called by `Lease.keep` only."""
+        """Called by `Lease` only."""
         self._pool.release(slots)
 
     def keep_only(self, needed: Set[Lease]) -> None:

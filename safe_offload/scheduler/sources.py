@@ -12,9 +12,10 @@ sliding window has passed and its blocks are no longer in the table, or the requ
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.compat import block_hash_of, get_block_hash, get_group_id
+from safe_offload.compat import Home, block_hash_of, get_block_hash, get_group_id
 from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
 
@@ -43,53 +44,80 @@ class EagerScan:
         self._gpu = gpu
         self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
 
-    def scan(self, state: RequestState) -> tuple[list[Sources], list[int]]:
+    def new(self) -> dict[int, Sources]:
+        """Nothing, for each group: what `scan` adds to."""
+        return {
+            group_idx: Sources(group_idx, homes=[] if self._gpu.has_homes(group_idx) else None)
+            for group_idx in self._group_ids
+        }
+
+    def scan(self, state: RequestState, found: dict[int, Sources]) -> list[int]:
         """Move the request's cursors to the end of what is hashed.
 
+        Args:
+            state: of the request.
+            found: what to store is added, by group, in prefix order.
+
         Returns:
-            For each group that has any, the blocks to store; and the host slots that hold blocks of
-            this request already.
+            The host slots that hold blocks of this request already.
         """
-        found: list[Sources] = []
         present: list[int] = []
         request_id = state.request.request_id
-        for group_idx in self._group_ids:
-            num_hashed = self._gpu.num_hashed(request_id, group_idx)
-            if state.limits.store_tokens is not None:
-                num_allowed = state.limits.store_tokens // self._block_sizes[group_idx]
-                num_hashed = min(num_hashed, num_allowed)
-            cursor = state.cursors[group_idx]
-            if cursor < num_hashed:
-                state.cursors[group_idx] = num_hashed
-                sources = self._scan_group(state, group_idx, slice(cursor, num_hashed), present)
-                if sources is not None:
-                    found.append(sources)
-        return found, present
+        cursors, limit = state.cursors, state.limits.store_tokens
+        for group_idx, sources in found.items():
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            num_hashed = nums_hashed.get(request_id, 0)
+            if limit is not None:
+                num_hashed = min(num_hashed, limit // self._block_sizes[group_idx])
+            cursor = cursors[group_idx]
+            if cursor >= num_hashed:
+                continue
+            cursors[group_idx] = num_hashed
+            table = tables[request_id]
+            num_added = self._scan_table(state, table[cursor:num_hashed], cursor, sources, present)
+            if num_added:
+                sources.owners.append((state, num_added))
+                if sources.homes is not None:
+                    sources.homes.append(Home(tables, request_id, table))
+        return present
 
-    def _scan_group(
-        self, state: RequestState, group_idx: int, span: slice, present: list[int]
-    ) -> Sources | None:
-        """What to store of some blocks of a table; what the host has of them goes to `present`."""
-        request_id = state.request.request_id
-        blocks = list(self._gpu.of_request(request_id, group_idx)[span])
+    def _scan_table(
+        self,
+        state: RequestState,
+        blocks: list[KVCacheBlock],
+        first: int,
+        sources: Sources,
+        present: list[int],
+    ) -> int:
+        """Look at blocks of a table, from the `first` on: which are to be stored, which are there.
+
+        Returns:
+            How many were added to `sources`.
+        """
+        group_idx = sources.group_idx
         witnesses: list[Any] = list(map(block_hash_of, blocks))
         is_whole = all(witnesses)
         if not is_whole:  # a window slid past some, or no hit can ever need them
             blocks = [block for block, witness in zip(blocks, witnesses, strict=True) if witness]
             witnesses = [witness for witness in witnesses if witness]
         if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
-            hashes = state.request.block_hashes[span]
+            hashes = state.request.block_hashes[first : first + len(blocks)]
         else:
             hashes = [get_block_hash(witness) for witness in witnesses]
-        found = list(map(self._slots.tables[group_idx].get, hashes))
-        missing = [slot is None for slot in found]
-        if not all(missing):
-            present += self._slots.filled(slot for slot in found if slot is not None)
-        if not any(missing):
-            return None
-        more_keys = find_more_keys(self._gpu, blocks, hashes)
-        home = self._gpu.home(request_id, group_idx)
-        return Sources(group_idx, blocks, witnesses, hashes, more_keys, home).keep(missing)
+        kept = list(map(self._slots.tables[group_idx].get, hashes))
+        num_missing = kept.count(None)
+        if num_missing < len(kept):
+            present += self._slots.filled(slot for slot in kept if slot is not None)
+            if not num_missing:
+                return 0
+            missing = [slot is None for slot in kept]
+            blocks = list(compress(blocks, missing))
+            witnesses = list(compress(witnesses, missing))
+            hashes = list(compress(hashes, missing))
+        sources.add(blocks, witnesses, hashes)
+        if self._gpu.has_more_hashes:
+            sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
+        return num_missing
 
 
 class LazyWalk:
@@ -123,10 +151,8 @@ def sources_of(blocks: Iterable[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) 
             continue
         sources = by_group.get(group_idx)
         if sources is None:
-            sources = by_group[group_idx] = Sources(group_idx, [], [], [])
-        sources.blocks.append(block)
-        sources.witnesses.append(witness)
-        sources.hashes.append(block_hash)
+            sources = by_group[group_idx] = Sources(group_idx)
+        sources.add([block], [witness], [block_hash])
     for sources in by_group.values():
         sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
     return list(by_group.values())

@@ -8,7 +8,7 @@ ahead of it if one of them was given away in this step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import block_id_of
@@ -94,7 +94,7 @@ class Stores:
     def add_finished(self, state: RequestState) -> None:
         """Take slots for what a request that finishes has computed and not stored."""
         if self._scan is not None and state.phase is Phase.RUNNING:
-            self._add_found(state, self._scan, Found.EARLIER)
+            self._add_found(self._scan, state, Found.EARLIER)
 
     def add_preempted(self, state: RequestState) -> None:
         """Take slots for what a preempted request had computed.
@@ -107,11 +107,20 @@ class Stores:
             num_rescued = self._add(None, self._still_wanted(sources), Found.EARLIER)
             self._counters[Count.RESCUED_BLOCKS] += num_rescued
 
-    def add_computed(self, states: Iterable[RequestState]) -> None:
+    def add_computed(self, states: Sequence[RequestState]) -> None:
         """Take slots for what requests have computed once the forward of this step has run."""
-        if self._scan is not None:
-            for state in states:
-                self._add_found(state, self._scan, Found.NOW)
+        if self._scan is None or not states:
+            return
+        if len(states) == 1:
+            self._add_found(self._scan, states[0], Found.NOW)
+            return
+        plain = []
+        for state in states:
+            if state.leftover or state.loaded is not None:
+                self._add_found(self._scan, state, Found.NOW)
+            else:
+                plain.append(state)
+        self._add_found_of_all(self._scan, plain)
 
     def add_about_to_be_evicted(self) -> None:
         """Take slots for what the allocator takes next (lazy mode)."""
@@ -145,42 +154,71 @@ class Stores:
         for sources in sources_of(blocks, self._gpu, self._index.slots):
             self._add(None, sources, Found.EARLIER)
 
-    def _add_found(self, state: RequestState, scan: EagerScan, when: Found) -> None:
-        """Take slots for what of a request is computed and not stored.
-
-        What the host has of it already is leased with its prefix.
-        """
-        found, present = scan.scan(state)
-        if state.loaded is not None:
-            self._take_over(state, present)
-        elif present:
-            if state.prefix is None:
-                state.prefix = self._leases.lease(LeaseKind.PREFIX, present)
-            else:
-                self._leases.extend(state.prefix, present)
+    def _add_found(self, scan: EagerScan, state: RequestState, when: Found) -> None:
+        """Take slots for what of a request is computed and not stored."""
+        found = scan.new()
+        self._extend_prefix(state, scan.scan(state, found))
         if state.leftover:
             leftover, state.leftover = state.leftover, []
             self._short_of_slots.discard(state)
             for sources in leftover:
                 self._add(state, self._still_wanted(sources.intact()), when)
             # A request that began again finds there what it has left over from before.
-            found = [self._still_wanted(sources) for sources in found]
-        for sources in found:
+            found = {group_idx: self._still_wanted(found[group_idx]) for group_idx in found}
+        for sources in found.values():
             self._add(state, sources, when)
 
-    def _take_over(self, state: RequestState, present: list[int]) -> None:
-        """What a request has loaded becomes part of its prefix, in the order of its tokens."""
-        lease, state.loaded = state.loaded, None
-        assert lease is not None
-        loaded = set(lease.slots)
-        self._leases.extend(lease, [slot for slot in present if slot not in loaded])
-        if len(lease.slots) == len(present):
-            lease.slots = present
-        lease.kind = LeaseKind.PREFIX
-        if state.prefix is None:
-            state.prefix = lease
-        else:
-            lease.give_to(state.prefix)
+    def _add_found_of_all(self, scan: EagerScan, states: Sequence[RequestState]) -> None:
+        """The same for many requests in one go: most of them have a block or none.
+
+        What does not go at once, for want of slots or because two requests have computed the same,
+        goes request by request.
+        """
+        found = scan.new()
+        for state in states:
+            present = scan.scan(state, found)
+            if present:
+                self._extend_prefix(state, present)
+        for sources in found.values():
+            if sources.blocks and not self._add_whole(sources):
+                start = 0
+                for state, count in sources.owners:
+                    part = sources.part(range(start, start + count))
+                    self._add(state, self._still_wanted(part), Found.NOW)
+                    start += count
+
+    def _add_whole(self, sources: Sources) -> bool:
+        """Store all of these, of several requests; False, and none is stored, if not all go."""
+        count = len(sources.blocks)
+        if count > self._num_blocks_max - self._in_flight.num_blocks:
+            return False
+        if len(set(sources.hashes)) < count:
+            return False
+        lease = self._leases.grant(LeaseKind.STORE, count)
+        if lease is None or len(lease.slots) < count:
+            if lease is not None:
+                lease.release()
+            return False
+        self._begin(Part(sources, lease), Found.NOW)
+        return True
+
+    def _extend_prefix(self, state: RequestState, present: list[int]) -> None:
+        """Lease what the host has of a request, in the order of its tokens."""
+        if state.loaded is not None:
+            lease, state.loaded = state.loaded, None
+            loaded = set(lease.slots)
+            self._leases.extend(lease, [slot for slot in present if slot not in loaded])
+            if len(lease.slots) == len(present):
+                lease.slots = present
+            lease.kind = LeaseKind.PREFIX
+            if state.prefix is None:
+                state.prefix = lease
+            else:
+                lease.give_to(state.prefix)
+        elif present and state.prefix is None:
+            state.prefix = self._leases.lease(LeaseKind.PREFIX, present)
+        elif present and state.prefix is not None:
+            self._leases.extend(state.prefix, present)
 
     def _still_wanted(self, sources: Sources) -> Sources:
         """Those that the host neither has nor is about to have."""
@@ -198,31 +236,37 @@ class Stores:
         Returns:
             How many sources found a slot.
         """
-        if not sources:
+        num_found = len(sources.blocks)
+        if not num_found:
             return 0
-        num_wanted = min(len(sources), self._num_blocks_max - self._in_flight.num_blocks)
-        if num_wanted < len(sources):
+        num_wanted = min(num_found, self._num_blocks_max - self._in_flight.num_blocks)
+        if num_wanted < num_found:
             self._counters[Count.SKIPPED_STORES] += 1
         lease = self._leases.grant(LeaseKind.STORE, num_wanted)
         num_granted = len(lease.slots) if lease is not None else 0
-        granted, rest = sources.split(num_granted)
-        if rest:
+        if num_granted < num_found:
             if when is Found.EARLIER:
-                self._counters[Count.SKIPPED_BLOCKS] += len(rest)
+                self._counters[Count.SKIPPED_BLOCKS] += num_found - num_granted
             elif state is not None:
-                state.leftover.append(rest)
+                state.leftover.append(sources.part(range(num_granted, num_found)))
                 self._short_of_slots.add(state)
+            sources = sources.part(range(num_granted))
         if lease is None:
             return 0
-        self._index.slots.begin_store(
-            lease.slots, granted.group_idx, granted.hashes, granted.more_keys
-        )
-        part = Part(granted, lease, state)
-        if state is not None:
+        sources.owners = [(state, num_granted)] if state is not None else []
+        self._begin(Part(sources, lease), when)
+        return num_granted
+
+    def _begin(self, part: Part, when: Found) -> None:
+        """From now on a part is being stored."""
+        sources = part.sources
+        for state, _ in sources.owners:
             state.num_stores += 1
+        self._index.slots.begin_store(
+            part.lease.slots, sources.group_idx, sources.hashes, sources.more_keys
+        )
         (self._found if when is Found.EARLIER else self._intact).append(part)
         self._in_flight.claim(part)
-        return num_granted
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -277,7 +321,7 @@ class Stores:
         """
         for state in list(self._short_of_slots):
             intact = [sources.intact() for sources in state.leftover]
-            state.leftover = [sources for sources in intact if sources]
+            state.leftover = [sources for sources in intact if sources.blocks]
             if not state.leftover:
                 self._short_of_slots.discard(state)
 
@@ -309,7 +353,7 @@ class Stores:
             else:
                 store.poisoned = True
                 for part in store.parts:
-                    part.owner = None
+                    part.sources.owners = []
         self.sent()
         self._short_of_slots.clear()
 
@@ -332,24 +376,24 @@ class Stores:
                 self._index.slots.forget(part.lease.slots)
             elif store.epoch == self._index.epoch:
                 self._index.slots.publish(part.lease.slots)
-            self._return_slots(part.owner, part.lease)
+            self._return_slots(part)
 
-    def _return_slots(self, state: RequestState | None, lease: Lease) -> None:
-        """Hand the slots of a settled store to its owner's prefix, or let them go."""
-        if state is None:
-            lease.release()
-            return
-        state.num_stores -= 1
-        if state.phase is Phase.RUNNING or (state.finished and state.num_stores):
-            if state.prefix is None:
+    def _return_slots(self, part: Part) -> None:
+        """Hand the slots of a part to its owners' prefixes, or let them go."""
+        ended = []
+        for state, count in part.sources.owners:
+            state.num_stores -= 1
+            if state.prefix is None and (state.phase is Phase.RUNNING or state.finished):
                 state.prefix = self._leases.lease(LeaseKind.PREFIX)
-            lease.give_to(state.prefix)
-        else:
-            # The last store of a finished request releases its whole prefix at once, tail first.
             if state.prefix is not None:
-                lease.give_to(state.prefix)
-                state.drop_prefix()
-            lease.release()
+                part.lease.give(count, state.prefix)
+            else:
+                part.lease.release_first(count)
+            if state.finished and not state.num_stores:
+                ended.append(state)
+        part.lease.release()
+        for state in ended:  # releases its whole prefix at once, tail first
+            state.drop_prefix()
 
     # ---- the rest ------------------------------------------------------------------------------
 
@@ -361,7 +405,7 @@ class Stores:
         self._short_of_slots.clear()
         for part in (*self._found, *self._intact):
             self._in_flight.release(part)
-            self._return_slots(part.owner, part.lease)
+            self._return_slots(part)
         self.sent()
 
     def check_invariants(self) -> None:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 from safe_offload.compat import block_hash_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from safe_offload.compat import Home
+    from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.slots import Key
 
 
@@ -29,24 +32,24 @@ class Sources:
         blocks: vLLM's block objects.
         witnesses: the hash object of each.
         hashes: of each, without its group: what its bytes are found under.
+        owners: the requests whose prefixes they extend, with how many of the blocks, in the order
+            of these; the rest is nobody's.
         more_keys: by its hash, what else a block is known under; most have one hash.
-        home: the block table that they are in, if none of them can leave it before the whole table
-            is gone; None if they must be looked at one by one.
+        homes: the block tables that they are in, if none of the blocks can leave them before the
+            whole table is gone; None if the blocks must be looked at one by one.
     """
 
     group_idx: int
-    blocks: list[KVCacheBlock]
-    witnesses: list[bytes]
-    hashes: list[bytes]
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    witnesses: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    owners: list[tuple[RequestState, int]] = field(default_factory=list)
     more_keys: dict[bytes, list[Key]] = field(default_factory=dict)
-    home: Home | None = None
-
-    def __len__(self) -> int:
-        return len(self.blocks)
+    homes: list[Home] | None = None
 
     def given_away(self) -> bool:
         """Whether somebody else may own one of the blocks by now."""
-        if self.home is not None and self.home.stands():
+        if self.homes is not None and all(home.stands() for home in self.homes):
             return False
         return any(map(is_not, map(block_hash_of, self.blocks), self.witnesses))
 
@@ -60,21 +63,23 @@ class Sources:
         """Those for which `wanted` is true."""
         if all(wanted):
             return self
-        return self._part([index for index, is_wanted in enumerate(wanted) if is_wanted])
+        return self.part([index for index, is_wanted in enumerate(wanted) if is_wanted])
 
-    def split(self, count: int) -> tuple[Sources, Sources]:
-        """The first `count` of them, and the rest."""
-        first = self if count >= len(self) else self._part(range(count))
-        return first, self._part(range(count, len(self)))
-
-    def _part(self, indices: range | list[int]) -> Sources:
+    def part(self, indices: Sequence[int]) -> Sources:
+        """Those at these places, with no owner."""
         hashes = [self.hashes[index] for index in indices]
-        more_keys = {key: self.more_keys[key] for key in hashes if key in self.more_keys}
+        more_keys = self.more_keys and {h: self.more_keys[h] for h in hashes if h in self.more_keys}
         return Sources(
             self.group_idx,
             [self.blocks[index] for index in indices],
             [self.witnesses[index] for index in indices],
             hashes,
-            more_keys,
-            self.home,
+            more_keys=more_keys,
+            homes=self.homes,
         )
+
+    def add(self, blocks: list[KVCacheBlock], witnesses: list[bytes], hashes: list[bytes]) -> None:
+        """Take in more, one witness and hash for each block."""
+        self.blocks += blocks
+        self.witnesses += witnesses
+        self.hashes += hashes

@@ -400,7 +400,7 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig: MakeRig) 
     for _ in range(3):
         rig.step()
     leftover = rig.planner._book.get("a").leftover
-    assert sum(map(len, leftover)) == 10, "no slot was free for them"
+    assert sum(len(sources.blocks) for sources in leftover) == 10, "no slot was free for them"
     everything.release()
     rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts
     plan = rig.planned_step()
