@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,9 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "Place",
     "SupportsHMA",
+    "allocated_block_ids",
     "block_bytes",
     "block_hash_of",
     "block_id_of",
@@ -135,6 +137,13 @@ def early_written_block_ids(
     return written
 
 
+def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
+    """Blocks that scheduled requests were given in this step, with all those of new requests."""
+    tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
+    tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]
+    return {block_id for table in tables for group in table for block_id in group}
+
+
 def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """KV cache groups whose blocks hold a state (Mamba), not the keys and values of tokens."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
@@ -167,6 +176,29 @@ class Home:
     def stands(self) -> bool:
         """Whether the request still has this very table, and with it each of its blocks."""
         return self.tables.get(self.request_id) is self.table
+
+
+@dataclass(slots=True)
+class Place:
+    """A block in the queue of free blocks, with its neighbour, to see that it is still there."""
+
+    block: KVCacheBlock
+    before: Any
+    block_hash: bytes | None
+
+    @classmethod
+    def of(cls, block: KVCacheBlock) -> Place:
+        """Where a free block is now."""
+        return cls(block, block.prev_free_block, block_hash_of(block))
+
+    def stands(self) -> bool:
+        """Whether neither the block nor the one before it has left its place."""
+        block = self.block
+        return (
+            block.ref_cnt == 0
+            and block.prev_free_block is self.before
+            and block_hash_of(block) is self.block_hash
+        )
 
 
 class GpuBlocks:
@@ -207,6 +239,16 @@ class GpuBlocks:
         """Blocks that can be allocated: all but the null block."""
         return int(self._pool.num_gpu_blocks) - 1
 
+    def hashed_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """All blocks of a request that vLLM has hashed, each group in prefix order."""
+        return [
+            block
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(request_id, ())[
+                : manager.num_cached_block.get(request_id, 0)
+            ]
+        ]
+
     def is_positional(self, group_idx: int) -> bool:
         """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").
 
@@ -223,13 +265,26 @@ class GpuBlocks:
         block: KVCacheBlock = self._pool.blocks[block_id]
         return block
 
-    def free_blocks(self, count: int) -> Iterator[KVCacheBlock]:
-        """The first `count` blocks of the free queue, the next to be allocated first."""
+    def free_blocks(self, count: int, behind: KVCacheBlock | None = None) -> list[KVCacheBlock]:
+        """The first blocks of the free queue, the next to be allocated first.
+
+        Args:
+            count: so many, or as many as there are.
+            behind: not from the head on, but from behind this block, which is in the queue.
+        """
         queue = self._pool.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
-        for _ in range(min(count, queue.num_free_blocks)):
-            yield block
+        end = queue.fake_free_list_tail
+        block = (behind or queue.fake_free_list_head).next_free_block
+        blocks: list[KVCacheBlock] = []
+        while block is not end and len(blocks) < count:
+            blocks.append(block)
             block = block.next_free_block
+        return blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now."""
+        return int(self._pool.get_num_free_blocks())
 
     def more_hashes(self, block_id: int) -> list[bytes]:
         """Hashes under which vLLM's prefix cache knows a block beside its own, with their group."""

@@ -126,7 +126,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 1, STORE_QUEUE_FACTOR * self._config.max_inflight_bytes // max(slot_bytes, 1)
             ),
             lazy_num_blocks=(
-                _lazy_num_blocks(vllm_config, index) if self._config.lazy_offload else None
+                2 * index.num_blocks_in_step(vllm_config.scheduler_config.max_num_batched_tokens)
+                if self._config.lazy_offload
+                else None
             ),
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),
@@ -394,10 +396,3 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         """None: the host cache publishes no KV events."""
         return ()
-
-
-def _lazy_num_blocks(vllm_config: VllmConfig, index: HostIndex) -> int:
-    """Blocks that the next step may allocate, twice over: what the lazy mode looks at."""
-    num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    per_group = (-(-num_tokens // size) + 1 for size in index.group_block_sizes)
-    return int(2 * sum(per_group))

@@ -306,7 +306,7 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
         ("_stores", "settle"),
         ("_index.slots", "publish"),
         ("_loads", "settle"),
-        ("_stores", "add_finished"),
+        ("_harvest", "add_finished"),
         ("_book", "purge"),
     ],
 )

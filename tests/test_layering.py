@@ -42,7 +42,7 @@ KNOW_THE_SIMULATOR = {
 
 PROBES_VLLM = {
     "connector.py": {"local_world_size"},
-    "scheduler/stores.py": {"kv_connector_block_state", "boundary_state_offloads"},
+    "scheduler/harvest.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat.py, take only from a vLLM that has them."""
 

@@ -69,29 +69,17 @@ class StoresInFlight:
 
     _stores: dict[int, Store] = field(default_factory=dict)
     _unfenced: dict[int, Store] = field(default_factory=dict)
-    num_blocks: int = 0
-    """Of all that is claimed."""
-
-    def claim(self, part: Part) -> None:
-        """From now on the part's blocks are being stored; the store that does it comes later."""
-        self.num_blocks += len(part.lease.slots)
-
-    def release(self, part: Part) -> None:
-        """The part's blocks are not being stored any more."""
-        self.num_blocks -= len(part.lease.slots)
 
     def add(self, store: Store, *, is_fenced: bool) -> None:
-        """Take a store whose parts are claimed; watch its sources, unless it is fenced already."""
+        """Take a store; watch its sources, unless it is fenced already."""
         self._stores[store.transfer_id] = store
         if not is_fenced:
             self._unfenced[store.transfer_id] = store
 
     def remove(self, store: Store) -> None:
-        """Stop watching a store that has settled, and release its parts."""
+        """Stop watching a store that has settled."""
         del self._stores[store.transfer_id]
         self._unfenced.pop(store.transfer_id, None)
-        for part in store.parts:
-            self.release(part)
 
     def get(self, transfer_id: int) -> Store | None:
         """The store of that id, if it is in flight."""

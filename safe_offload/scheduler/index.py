@@ -220,6 +220,10 @@ class HostIndex:
             needed += in_all - num_skipped // manager.block_size
         return needed, spanned
 
+    def num_blocks_in_step(self, num_tokens: int) -> int:
+        """The most GPU blocks that so many tokens of one step may need, over all groups."""
+        return sum(-(-num_tokens // size) + 1 for size in self.group_block_sizes)
+
     def forget_all(self) -> None:
         """Forget every slot and begin a new epoch; leases stay as they are."""
         self.epoch += 1

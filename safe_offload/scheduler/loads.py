@@ -276,6 +276,11 @@ class Loads:
         return [load.owner for load in self._new]
 
     @property
+    def new_targets(self) -> set[int]:
+        """GPU blocks of the loads that have begun since the last `sent`."""
+        return {block_id for load in self._new for block_id in load.transfer.block_ids}
+
+    @property
     def has_news(self) -> bool:
         """Whether there is anything to tell the workers since the last `sent`."""
         return bool(self._new or self._failures)

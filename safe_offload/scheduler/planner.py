@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import GpuBlocks, early_written_block_ids
+from safe_offload.compat import GpuBlocks, allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import Count, Counters, is_milestone
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -24,6 +24,7 @@ from safe_offload.protocol import (
 )
 from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.fences import Store
+from safe_offload.scheduler.harvest import Harvest
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
@@ -83,7 +84,10 @@ class Planner:
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
         self._loads = Loads(index, self._leases, transfer_ids, options.num_ranks, counters)
-        self._stores = Stores(index, self._leases, transfer_ids, options.num_ranks, counters)
+        self._harvest = Harvest(index, self._leases, counters)
+        self._stores = Stores(
+            self._harvest, index, self._leases, transfer_ids, options.num_ranks, counters
+        )
         self._agenda = Agenda(index.group_block_sizes, options.num_decode_tokens_max)
         self._capacities: dict[int, int] = {}
         self._num_failed: Counter[FailureReason] = Counter()
@@ -100,7 +104,7 @@ class Planner:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
         self._loads.bind(gpu)
-        self._stores.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
+        self._harvest.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -193,7 +197,7 @@ class Planner:
         state = self._book.see(request)
         try:
             if not self._is_disabled:
-                self._stores.add_finished(state)
+                self._harvest.add_finished(state)
         finally:  # vLLM does not ask again
             self._loads.let_go(state)
             self._book.finish(state)
@@ -228,17 +232,25 @@ class Planner:
 
     def _find_stores(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = scheduler_output.num_scheduled_tokens
+        if scheduler_output.preempted_req_ids:
+            self._find_preempted(scheduler_output)
+        self._harvest.add_computed(self._loads.owners_of_new)
+        self._harvest.add_computed(self._agenda.due(scheduled))
+        self._harvest.add_boundary_states(scheduler_output, self._book)
+        if scheduled:  # else an idle engine would store without end
+            self._harvest.add_about_to_be_evicted()
+
+    def _find_preempted(self, scheduler_output: SchedulerOutput) -> None:
+        preempted = []
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
             state = self._book.get(request_id)
             if state is not None and not state.finished:
-                if request_id not in scheduled:
+                if request_id not in scheduler_output.num_scheduled_tokens:
                     state.preempt()  # else it runs again already, and `match` has done this
-                self._stores.add_preempted(state)
-        self._stores.add_computed(self._loads.owners_of_new)
-        self._stores.add_computed(self._agenda.due(scheduled))
-        self._stores.add_boundary_states(scheduler_output, self._book)
-        if scheduled:  # else an idle engine would store without end
-            self._stores.add_about_to_be_evicted()
+                preempted.append(state)
+        self._harvest.add_preempted(
+            preempted, lambda: allocated_block_ids(scheduler_output) | self._loads.new_targets
+        )
 
     def plan_nothing(self) -> StepPlan:
         """The plan of a step whose planning failed, after `disable`: it tells what has failed."""

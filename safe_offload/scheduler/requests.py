@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from safe_offload.compat import GpuBlocks
     from safe_offload.scheduler.index import Hit
     from safe_offload.scheduler.leases import Lease
+    from safe_offload.scheduler.sources import Snapshot
     from safe_offload.scheduler.witness import Sources
 
 
@@ -68,6 +69,7 @@ class RequestState:
         loaded: lease on what it has loaded, until it becomes part of `prefix`.
         cursors: for each group, leading blocks of the block table that need no more storing.
         leftover: blocks that could not be stored for want of slots, as they were last seen.
+        snapshots: lazy mode: what it had computed when it was looked at last.
         num_loads: its loads that not all ranks have reported, or whose failure is not announced.
         num_stores: parts of stores with its blocks that not all ranks have reported.
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
@@ -87,6 +89,7 @@ class RequestState:
     loaded: Lease | None = None
     cursors: list[int] = field(default_factory=list)
     leftover: list[Sources] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     num_loads: int = 0
     num_stores: int = 0
     failing: bool = False
@@ -193,7 +196,7 @@ class RequestBook:
             return
         state.drop_hit()
         state.move(Phase.FINISHED)
-        state.leftover = []
+        state.leftover, state.snapshots = [], []
         if not state.num_stores:
             state.drop_prefix()
         self._finished.add(state.request.request_id)

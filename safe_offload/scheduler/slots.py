@@ -107,16 +107,18 @@ class SlotPool:
         return granted
 
     def lease(self, slots: Sequence[int]) -> None:
-        """Add one lease to each slot: none of them can be evicted until it is released."""
+        """Add one lease to each slot: none of them can be evicted until it is released.
+
+        Args:
+            slots: none twice.
+        """
         leased, more = self._leased, self._more_leases
         if leased.isdisjoint(slots):
             leased.update(slots)
         else:
-            for slot in slots:
-                if slot in leased:
-                    more[slot] = more.get(slot, 0) + 1
-                else:
-                    leased.add(slot)
+            for slot in leased.intersection(slots):
+                more[slot] = more.get(slot, 0) + 1
+            leased.update(slots)
         self._filled.lease(slots)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -131,8 +133,16 @@ class SlotPool:
         if not self._leased.issuperset(slots):
             unleased = sorted(set(slots) - self._leased)
             raise InvariantError("I8", f"slots {unleased} released more often than leased")
-        if self._more_leases and not self._more_leases.keys().isdisjoint(slots):
-            slots = [slot for slot in slots if not self._released_once(slot)]
+        more = self._more_leases
+        if more and not more.keys().isdisjoint(slots):
+            shared = [slot for slot in slots if slot in more]
+            slots = [slot for slot in slots if slot not in more]
+            for slot in shared:  # one may be among them twice
+                num_more = more.pop(slot, 0)
+                if num_more > 1:
+                    more[slot] = num_more - 1
+                elif not num_more:
+                    slots.append(slot)
         self._leased.difference_update(slots)
         hashes = self._hashes
         if all(map(hashes.__contains__, slots)):
@@ -140,15 +150,6 @@ class SlotPool:
         else:
             self._filled.release([slot for slot in reversed(slots) if slot in hashes])
             self._empty += [slot for slot in reversed(slots) if slot not in hashes]
-
-    def _released_once(self, slot: int) -> bool:
-        """Take one of several leases from a slot; False if it has but one."""
-        num_more = self._more_leases.get(slot, 0)
-        if num_more > 1:
-            self._more_leases[slot] = num_more - 1
-        elif num_more:
-            del self._more_leases[slot]
-        return num_more > 0
 
     def retire(self, slots: Iterable[int]) -> list[int]:
         """Never grant these slots again: the memory under them is not to be trusted (I6).
@@ -236,10 +237,10 @@ class SlotPool:
             del slots[next(unfilled) :]
         return slots
 
-    def filled(self, slots: Iterable[int]) -> list[int]:
+    def filled(self, slots: list[int]) -> list[int]:
         """Of slots that a table has, those that can be found."""
-        if not self._being_stored:
-            return list(slots)
+        if self._being_stored.isdisjoint(slots):
+            return slots
         return [slot for slot in slots if slot not in self._being_stored]
 
     def kept(self) -> dict[int, Key]:

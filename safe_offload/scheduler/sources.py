@@ -12,15 +12,16 @@ sliding window has passed and its blocks are no longer in the table, or the requ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.compat import Home, block_hash_of, get_block_hash, get_group_id
+from safe_offload.compat import Home, Place, block_hash_of, get_block_hash, get_group_id
 from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -104,12 +105,13 @@ class EagerScan:
             hashes = state.request.block_hashes[first : first + len(blocks)]
         else:
             hashes = [get_block_hash(witness) for witness in witnesses]
-        kept = list(map(self._slots.tables[group_idx].get, hashes))
+        kept: list[Any] = list(map(self._slots.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
-            present += self._slots.filled(slot for slot in kept if slot is not None)
             if not num_missing:
+                present += self._slots.filled(kept)
                 return 0
+            present += self._slots.filled([slot for slot in kept if slot is not None])
             missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, missing))
             witnesses = list(compress(witnesses, missing))
@@ -120,23 +122,89 @@ class EagerScan:
         return num_missing
 
 
+@dataclass(slots=True)
+class Snapshot:
+    """What a running request had computed when it was looked at last, to be found when it is gone.
+
+    Attributes:
+        group_idx: KV cache group, whose blocks are as large as what the request has hashes of.
+        table: its block table; vLLM drops it when it preempts the request, and leaves it as it is.
+        num_hashed: so many blocks at the head of it are computed.
+    """
+
+    group_idx: int
+    table: list[KVCacheBlock]
+    num_hashed: int
+
+    def given_out(self, hashes: Sequence[bytes], block_ids: Collection[int]) -> Sources:
+        """The blocks that somebody else was given in this step.
+
+        Nothing has written them yet, so that they can still be stored, before the forward.
+
+        Args:
+            hashes: of the request.
+            block_ids: what was allocated in this step.
+        """
+        sources = Sources(self.group_idx)
+        for block, block_hash in zip(self.table[: self.num_hashed], hashes, strict=False):
+            if block.block_id in block_ids and not block.is_null:
+                witness = block_hash_of(block)
+                if witness is None or get_block_hash(witness) != block_hash:
+                    sources.add([block], [_NO_WITNESS], [block_hash])
+        return sources
+
+
+_NO_WITNESS = b"given away"
+"""Is the hash object of no block."""
+
+
 class LazyWalk:
     """Finds what is about to be evicted: the head of vLLM's queue of free blocks.
 
+    The queue is not walked in every step. What was looked at once needs no second look while it
+    stays in the queue: so a step goes on behind the last block that was seen, up to a distance from
+    the head that no step can eat up, and begins again at the head when half of that is gone.
+
     Args:
-        index: to skip what the host has or is about to have.
+        slots: to skip what the host has or is about to have.
         gpu: the free queue.
-        num_blocks: how far ahead of the allocator to look.
+        num_blocks: how far ahead of the allocator to look; twice what a step may allocate.
     """
 
-    def __init__(self, index: HostIndex, gpu: GpuBlocks, num_blocks: int) -> None:
-        self._slots = index.slots
+    def __init__(self, slots: SlotPool, gpu: GpuBlocks, num_blocks: int) -> None:
+        self._slots = slots
         self._gpu = gpu
         self._num_blocks = num_blocks
+        self._num_seen = 0
+        self._half: Place | None = None
+        self._last: Place | None = None
+
+    @property
+    def num_blocks_of_step(self) -> int:
+        """What a step may allocate."""
+        return self._num_blocks // 2
 
     def walk(self) -> list[Sources]:
-        """The free blocks that the allocator takes next and that the host does not have."""
-        return sources_of(self._gpu.free_blocks(self._num_blocks), self._gpu, self._slots)
+        """Free blocks that the allocator takes soon, that the host does not have, not seen yet."""
+        half, last = self._half, self._last
+        if half is None or last is None or not (half.stands() and last.stands()):
+            blocks = self._gpu.free_blocks(self._num_blocks)
+            self._num_seen = 0
+            middle = min(len(blocks), self.num_blocks_of_step) - 1
+            self._half = Place.of(blocks[middle]) if blocks else None
+        elif self._num_seen < self._num_blocks:
+            blocks = self._gpu.free_blocks(self._num_blocks - self._num_seen, last.block)
+        else:
+            return []
+        if not blocks:
+            return []
+        self._num_seen += len(blocks)
+        self._last = Place.of(blocks[-1])
+        return sources_of(blocks, self._gpu, self._slots)
+
+    def begin_again(self) -> None:
+        """Look at everything anew, in the next step."""
+        self._half = self._last = None
 
 
 def sources_of(blocks: Iterable[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:

@@ -39,6 +39,6 @@ class FinishChecker:
         return {
             **planner.gauges(),
             "leases": len(planner._leases),
-            "new stores": len(planner._stores._found),
+            "new stores": len(planner._harvest.found),
             "contained errors": planner._counters["contained_errors"],
         }
