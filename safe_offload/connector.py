@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safe_offload import compat
 from safe_offload.compat import (
-    GpuBlocks,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -28,6 +27,7 @@ from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
+from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.planner import Planner, PlannerOptions
 

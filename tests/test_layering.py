@@ -24,6 +24,7 @@ IMPORTS_VLLM = {
     "observe/metrics.py": "base classes of statistics and metrics",
     "scheduler/requests.py": "RequestStatus",
     "scheduler/index.py": "kinds of attention",
+    "scheduler/gpu_blocks.py": "the blocks of its pool",
     "bench/engine_process.py": "runs an engine",
     "bench/peers.py": "the messages of vLLM's own connectors",
     "bench/scheduler_engine.py": "steps vLLM's scheduler",

@@ -21,7 +21,7 @@ from safe_offload.scheduler.witness import Sources
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from safe_offload.compat import GpuBlocks
+    from safe_offload.scheduler.gpu_blocks import GpuBlocks
 
 
 class Found(enum.Enum):
@@ -89,11 +89,8 @@ class Harvest:
             return
         if self._scan is not None:
             self._add_found(self._scan, state, Found.EARLIER)
-            return
-        assert self._walk is not None and self._gpu is not None
-        if self._gpu.num_free_blocks < self._walk.num_blocks_of_step:
-            blocks = self._gpu.hashed_blocks(state.request.request_id)
-            self._at_risk += sources_of(blocks, self._gpu, self._index.slots)
+        elif self._walk is not None:
+            self._at_risk += self._walk.at_risk(state.request.request_id)
 
     def add_preempted(
         self, states: Iterable[RequestState], given_out: Callable[[], Collection[int]]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import block_id_of
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
+from safe_offload.scheduler.gpu_blocks import block_id_of
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
@@ -24,7 +24,7 @@ from safe_offload.scheduler.slots import NO_SLOT
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from safe_offload.compat import GpuBlocks
+    from safe_offload.scheduler.gpu_blocks import GpuBlocks
 
 FAILED_LOADS_MAX = 3
 """So many loads of one request may fail, then it is offered no more hits."""

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import GpuBlocks, allocated_block_ids, early_written_block_ids
-from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.compat import allocated_block_ids, early_written_block_ids
+from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
-    BadSlots,
-    FailureReason,
     Outcome,
     StepPlan,
     StepReport,
 )
 from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.fences import Store
+from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.harvest import Harvest
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
+from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook
 from safe_offload.scheduler.stores import Stores
 
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-FAILED_IN_A_ROW_MAX = 100
-"""So many copies of a rank may fail, none in between ending well, before we give it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +85,8 @@ class Planner:
             self._harvest, index, self._leases, transfer_ids, options.num_ranks, counters
         )
         self._agenda = Agenda(index.group_block_sizes, options.num_decode_tokens_max)
-        self._capacities: dict[int, int] = {}
-        self._num_failed: Counter[FailureReason] = Counter()
+        self._ranks = Ranks(options.num_ranks, index.slots, counters)
         self._is_disabled = False
-        self._num_failed_in_a_row: Counter[int] = Counter()
         self._gpu: GpuBlocks | None = None
         self.has_changed = True
         """Whether a gauge may have changed since somebody set this to False.
@@ -281,7 +275,7 @@ class Planner:
         again; and loads go first, because requests wait for them.
         """
         for bad in report.bad_slots:  # before the failure that frees them for others
-            self._retire(bad)
+            self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
             if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
@@ -291,50 +285,7 @@ class Planner:
             if isinstance(store, Store):
                 self._stores.settle(store)
         for capacity in report.capacities:
-            self._add_capacity(capacity.rank, capacity.num_slots)
-
-    def _add_capacity(self, rank: int, num_slots: int) -> None:
-        """Open as many slots as every rank has (FAULTS: X1)."""
-        self._capacities[rank] = num_slots
-        if len(self._capacities) == self._options.num_ranks:
-            self._index.slots.open(min(self._capacities.values()))
-
-    def _retire(self, bad: BadSlots) -> None:
-        """Take slots whose memory has changed out of use, for good."""
-        retired = self._index.slots.retire(bad.slot_ids)
-        self._index.slots.forget(retired)
-        if retired:
-            self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
-            logger.error(
-                "Host memory of rank %d has changed while it was kept, in slots %s. Their tokens "
-                "are recomputed and they are not used again. This is most often a memory error: "
-                "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
-                "the module if it comes again.",
-                bad.rank,
-                sorted(retired),
-            )
-
-    def _watch_failures(self, outcome: Outcome) -> None:
-        """Give up on a rank that will never copy again, and say so once."""
-        rank, failure = outcome.rank, outcome.failure
-        if failure is None:
-            self._num_failed_in_a_row[rank] = 0
-        elif failure is FailureReason.COPY_FAILED:
-            self._num_failed_in_a_row[rank] += 1
-        num_failed = self._num_failed_in_a_row[rank]
-        is_dead = failure is FailureReason.NOT_RUNNING
-        if self._is_disabled or not (is_dead or num_failed >= FAILED_IN_A_ROW_MAX):
-            return
-        self._is_disabled = True  # the books are in order, so they stay
-        logger.error(
-            "Rank %d cannot copy any more: %s. The connector goes on as a cache that always "
-            "misses: nothing is stored or loaded until the server is restarted. The log of that "
-            "rank says why.",
-            rank,
-            "its transfer engine has ended"
-            if is_dead
-            else f"{num_failed} transfers in a row failed",
-        )
+            self._ranks.add_capacity(capacity)
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
         """Note what one rank has reported; returns the transfer if it was the last rank."""
@@ -348,25 +299,14 @@ class Planner:
             return None
         transfer.ranks_left.discard(outcome.rank)
         failed = outcome.failure is not None
-        if outcome.failure is not None and self._is_worth_a_line(outcome.failure):
-            logger.warning(
-                "%s %d failed on rank %d: %s. Its tokens are recomputed when they are needed.",
-                type(transfer).__name__,
-                transfer_id,
-                outcome.rank,
-                outcome.failure.value,
-            )
-        self._watch_failures(outcome)
+        self._ranks.watch(outcome, type(transfer).__name__)
+        if self._ranks.has_dead:
+            self._is_disabled = True  # the books are in order, so they stay
         if isinstance(transfer, Store):
             transfer.poisoned |= failed
         else:
             transfer.failed |= failed
         return None if transfer.ranks_left else transfer
-
-    def _is_worth_a_line(self, reason: FailureReason) -> bool:
-        """A dead worker fails every transfer from then on; the log must not drown in that."""
-        self._num_failed[reason] += 1
-        return is_milestone(self._num_failed[reason])
 
     def _find(self, transfer_id: int) -> Store | Load | None:
         """The transfer of that id, if it is in flight."""

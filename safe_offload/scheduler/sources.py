@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.compat import Home, Place, block_hash_of, get_block_hash, get_group_id
+from safe_offload.scheduler.gpu_blocks import (
+    Home,
+    Place,
+    block_hash_of,
+    get_block_hash,
+    get_group_id,
+)
 from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
 
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from safe_offload.compat import GpuBlocks
+    from safe_offload.scheduler.gpu_blocks import GpuBlocks
     from safe_offload.scheduler.index import HostIndex
     from safe_offload.scheduler.requests import RequestState
 
@@ -179,10 +185,11 @@ class LazyWalk:
         self._half: Place | None = None
         self._last: Place | None = None
 
-    @property
-    def num_blocks_of_step(self) -> int:
-        """What a step may allocate."""
-        return self._num_blocks // 2
+    def at_risk(self, request_id: str) -> list[Sources]:
+        """Blocks of a request that finishes, if the next step may allocate them unseen."""
+        if self._gpu.num_free_blocks >= self._num_blocks // 2:
+            return []
+        return sources_of(self._gpu.hashed_blocks(request_id), self._gpu, self._slots)
 
     def walk(self) -> list[Sources]:
         """Free blocks that the allocator takes soon, that the host does not have, not seen yet."""
@@ -190,7 +197,7 @@ class LazyWalk:
         if half is None or last is None or not (half.stands() and last.stands()):
             blocks = self._gpu.free_blocks(self._num_blocks)
             self._num_seen = 0
-            middle = min(len(blocks), self.num_blocks_of_step) - 1
+            middle = min(len(blocks), self._num_blocks // 2) - 1
             self._half = Place.of(blocks[middle]) if blocks else None
         elif self._num_seen < self._num_blocks:
             blocks = self._gpu.free_blocks(self._num_blocks - self._num_seen, last.block)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import block_id_of
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.fences import Part, Store, StoresInFlight
+from safe_offload.scheduler.gpu_blocks import block_id_of
 from safe_offload.scheduler.harvest import Harvest
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind

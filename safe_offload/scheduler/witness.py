@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from operator import is_, is_not
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import block_hash_of
+from safe_offload.scheduler.gpu_blocks import block_hash_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from safe_offload.compat import Home
+    from safe_offload.scheduler.gpu_blocks import Home
     from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.slots import Key
 

@@ -10,7 +10,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from safe_offload.compat import block_bytes
 from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
-from safe_offload.scheduler import planner as planner_module
+from safe_offload.scheduler import ranks
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.loads import FAILED_LOADS_MAX
 from safe_offload.sim.device import CopyFault
@@ -23,7 +23,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
     monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
-    monkeypatch.setattr(planner_module.logger, "handlers", [handler])
+    monkeypatch.setattr(ranks.logger, "handlers", [handler])
     return messages
 
 
@@ -271,7 +271,7 @@ def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
     death: Callable[[Rig], None],
 ) -> None:
-    monkeypatch.setattr(planner_module, "FAILED_IN_A_ROW_MAX", 3)
+    monkeypatch.setattr(ranks, "FAILED_IN_A_ROW_MAX", 3)
     rig = make_rig(num_blocks=30, tensor_ranks=2)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -294,7 +294,7 @@ def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
 def test_copies_that_fail_now_and_then_do_not_end_the_cache(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner_module, "FAILED_IN_A_ROW_MAX", 3)
+    monkeypatch.setattr(ranks, "FAILED_IN_A_ROW_MAX", 3)
     rig = make_rig(num_blocks=30)
     rig.start()
     for index in range(6):

@@ -49,7 +49,7 @@ def scheduler_bytes(planner: Any) -> int:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
-    from safe_offload.compat import GpuBlocks
+    from safe_offload.scheduler.gpu_blocks import GpuBlocks
 
     gc.collect()
     foreign = (*NOT_OURS, Request, GpuBlocks, KVCacheConfig, KVCacheSpec)

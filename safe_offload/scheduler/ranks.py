@@ -1,0 +1,102 @@
+"""What the ranks tell about themselves: how many slots they have, which failures, bad memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import Count, Counters, is_milestone
+from safe_offload.protocol import BadSlots, Capacity, FailureReason, Outcome
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.slots import SlotPool
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+FAILED_IN_A_ROW_MAX = 100
+"""So many copies of a rank may fail, none in between ending well, before we give it up."""
+
+
+class Ranks:
+    """The worker processes, as their reports show them.
+
+    Args:
+        num_ranks: that report.
+        slots: opened as all ranks have them, retired where one rank's memory is bad.
+        counters: what is told is counted here.
+
+    Attributes:
+        has_dead: a rank will never copy again.
+    """
+
+    def __init__(self, num_ranks: int, slots: SlotPool, counters: Counters) -> None:
+        self._num_ranks = num_ranks
+        self._slots = slots
+        self._counters = counters
+        self.has_dead = False
+        self._capacities: dict[int, int] = {}
+        self._num_failed: Counter[FailureReason] = Counter()
+        self._num_failed_in_a_row: Counter[int] = Counter()
+
+    def add_capacity(self, capacity: Capacity) -> None:
+        """Open as many slots as every rank has (FAULTS: X1)."""
+        self._capacities[capacity.rank] = capacity.num_slots
+        if len(self._capacities) == self._num_ranks:
+            self._slots.open(min(self._capacities.values()))
+
+    def retire(self, bad: BadSlots) -> None:
+        """Take slots whose memory has changed out of use, for good."""
+        retired = self._slots.retire(bad.slot_ids)
+        self._slots.forget(retired)
+        if retired:
+            self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
+            logger.error(
+                "Host memory of rank %d has changed while it was kept, in slots %s. Their tokens "
+                "are recomputed and they are not used again. This is most often a memory error: "
+                "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
+                "the module if it comes again.",
+                bad.rank,
+                sorted(retired),
+            )
+
+    def watch(self, outcome: Outcome, kind: str) -> None:
+        """Log what failed; give up on a rank that will never copy again, and say so once.
+
+        Args:
+            outcome: of one transfer on one rank.
+            kind: of the transfer, for the log.
+        """
+        rank, failure = outcome.rank, outcome.failure
+        if failure is None:
+            self._num_failed_in_a_row[rank] = 0
+            return
+        if self._is_worth_a_line(failure):
+            logger.warning(
+                "%s %d failed on rank %d: %s. Its tokens are recomputed when they are needed.",
+                kind,
+                outcome.transfer_id,
+                rank,
+                failure.value,
+            )
+        if failure is FailureReason.COPY_FAILED:
+            self._num_failed_in_a_row[rank] += 1
+        num_failed = self._num_failed_in_a_row[rank]
+        is_dead = failure is FailureReason.NOT_RUNNING
+        if self.has_dead or not (is_dead or num_failed >= FAILED_IN_A_ROW_MAX):
+            return
+        self.has_dead = True
+        logger.error(
+            "Rank %d cannot copy any more: %s. The connector goes on as a cache that always "
+            "misses: nothing is stored or loaded until the server is restarted. The log of that "
+            "rank says why.",
+            rank,
+            "its transfer engine has ended"
+            if is_dead
+            else f"{num_failed} transfers in a row failed",
+        )
+
+    def _is_worth_a_line(self, reason: FailureReason) -> bool:
+        """A dead worker fails every transfer from then on; the log must not drown in that."""
+        self._num_failed[reason] += 1
+        return is_milestone(self._num_failed[reason])
