@@ -43,6 +43,11 @@ KNOW_THE_SIMULATOR = {
 
 PROBES_VLLM = {
     "connector.py": {"local_world_size"},
+    "scheduler/gpu_blocks.py": {
+        "_block_hash",
+        "cached_block_hashes_by_block",
+        "has_positionally_stable_blocks",
+    },
     "scheduler/harvest.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat.py, take only from a vLLM that has them."""

@@ -6,7 +6,7 @@ and block pool (vLLM 0.31 to 0.33, v1/core/block_pool.py and single_type_kv_cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,9 +19,9 @@ __all__ = [
     "Home",
     "Place",
     "block_hash_of",
-    "block_id_of",
     "get_block_hash",
     "get_group_id",
+    "hashes_of",
 ]
 
 # The slot behind the property: thousands are read in one step, and a property is a Python call.
@@ -30,7 +30,16 @@ block_hash_of: Callable[[KVCacheBlock], bytes | None] = attrgetter(_HASH_FIELD)
 """A block's own hash in vLLM's prefix cache; None if it has none. The null block never has one."""
 
 
-block_id_of: Callable[[KVCacheBlock], int] = attrgetter("block_id")
+if _HASH_FIELD == "_block_hash":
+
+    def hashes_of(blocks: Iterable[KVCacheBlock]) -> list[bytes | None]:
+        """The own hash of each block; half the time of `block_hash_of` for one after the other."""
+        return [block._block_hash for block in blocks]
+else:
+
+    def hashes_of(blocks: Iterable[KVCacheBlock]) -> list[bytes | None]:
+        """The own hash of each block."""
+        return [block.block_hash for block in blocks]
 
 
 @dataclass(slots=True)

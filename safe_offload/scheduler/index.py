@@ -42,6 +42,8 @@ class Hit:
 
     def slots(self) -> list[int]:
         """All real slots of the hit, each group in prefix order."""
+        if len(self.slots_by_group) == 1 and NO_SLOT not in self.slots_by_group[0]:
+            return list(self.slots_by_group[0])
         return [slot for group in self.slots_by_group for slot in group if slot != NO_SLOT]
 
 
@@ -199,6 +201,8 @@ class HostIndex:
         """The rule of full attention: as many leading blocks as there are."""
         assert self._plain_block_size is not None
         hashes = block_hashes[: num_tokens_max // self._plain_block_size]
+        if not hashes or hashes[0] not in self.slots.tables[0]:
+            return None  # most prompts are new
         slots = self.slots.find_run(0, hashes)
         if not slots:
             return None

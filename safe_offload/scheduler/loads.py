@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
-from safe_offload.scheduler.gpu_blocks import block_id_of
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
@@ -156,7 +155,7 @@ class Loads:
             block_size = self._index.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
             last = -(-(hit.num_computed_tokens + num_tokens) // block_size)
-            block_ids = list(map(block_id_of, blocks_by_group[group_idx][first:last]))
+            block_ids = [block.block_id for block in blocks_by_group[group_idx][first:last]]
             slots = hit.slots_by_group[group_idx][: len(block_ids)]
             if len(slots) < len(block_ids):
                 return [], []

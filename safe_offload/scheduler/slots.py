@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.eviction import make_policy
@@ -230,8 +230,8 @@ class SlotPool:
 
     def find_run(self, group_idx: int, hashes: Iterable[bytes]) -> list[int]:
         """The slots that hold the first blocks of a prefix, up to the first that none holds."""
-        found = map(self.tables[group_idx].get, hashes)
-        slots = list(iter(found.__next__, None))
+        found = list(map(self.tables[group_idx].get, hashes))
+        slots: list[Any] = found[: found.index(None)] if None in found else found
         if not self._being_stored.isdisjoint(slots):
             unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)
             del slots[next(unfilled) :]
@@ -305,5 +305,8 @@ class SlotPool:
             raise InvariantError("I8", "the free slots are not exactly the unleased ones")
         if not self._being_stored <= self._leased:
             raise InvariantError("I5", "a slot that is being stored is not leased")
+        num_names = len(self._hashes) + sum(map(len, self._more_keys.values()))
+        if sum(map(len, self.tables)) != num_names:
+            raise InvariantError("I6", "two slots are to be found under one key")
         if any(self.tables[self._groups[s]].get(h) != s for s, h in self._hashes.items()):
             raise InvariantError("I6", "a slot cannot be found under its own key")

@@ -22,6 +22,7 @@ from safe_offload.scheduler.gpu_blocks import (
     block_hash_of,
     get_block_hash,
     get_group_id,
+    hashes_of,
 )
 from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
@@ -102,7 +103,7 @@ class EagerScan:
             How many were added to `sources`.
         """
         group_idx = sources.group_idx
-        witnesses: list[Any] = list(map(block_hash_of, blocks))
+        witnesses: list[Any] = hashes_of(blocks)
         is_whole = all(witnesses)
         if not is_whole:  # a window slid past some, or no hit can ever need them
             blocks = [block for block, witness in zip(blocks, witnesses, strict=True) if witness]
@@ -215,12 +216,17 @@ class LazyWalk:
 
 
 def sources_of(blocks: Iterable[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:
-    """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have."""
+    """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have.
+
+    Of blocks that hold the same, as two requests may have computed it, the first.
+    """
     by_group: dict[int, Sources] = {}
+    seen: set[bytes] = set()
     for block in blocks:
         witness = block_hash_of(block)
-        if witness is None:
+        if witness is None or witness in seen:
             continue
+        seen.add(witness)
         group_idx, block_hash = get_group_id(witness), get_block_hash(witness)
         if block_hash in slots.tables[group_idx]:
             continue

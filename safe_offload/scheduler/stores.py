@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.fences import Part, Store, StoresInFlight
-from safe_offload.scheduler.gpu_blocks import block_id_of
 from safe_offload.scheduler.harvest import Harvest
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
@@ -194,6 +193,6 @@ class Stores:
 def _transfer(store: Store) -> Transfer:
     block_ids, slot_ids = ids_of(()), ids_of(())
     for part in store.parts:
-        block_ids.extend(map(block_id_of, part.sources.blocks))
+        block_ids.extend([block.block_id for block in part.sources.blocks])
         slot_ids.extend(part.lease.slots)
     return Transfer(store.transfer_id, block_ids, slot_ids)

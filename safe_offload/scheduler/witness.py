@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import is_, is_not
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.gpu_blocks import block_hash_of
+from safe_offload.scheduler.gpu_blocks import hashes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,17 +51,17 @@ class Sources:
         """Whether somebody else may own one of the blocks by now."""
         if self.homes is not None and all(home.stands() for home in self.homes):
             return False
-        return any(map(is_not, map(block_hash_of, self.blocks), self.witnesses))
+        return any(map(is_not, hashes_of(self.blocks), self.witnesses))
 
     def intact(self) -> Sources:
         """Those that nobody else can own yet."""
         if not self.given_away():
             return self
-        return self.keep(list(map(is_, map(block_hash_of, self.blocks), self.witnesses)))
+        return self.keep(list(map(is_, hashes_of(self.blocks), self.witnesses)))
 
     def lost(self) -> Sources:
         """The others."""
-        return self.keep(list(map(is_not, map(block_hash_of, self.blocks), self.witnesses)))
+        return self.keep(list(map(is_not, hashes_of(self.blocks), self.witnesses)))
 
     def keep(self, wanted: list[bool]) -> Sources:
         """Those for which `wanted` is true."""
