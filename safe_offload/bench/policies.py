@@ -21,7 +21,7 @@ from safe_offload.bench.policy_report import (
 )
 from safe_offload.bench.policy_traces import GENERATORS, SEED, Trace, make_trace, read_trace
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.eviction import POLICIES, make_policy
+from safe_offload.scheduler.eviction import POLICIES
 
 SIZES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 """Of the host cache, as shares of the working set."""
@@ -113,7 +113,7 @@ def _time_policy(name: str, num_slots: int, batch: int) -> Cost:
     All slots are evictable at first. Each prompt leases, or evicts, as many slots as a batch has,
     and releases them.
     """
-    policy = make_policy(name, num_slots)
+    policy = POLICIES[name](num_slots)
     scattered = [slot * 7919 % num_slots for slot in range(num_slots)]  # a prime: each slot once
     for start in range(0, num_slots, batch):
         policy.release(scattered[start : start + batch])

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from safe_offload.errors import ConfigError
-
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
@@ -158,22 +156,6 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "slru": Slru,
 }
 """By the name that `eviction_policy` gives."""
-
-
-def make_policy(name: str, num_slots: int) -> EvictionPolicy:
-    """Make a policy.
-
-    Args:
-        name: one of `POLICIES`.
-        num_slots: see `EvictionPolicy`.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
-    if name not in POLICIES:
-        known = ", ".join(f'"{known}"' for known in POLICIES)
-        raise ConfigError(f'eviction_policy: expected one of {known}, found "{name}"')
-    return POLICIES[name](num_slots)
 
 
 class _Queue:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.eviction import make_policy
+from safe_offload.scheduler.eviction import POLICIES
 
 NO_SLOT = -1
 """Stands in a hit for a block that its group does not need (a window has slid past it)."""
@@ -36,7 +36,7 @@ class SlotPool:
     Args:
         num_slots: that every rank will have in the end.
         num_groups: KV cache groups.
-        policy: the name of an eviction policy.
+        policy: one of `eviction.POLICIES`.
     """
 
     def __init__(self, num_slots: int, num_groups: int, policy: str) -> None:
@@ -56,7 +56,7 @@ class SlotPool:
         self._more_keys: dict[int, list[Key]] = {}
         self._being_stored: set[int] = set()
         self._empty: list[int] = []  # the last one is taken first
-        self._filled = make_policy(policy, num_slots)
+        self._filled = POLICIES[policy](num_slots)
         self._retired: set[int] = set()
 
     @property
@@ -266,9 +266,14 @@ class SlotPool:
     def _unname(self, slots: Sequence[int]) -> None:
         """What these hold, or will, cannot be found any more."""
         self.version += 1
-        groups, tables, hashes = self._groups, self.tables, self._hashes
-        for slot in slots:
-            del tables[groups[slot]][hashes.pop(slot)]
+        groups, tables, take_hash = self._groups, self.tables, self._hashes.pop
+        if len(tables) == 1:
+            table = tables[0]
+            for slot in slots:
+                del table[take_hash(slot)]
+        else:
+            for slot in slots:
+                del tables[groups[slot]][take_hash(slot)]
         self._being_stored.difference_update(slots)
         if self._more_keys:
             for slot in slots:
