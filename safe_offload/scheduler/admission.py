@@ -5,9 +5,10 @@ preempted. When it goes on it needs more blocks, and vLLM looks at such requests
 at the first for which there are too few. If two of them hold so much that neither can go on,
 nothing moves again. vLLM 0.32.0 has a check against it, which counts too few blocks for sliding
 windows: it caps what a request needs and then takes off the null blocks of its table too
-(Scheduler._inflight_prefill_reserved_blocks). So the connector reports a hit only if every request
-that holds blocks for a load could still go on were it the next, also if its load fails: then vLLM
-takes its blocks away, and it begins again at its first token, ahead of the others in the queue.
+(Scheduler._inflight_prefill_reserved_blocks). So with such groups the connector reports a hit only
+if every request that holds blocks for a load could still go on were it the next, also if its load
+fails: then vLLM takes its blocks away, and it begins again at its first token, ahead of the others
+in the queue.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ class Admission:
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.
 
-        A request that is the only one may: whatever else holds blocks can be preempted.
+        A request that is the only one may: whatever else holds blocks can be preempted. And so may
+        any where full attention is all there is, for there vLLM's own check counts right.
         """
+        if self._index.is_plain:
+            return True
         others = [
             need
             for holder, need in self._holders.items()

@@ -140,6 +140,11 @@ class HostIndex:
             group_ids=compat.cacheable_group_ids(kv_cache_config),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but one group of full attention."""
+        return self._plain_block_size is not None
+
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
     ) -> Hit | None:

@@ -102,6 +102,8 @@ class EagerScan:
         Returns:
             How many were added to `sources`.
         """
+        if len(blocks) == 1:
+            return self._scan_block(state, blocks[0], first, sources, present)
         group_idx = sources.group_idx
         witnesses: list[Any] = hashes_of(blocks)
         is_whole = all(witnesses)
@@ -127,6 +129,31 @@ class EagerScan:
         if self._gpu.has_more_hashes:
             sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
         return num_missing
+
+    def _scan_block(
+        self,
+        state: RequestState,
+        block: KVCacheBlock,
+        place: int,
+        sources: Sources,
+        present: list[int],
+    ) -> int:
+        """The same for one block, which is what a request that decodes has."""
+        witness = block_hash_of(block)
+        if witness is None:
+            return 0
+        is_named = self._block_sizes[sources.group_idx] == self._hash_block_size
+        block_hash = state.request.block_hashes[place] if is_named else get_block_hash(witness)
+        slot = self._slots.tables[sources.group_idx].get(block_hash)
+        if slot is not None:
+            present += self._slots.filled([slot])
+            return 0
+        sources.blocks.append(block)
+        sources.witnesses.append(witness)
+        sources.hashes.append(block_hash)
+        if self._gpu.has_more_hashes:
+            sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
+        return 1
 
 
 @dataclass(slots=True)
