@@ -35,7 +35,7 @@ class Count(enum.StrEnum):
     )
     UNPUBLISHED_BLOCKS = (
         "unpublished_blocks",
-        "Blocks stored but not kept: the cache was reset, or another store was first.",
+        "Blocks stored but not kept: the cache was reset meanwhile.",
     )
     FAILED_STORES = "failed_stores", "Stores that failed; their blocks are not kept."
     FAILED_LOADS = "failed_loads", "Loads that failed; their tokens are recomputed."

@@ -40,19 +40,19 @@ def mapped_bytes(start: int, size_bytes: int) -> tuple[int, int]:
 def scheduler_bytes(planner: Any) -> int:
     """Bytes of all objects that the planner keeps alive and that vLLM has not without it.
 
-    Every object that can be reached from the planner counts with `sys.getsizeof`, vLLM's index over
-    the host's slots and its hashes included. Not counted are vLLM's `KVCacheBlock` objects, one for
-    each slot; not entered are the engine's own objects that the planner only looks at: requests,
+    Every object that can be reached from the planner counts with `sys.getsizeof`, vLLM's rules over
+    the host's slots and the hashes included. Not counted are vLLM's `KVCacheBlock` objects; not
+    entered are the engine's own objects that the planner only looks at: requests,
     the GPU's block tables and the configuration.
     """
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.gpu_blocks import GpuBlocks
+    from safe_offload.scheduler.gpu_blocks import GpuBlocks, Home, Place
 
     gc.collect()
-    foreign = (*NOT_OURS, Request, GpuBlocks, KVCacheConfig, KVCacheSpec)
+    foreign = (*NOT_OURS, Request, GpuBlocks, Home, Place, KVCacheConfig, KVCacheSpec)
     seen: set[int] = set()
     stack, total = [planner], 0
     while stack:
@@ -68,7 +68,7 @@ def scheduler_bytes(planner: Any) -> int:
 
 def num_held_slots(planner: Any) -> int:
     """Slots that hold a block which can be hit."""
-    return sum(slot.block_hash is not None for slot in planner._index._pool.blocks)
+    return len(planner._index.slots.kept())
 
 
 def measure_running(llm: Any, job: dict[str, Any], planner: Any) -> dict[str, int]:
