@@ -71,6 +71,8 @@ class Agenda:
         if num_computed < request.num_tokens:
             self._next[state] = None
             return
-        num_missing = self._block_size - num_computed % self._block_size
+        # vLLM hashes a block when all its tokens are known, which is later than they are computed
+        # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)
+        num_missing = self._block_size - request.num_tokens % self._block_size
         num_steps = -(-num_missing // self._num_decode_tokens_max)
         self._later.setdefault(self._step + num_steps, []).append(state)

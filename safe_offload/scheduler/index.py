@@ -32,12 +32,14 @@ class Hit:
             where the group does not need one (a window that has slid past, say).
         num_tokens: length of the run.
         num_computed_tokens: tokens ahead of the run that are on the GPU already.
+        num_tokens_max: it could not have been longer than this: the request ends there.
         as_of: `SlotPool.version` and `SlotPool.num_forgets` when it was found.
     """
 
     slots_by_group: tuple[Sequence[int], ...]
     num_tokens: int
     num_computed_tokens: int
+    num_tokens_max: int
     as_of: tuple[int, int]
 
     def slots(self) -> list[int]:
@@ -171,7 +173,7 @@ class HostIndex:
         )[:2]
         if not 0 < num_tokens <= num_tokens_max:
             return None
-        return Hit(slots_by_group, num_tokens, num_computed_tokens, self._now)
+        return Hit(slots_by_group, num_tokens, num_computed_tokens, num_tokens_max, self._now)
 
     @property
     def _now(self) -> tuple[int, int]:
@@ -188,7 +190,11 @@ class HostIndex:
 
         A request that waits at the head of the queue is asked about in every step.
         """
-        if hit.num_computed_tokens != num_computed_tokens or hit.as_of[1] != self.slots.num_forgets:
+        if hit.num_computed_tokens != num_computed_tokens:
+            return False
+        if hit.num_tokens_max != num_tokens_max - num_computed_tokens:
+            return False  # it has grown: one that was preempted may get a token while it waits
+        if hit.as_of[1] != self.slots.num_forgets:
             return False  # a slot of a hit can be forgotten although it is leased
         if hit.as_of[0] == self.slots.version:
             return True
@@ -212,7 +218,7 @@ class HostIndex:
         if not slots:
             return None
         num_tokens = len(slots) * self._plain_block_size
-        return Hit((slots,), num_tokens, num_computed_tokens, self._now)
+        return Hit((slots,), num_tokens, num_computed_tokens, num_tokens_max, self._now)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
         """GPU blocks of a request behind its first `num_tokens` tokens, over all groups.

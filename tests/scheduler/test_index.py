@@ -1,0 +1,283 @@
+"""What the host index finds is what vLLM's rules find, and a hit is kept only while it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.slots import NO_SLOT
+from safe_offload.sim.groups import BLOCK_TOKENS
+from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
+
+NUM_BLOCKS = 12
+"""Of the longest prompt."""
+
+
+def index_of(*groups: str, num_slots: int = 40) -> HostIndex:
+    shape = EngineShape(groups=groups)
+    index = HostIndex.for_engine(make_config(shape), make_kv_cache_config(shape), num_slots, "lru")
+    index.slots.open(num_slots)
+    return index
+
+
+def hashes_of(num_blocks: int = NUM_BLOCKS) -> list[bytes]:
+    return [BlockHash(bytes([n + 1]) * 8) for n in range(num_blocks)]
+
+
+def fill(index: HostIndex, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
+    """Keep what is not kept, and lease nothing; returns the slots it took."""
+    slots = store(index, group_idx, hashes)
+    index.slots.publish(slots)
+    index.slots.release(slots)
+    return slots
+
+
+def store(index: HostIndex, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
+    slots = index.slots.grant(len(hashes))
+    table = index.slots.tables[group_idx]  # what was there may just have been evicted
+    wanted = [block_hash for block_hash in hashes if block_hash not in table][: len(slots)]
+    index.slots.release(slots[len(wanted) :])
+    index.slots.begin_store(slots[: len(wanted)], group_idx, wanted, {})
+    return slots[: len(wanted)]
+
+
+def found(hit: Any) -> Any:
+    """What matters of a hit."""
+    if hit is None:
+        return None
+    slots = [list(group) for group in hit.slots_by_group]
+    return slots, hit.num_tokens, hit.num_computed_tokens
+
+
+# ---- the rule of full attention ----------------------------------------------------------------
+
+PLAIN = index_of("full")
+
+
+@given(
+    kept=st.sets(st.integers(0, NUM_BLOCKS - 1)),
+    storing=st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=2),
+    num_hashes=st.integers(0, NUM_BLOCKS),
+    num_computed_tokens=st.integers(0, (NUM_BLOCKS + 1) * BLOCK_TOKENS),
+    is_aligned=st.booleans(),
+    num_tokens_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+)
+@settings(max_examples=400, deadline=None)
+def test_the_plain_rule_finds_what_the_coordinator_finds(
+    kept: set[int],
+    storing: set[int],
+    num_hashes: int,
+    num_computed_tokens: int,
+    is_aligned: bool,
+    num_tokens_max: int,
+) -> None:
+    index, hashes = PLAIN, hashes_of()
+    index.forget_all()
+    fill(index, 0, [hashes[n] for n in sorted(kept)])
+    unfinished = store(index, 0, [hashes[n] for n in sorted(storing - kept)])
+    if is_aligned:
+        num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
+    wanted = hashes[:num_hashes], num_computed_tokens, num_tokens_max
+    plain_block_size, index._plain_block_size = index._plain_block_size, None
+    assert plain_block_size == BLOCK_TOKENS
+    try:
+        expected = found(index.find_hit(*wanted))
+    finally:
+        index._plain_block_size = plain_block_size
+    assert found(index.find_hit(*wanted)) == expected
+    index.slots.forget(unfinished)
+    index.slots.release(unfinished)
+
+
+@pytest.mark.parametrize("groups", [("window:8",), ("mla",), ("full", "window:8"), ("full@8",)])
+def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups: tuple[str, ...]) -> None:
+    plain = {("mla",): 4, ("full@8",): 8}.get(groups)
+    assert index_of(*groups)._plain_block_size == plain
+
+
+def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
+    index, hashes = index_of("full"), hashes_of()
+    slots = fill(index, 0, hashes[2:6])
+    assert index.find_hit(hashes, 0, 99) is None
+    assert found(index.find_hit(hashes, 8, 99)) == ([slots], 16, 8)
+    assert found(index.find_hit(hashes, 16, 23)) == ([slots[2:3]], 4, 16)
+    assert index.find_hit(hashes, 16, 19) is None, "not a whole block"
+    assert index.find_hit(hashes, 9, 99) is None, "inside of a block"
+
+
+def test_a_window_needs_only_its_last_blocks() -> None:
+    index, hashes = index_of("window:8", "full"), hashes_of()
+    full = fill(index, 1, hashes[:6])
+    window = fill(index, 0, hashes[4:6])
+    hit = index.find_hit(hashes, 0, 99)
+    assert hit is not None
+    assert found(hit) == ([[NO_SLOT] * 4 + window, full], 24, 0)
+    assert hit.slots() == [*window, *full]
+
+
+# ---- a hit that is asked for again -------------------------------------------------------------
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.sampled_from(["fill", "store"]),
+        st.integers(0, 1),
+        st.integers(0, NUM_BLOCKS - 1),
+        st.integers(1, NUM_BLOCKS),
+    ),
+    st.tuples(st.just("publish")),
+    st.tuples(st.just("evict"), st.integers(1, 6)),
+    st.tuples(st.just("forget"), st.lists(st.integers(0, 23), max_size=2, unique=True)),
+    st.tuples(st.just("forget_all")),
+    st.tuples(st.just("others"), st.integers(1, 6)),
+    st.tuples(st.just("grow"), st.integers(1, 2 * BLOCK_TOKENS)),
+    st.tuples(st.just("compute"), st.integers(0, 2)),
+)
+
+
+class Asker:
+    """A waiting request that asks for its hit after each thing that happens to the host."""
+
+    def __init__(self, index: HostIndex, num_tokens: int) -> None:
+        self.index = index
+        self.hashes = hashes_of()
+        self.storing: list[list[int]] = []
+        self.num_others = 0
+        self.num_tokens = num_tokens
+        self.num_computed_tokens = 0
+        self.hit: Any = None
+        self.num_kept = 0
+
+    @property
+    def wanted(self) -> tuple[list[bytes], int, int]:
+        known = self.hashes[: self.num_tokens // BLOCK_TOKENS]
+        return known, self.num_computed_tokens, self.num_tokens - 1
+
+    def happen(self, what: str, *how: Any) -> None:
+        slots = self.index.slots
+        if what in ("fill", "store"):
+            group_idx, first, count = how
+            group_idx = min(group_idx, len(slots.tables) - 1)
+            wanted = self.hashes[first : first + count]
+            if what == "fill":
+                fill(self.index, group_idx, wanted)
+            else:
+                self.storing.append(store(self.index, group_idx, wanted))
+        elif what == "publish" and self.storing:
+            stored = self.storing.pop(0)
+            slots.publish(stored)
+            slots.release(stored)
+        elif what == "evict":
+            slots.release(slots.grant(how[0]))
+        elif what == "forget":
+            slots.forget(how[0])
+        elif what == "forget_all":
+            self.index.forget_all()
+        elif what == "others":
+            self.num_others += how[0]
+            others = range(self.num_others - how[0], self.num_others)
+            fill(self.index, 0, [BlockHash(b"other" + bytes([n])) for n in others])
+        elif what == "grow":
+            self.num_tokens += how[0]
+        elif what == "compute":
+            self.num_computed_tokens = how[0] * self.index.alignment_tokens
+
+    def ask(self) -> None:
+        """As `Loads.match` does; whenever the hit is kept a search would find the same."""
+        index = self.index
+        if self.hit is not None and index.is_still_longest(self.hit, *self.wanted):
+            assert found(index.find_hit(*self.wanted)) == found(self.hit)
+            self.num_kept += 1
+            return
+        if self.hit is not None:
+            index.slots.release(self.hit.slots())
+        self.hit = index.find_hit(*self.wanted)
+        if self.hit is not None:
+            index.slots.lease(self.hit.slots())
+
+
+@pytest.mark.parametrize(
+    "groups", [("full",), ("window:8", "full"), ("full@8", "window:8"), ("full", "chunk:16")]
+)
+def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups: tuple[str, ...]) -> None:
+    num_kept = 0
+
+    @given(num_tokens=st.integers(1, 40), steps=st.lists(STEPS, min_size=4, max_size=30))
+    @settings(max_examples=150, deadline=None)
+    def check(num_tokens: int, steps: list[tuple[Any, ...]]) -> None:
+        nonlocal num_kept
+        asker = Asker(index_of(*groups, num_slots=24), num_tokens)
+        fill(asker.index, 0, asker.hashes[:6])
+        fill(asker.index, len(groups) - 1, asker.hashes[:6])
+        asker.ask()
+        for step in steps:
+            asker.happen(*step)
+            asker.ask()
+        num_kept += asker.num_kept
+
+    check()
+    assert num_kept > 100, "or it has shown nothing"
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
+def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups: tuple[str, ...]) -> None:
+    index, hashes = index_of(*groups, num_slots=24), hashes_of()
+    wanted = hashes, 0, 40
+    for group_idx in range(len(groups)):
+        fill(index, group_idx, hashes[:5])
+    hit = index.find_hit(*wanted)
+    assert hit is not None
+    index.slots.lease(hit.slots())
+    fill(index, 0, [BlockHash(b"other")])
+    assert index.is_still_longest(hit, *wanted)
+    index.slots.release(index.slots.grant(24))
+    assert index.is_still_longest(hit, *wanted)
+    for group_idx in range(len(groups)):
+        fill(index, group_idx, hashes[5:6])
+    assert not index.is_still_longest(hit, *wanted), "it is one block longer now"
+
+
+def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased() -> None:
+    index, hashes = index_of("full"), hashes_of()
+    fill(index, 0, hashes[:5])
+    hit = index.find_hit(hashes, 0, 40)
+    assert hit is not None
+    index.slots.lease(hit.slots())
+    index.slots.forget(hit.slots()[2:3])
+    assert not index.is_still_longest(hit, hashes, 0, 40)
+    assert index.find_hit(hashes, 0, 40) != hit
+
+
+def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end() -> None:
+    """A preempted request may get a token more while it waits, of a step that was in flight."""
+    index, hashes = index_of("full"), hashes_of()
+    fill(index, 0, hashes[:5])
+    hit = index.find_hit(hashes[:3], 0, 11)
+    assert hit is not None
+    assert hit.num_tokens == 8
+    index.slots.lease(hit.slots())
+    assert index.is_still_longest(hit, hashes[:3], 0, 11)
+    assert not index.is_still_longest(hit, hashes[:3], 0, 12)
+
+
+# ---- the rest ----------------------------------------------------------------------------------
+
+
+def test_a_window_needs_fewer_blocks_than_its_table_spans() -> None:
+    assert index_of("full").num_blocks(41) == (11, 11)
+    assert index_of("window:8", "full").num_blocks(41) == (3 + 11, 22)
+    assert index_of("window:8", "full").num_blocks_in_step(9) == 2 * 4
+
+
+def test_forgetting_all_begins_another_epoch() -> None:
+    index, hashes = index_of("full"), hashes_of()
+    fill(index, 0, hashes)
+    index.forget_all()
+    assert index.epoch == 1
+    assert index.find_hit(hashes, 0, 40) is None
