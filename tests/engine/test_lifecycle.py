@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import safe_offload
 from tests.engine.conftest import GetModel
 from tests.engine.engines import ENVIRONMENT, make_prompts
 from tests.engine.http_server import HttpServer
@@ -214,7 +215,7 @@ def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(
 
 
 def files_in_memory_or_tmp(pid: int) -> set[Path]:
-    """Files under /dev/shm and /tmp that a process has open or mapped."""
+    """Files under /dev/shm and /tmp that a process has open or mapped, but for installed code."""
     found: set[str] = set()
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         found.add(line.split(maxsplit=5)[-1])
@@ -222,7 +223,12 @@ def files_in_memory_or_tmp(pid: int) -> set[Path]:
         if link.exists():
             found.add(str(link.readlink()))
     paths = {Path(name) for name in found if name.startswith(("/dev/shm/", "/tmp/"))}
-    return {path for path in paths if not set(path.parts) & {"site-packages", "pytest-of-root"}}
+    code = Path(safe_offload.__file__).parent
+    return {
+        path
+        for path in paths
+        if not set(path.parts) & {"site-packages", "pytest-of-root"} and code not in path.parents
+    }
 
 
 def wait_until_gone(processes: list[int]) -> None:
