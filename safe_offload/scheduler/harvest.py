@@ -150,13 +150,19 @@ class Harvest:
                 snapshots.append(Snapshot(group_idx, table, nums_hashed.get(request_id, 0)))
         return snapshots
 
-    def add_about_to_be_evicted(self) -> None:
-        """Take slots for what the allocator takes next, or has taken in this step (lazy mode)."""
-        if self._walk is None:
-            return
+    def add_given_away(self) -> None:
+        """Take slots for what the allocator has taken in this step unseen (lazy mode).
+
+        In every step, one that computes nothing too: it may allocate blocks for a load.
+        """
         at_risk, self._at_risk = self._at_risk, []
         for sources in at_risk:
             self._add(None, self._still_wanted(sources.lost()), Found.EARLIER)
+
+    def add_about_to_be_evicted(self) -> None:
+        """Take slots for what the allocator takes next (lazy mode)."""
+        if self._walk is None:
+            return
         for sources in self._walk.walk():
             num_found = len(sources.blocks)
             if self._add(None, sources, Found.NOW) < num_found:

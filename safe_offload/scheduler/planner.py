@@ -231,6 +231,7 @@ class Planner:
         self._harvest.add_computed(self._loads.owners_of_new)
         self._harvest.add_computed(self._agenda.due(scheduled))
         self._harvest.add_boundary_states(scheduler_output, self._book)
+        self._harvest.add_given_away()
         if scheduled:  # else an idle engine would store without end
             self._harvest.add_about_to_be_evicted()
 

@@ -222,6 +222,12 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=30,
     ),
     "lazy": Profile("lazy_offload", EngineShape(extra={"lazy_offload": True}, has_streams=True)),
+    "lazy-pressure": Profile(
+        "lazy_offload with a window and full attention, a small GPU pool: preemptions",
+        replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
+        Workload(num_requests=32, output_tokens=40),
+        copy_ticks_max=24,
+    ),
     "aborts": Profile(
         "clients that go at every moment",
         EngineShape(num_blocks=30, is_async=True),
