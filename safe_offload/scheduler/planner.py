@@ -329,7 +329,7 @@ class Planner:
     @property
     def has_work(self) -> bool:
         """Whether a transfer is planned or in flight, so that the engine must keep stepping."""
-        return bool(len(self._stores) or self._loads.has_work)
+        return bool(len(self._stores) or self._harvest.found or self._loads.has_work)
 
     def gauges(self) -> dict[str, int]:
         """How the host pool stands now; see `observe.metrics.GAUGES`."""

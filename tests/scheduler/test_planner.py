@@ -520,3 +520,18 @@ def test_a_worker_that_fails_everything_does_not_fill_the_log(
     lines = [record.getMessage() for record in package_log if "Its tokens" in record.getMessage()]
     assert rig.counts["failed_stores"] > 12
     assert len(lines) == 2, "the first and the tenth"
+
+
+def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig) -> None:
+    """vLLM steps an engine that has nothing else to do only if it is told so."""
+    rig = make_rig(num_blocks=60, num_slots=100)
+    rig.start()
+    everything = rig.planner._leases.grant(LeaseKind.STORE, 100)
+    rig.before_update.append(lambda _: everything.release())
+    rig.add("a", rig.prompt(17, 1), max_tokens=1)
+    rig.step()  # which is all that it needs
+    assert rig.planner._harvest.found
+    assert rig.connector.has_pending_push_work()
+    rig.drain()
+    assert rig.counts["stored_blocks"] == 4
+    rig.check_idle()
