@@ -225,7 +225,7 @@ PROFILES: dict[str, Profile] = {
     "lazy-pressure": Profile(
         "lazy_offload with a window and full attention, a small GPU pool: preemptions",
         replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
-        Workload(num_requests=32, output_tokens=40),
+        Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
     ),
     "aborts": Profile(
