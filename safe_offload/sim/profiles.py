@@ -81,6 +81,11 @@ class Profile:
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
 _STRICT = {"verify": "load", "transfer_timeout_s": 10}
 _GPU = EngineShape(has_streams=True, is_v2=True, is_async=True)
+_FEW_BLOCKS = EngineShape(tensor_ranks=2, num_blocks=26, is_async=True)
+_FEW_REQUESTS = Workload(
+    num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24
+)
+_MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
 
 PROFILES: dict[str, Profile] = {
     "plain": Profile("one rank, full attention, no faults, copies in time", copy_ticks_max=0),
@@ -193,10 +198,17 @@ PROFILES: dict[str, Profile] = {
     ),
     "foreign-ids": Profile(
         "many ids where they do not belong, few requests",
-        EngineShape(tensor_ranks=2, num_blocks=26, is_async=True),
-        Workload(num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24),
+        _FEW_BLOCKS,
+        _FEW_REQUESTS,
         copy_ticks_max=40,
-        faults={FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40},
+        faults=_MANY_IDS,
+    ),
+    "foreign-ids-queue": Profile(
+        "the same with two seats: requests wait on when their load has landed",
+        replace(_FEW_BLOCKS, max_seqs=2),
+        _FEW_REQUESTS,
+        copy_ticks_max=40,
+        faults=_MANY_IDS,
     ),
     "repeats": Profile(
         "one prompt again and again, in a pool that it fills, zeroed before it is written",
@@ -225,7 +237,7 @@ PROFILES: dict[str, Profile] = {
     "lazy-pressure": Profile(
         "lazy_offload with a window and full attention, a small GPU pool: preemptions",
         replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
-        Workload(num_requests=32, output_tokens=40),
+        Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
     ),
     "aborts": Profile(

@@ -66,6 +66,8 @@ class ReferenceChecker:
             "leases": len(planner._leases),
             "slots with a reference": referenced - num_bad,
             "slots in use": slots.num_usable - slots.num_free - num_bad,
+            "slots that count as being stored": len(slots._being_stored),
+            "blocks that count against the stores' bound": planner._harvest.num_blocks,
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
             "requests that hold blocks for a load": len(planner._loads._admission),
