@@ -14,14 +14,18 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safe_offload.errors import SafeOffloadError
 
 _LOG_TAIL_LINES = 30
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +99,18 @@ class EngineProcess:
 
     def ask(self, question: Question, timeout_s: float) -> Answer:
         """Return the answer to one request; raise SafeOffloadError if the engine dies over it."""
-        self._connection.send(question)
-        answer = self._receive(timeout_s)
-        assert isinstance(answer, Answer)
+        return self.call(_answer, question, timeout_s)
+
+    def call(
+        self, function: Callable[[Any, Asked], Answered], question: Asked, timeout_s: float
+    ) -> Answered:
+        """Return what a function of some module makes of the `vllm.LLM` and the question.
+
+        Raises:
+            SafeOffloadError: the engine dies over it, or the time is up.
+        """
+        self._connection.send((function, question))
+        answer: Answered = self._receive(timeout_s)
         return answer
 
     def stop(self, timeout_s: float = 60.0) -> None:
@@ -113,13 +126,13 @@ class EngineProcess:
         self._process.join()
         self._connection.close()
 
-    def _receive(self, timeout_s: float) -> object:
+    def _receive(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
             raise SafeOffloadError(
                 f"engine {self.name!r}: no answer within {timeout_s:.0f} s. {self._log_tail()}"
             )
         try:
-            message = self._connection.recv()
+            message: object = self._connection.recv()
         except EOFError:
             message = _Died("its process ended without a word")
         if isinstance(message, _Died):
@@ -152,8 +165,9 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
                 max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
             )
         )
-        while (question := connection.recv()) is not None:
-            connection.send(_answer(engine, question))
+        while (call := connection.recv()) is not None:
+            function, question = call
+            connection.send(function(engine, question))
         # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
         engine.llm_engine.engine_core.shutdown(timeout=30.0)
     except EOFError:
@@ -165,16 +179,9 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
 
 def _answer(engine: Any, question: Question) -> Answer:
     """Run one request alone and measure it."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        max_tokens=question.num_answer_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-    )
     before = _count_prompt_tokens(engine)
     start = time.perf_counter()
-    (output,) = engine.generate(
-        [{"prompt_token_ids": list(question.prompt_token_ids)}], sampling, use_tqdm=False
-    )
+    (output,) = generate(engine, [question.prompt_token_ids], [question.num_answer_tokens])
     total_s = time.perf_counter() - start
     after = _count_prompt_tokens(engine)
     return Answer(
@@ -185,6 +192,21 @@ def _answer(engine: Any, question: Question) -> Answer:
         num_host_tokens=after["external_kv_transfer"] - before["external_kv_transfer"],
         num_computed_tokens=after["local_compute"] - before["local_compute"],
     )
+
+
+def generate(
+    engine: Any, prompts: Sequence[Sequence[int]], nums_answer_tokens: Sequence[int]
+) -> list[Any]:
+    """Return vLLM's outputs for greedy requests, all at once, each of its fixed length."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(max_tokens=number, temperature=0.0, ignore_eos=True, detokenize=False)
+        for number in nums_answer_tokens
+    ]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: list[Any] = engine.generate(inputs, sampling, use_tqdm=False)
+    return outputs
 
 
 def _count_prompt_tokens(engine: Any) -> dict[str, int]:

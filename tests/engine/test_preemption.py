@@ -1,0 +1,58 @@
+"""What a preempted request had computed comes back from the host, in a real engine.
+
+One engine answers every prompt alone, forgets all that it and the connector have, and is then given
+all prompts at once, in a pool for half of them, as `safe-offload bench preemption` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.bench import preemption
+from safe_offload.bench.engine_process import EngineProcess, generate
+from safe_offload.bench.preemption import ENGINES, Workload, run_watched
+from tests.engine.conftest import GetModel
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+START_TIMEOUT_S = 200.0
+RUN_TIMEOUT_S = 100.0
+HOST_SHARE_MIN = 0.8
+ARGUMENTS = ("--requests", "8", "--prompt-tokens", "192", "--answer-tokens", "192")
+
+
+def answer_alone(engine: Any, workload: Workload) -> tuple[tuple[int, ...], ...]:
+    """The answers of requests that have the pool for themselves; the caches are empty after it."""
+    answers = []
+    for prompt, number in zip(workload.prompts, workload.nums_answer_tokens, strict=True):
+        (output,) = generate(engine, [prompt], [number])
+        answers.append(tuple(output.outputs[0].token_ids))
+    assert engine.reset_prefix_cache(reset_connector=True)
+    return tuple(answers)
+
+
+def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
+    model: GetModel, tmp_path: Path
+) -> None:
+    parser = argparse.ArgumentParser()
+    preemption.add_arguments(parser)
+    options = preemption._read_options(parser.parse_args(ARGUMENTS))
+    workload = preemption.make_workload(options)
+    engine_options = preemption.make_engine_options(
+        options,
+        model("llama"),
+        preemption.count_pool_blocks(options, "llama", workload),
+        ENGINES["ours eager"],
+    )
+    with EngineProcess("ours eager", engine_options, tmp_path / "log") as process:
+        process.wait_until_started(START_TIMEOUT_S)
+        expected = process.call(answer_alone, workload, RUN_TIMEOUT_S)
+        run = process.call(run_watched, workload, RUN_TIMEOUT_S)
+    assert run.token_ids == expected
+    assert len(run.recoveries) >= 3, "the pool holds too much"
+    assert run.host_share is not None
+    assert run.host_share >= HOST_SHARE_MIN, run.recoveries
