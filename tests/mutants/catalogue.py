@@ -614,8 +614,8 @@ MUTANTS = (
     Mutant(
         "a hit that waits is offered again although its slots were forgotten",
         _INDEX,
-        " or hit.as_of[1] != self.slots.num_forgets:",
-        ":",
+        "        if hit.as_of[1] != self.slots.num_forgets:\n",
+        "        if False:\n",
         "I7",
         ("failing", "all-faults", "all-faults-plain", "dying"),
     ),
@@ -671,7 +671,7 @@ MUTANTS = (
     Mutant(
         "the engine goes idle while stores are in flight",
         _PLANNER,
-        "        return bool(len(self._stores) or self._loads.has_work)",
+        "        return bool(len(self._stores) or self._harvest.found or self._loads.has_work)",
         "        return self._loads.has_work",
         "I8",
         ("late-copies",),
