@@ -259,7 +259,7 @@ class Planner:
         """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
-            self._stores.poison_all()
+            self._stores.poison_all(self._book)
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):
@@ -324,7 +324,8 @@ class Planner:
         self._index.forget_all()
         for state in self._book:
             state.drop_hit()
-        self._stores.reset(self._book)
+            state.let_go_prefix()
+        self._stores.forget_unsent(self._book)
 
     @property
     def has_work(self) -> bool:

@@ -7,7 +7,6 @@ what they were, ahead of it if one of them was given away in this step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
@@ -16,9 +15,6 @@ from safe_offload.scheduler.harvest import Harvest
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook
-
-if TYPE_CHECKING:
-    pass
 
 
 class Stores:
@@ -108,10 +104,21 @@ class Stores:
         """The store of that id, if it is in flight."""
         return self._in_flight.get(transfer_id)
 
-    def poison_all(self) -> None:
-        """What is being stored is wrong; publish none of it."""
+    def poison_all(self, book: RequestBook) -> None:
+        """What is being stored, or remembered to be, is wrong; publish none of it."""
         for store in self._in_flight:
             store.poisoned = True
+        self.forget_unsent(book)
+
+    def forget_unsent(self, book: RequestBook) -> None:
+        """Store nothing of what was found and not planned yet."""
+        for state in book:
+            state.snapshots = []
+        for part in (*self._harvest.found, *self._harvest.intact):
+            self._index.slots.forget(part.lease.slots)
+            self._return_slots(part)
+        self._harvest.reset()
+        self.sent()
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, forget each store that no worker copies."""
@@ -171,16 +178,6 @@ class Stores:
             state.drop_prefix()
 
     # ---- the rest ------------------------------------------------------------------------------
-
-    def reset(self, book: RequestBook) -> None:
-        """Forget what was not planned; what is in flight is not published."""
-        for state in book:
-            state.let_go_prefix()
-            state.snapshots = []
-        for part in (*self._harvest.found, *self._harvest.intact):
-            self._return_slots(part)
-        self._harvest.reset()
-        self.sent()
 
     def check_invariants(self) -> None:
         """See `StoresInFlight.check_invariants`."""

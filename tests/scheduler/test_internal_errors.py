@@ -47,7 +47,14 @@ RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_fa
 """What runs after an error."""
 ANSWER_IS_PASSED_ON = {"plan", "settle"}
 """Behind these there is nothing that could raise before vLLM has what they answer."""
-NOT_IN_SERVICE = {"check_invariants", "gauges", "reset", "forget_all", "poison_all"}
+NOT_IN_SERVICE = {
+    "check_invariants",
+    "gauges",
+    "reset",
+    "forget_all",
+    "poison_all",
+    "forget_unsent",
+}
 
 
 def methods() -> list[tuple[type[Any], str]]:

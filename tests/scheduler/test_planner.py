@@ -535,3 +535,22 @@ def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig
     rig.drain()
     assert rig.counts["stored_blocks"] == 4
     rig.check_idle()
+
+
+def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(
+    make_rig: MakeRig,
+) -> None:
+    """Another connector's load failed: what a request left to store when it ended is garbage."""
+    rig = make_rig(num_blocks=60, num_slots=100)
+    rig.start()
+    everything = rig.planner._leases.grant(LeaseKind.STORE, 100)
+    rig.before_update.append(lambda _: everything.release())
+    rig.add("a", rig.prompt(17, 1), max_tokens=1)
+    rig.step()  # which is all that it needs
+    assert rig.planner._harvest.found
+    output = _output()
+    output.invalid_block_ids = {1}
+    rig.connector.update_connector_output(output)
+    rig.drain()
+    assert rig.counts["stored_blocks"] == 0
+    rig.check_idle()
