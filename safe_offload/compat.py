@@ -52,9 +52,9 @@ __all__ = [
     "cacheable_group_ids",
     "early_written_block_ids",
     "full_attention_group",
+    "has_plain_hits",
     "make_coordinator",
     "num_decode_tokens_max",
-    "plain_block_size",
     "resolve_block_sizes",
     "segments",
     "state_group_ids",
@@ -190,35 +190,33 @@ def make_coordinator(
     return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
 
 
-def plain_block_size(coordinator: Any) -> int | None:
-    """Tokens of a block if the hit rule is that of full attention alone; None if it is another.
+def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
+    """A group without whose next block no hit can be longer, if there is one.
 
-    The rule: as many leading full blocks as there are (vLLM 0.32.0, FullAttentionManager.
-    find_longest_cache_hit, with none of its exceptions).
+    Its blocks are as large as what a request has hashes of.
     """
-    managers = coordinator.single_type_managers
-    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
-        return None
-    groups = coordinator.kv_cache_config.kv_cache_groups
-    is_plain = (
-        isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        and not coordinator.eagle_group_ids
-        and getattr(managers[0], "dcp_world_size", 1) == 1
-        and coordinator.block_pool.hash_block_size == managers[0].block_size
-    )
-    return int(managers[0].block_size) if is_plain else None
-
-
-def full_attention_group(coordinator: Any, hash_block_size: int) -> tuple[int, int]:
-    """A group without whose next block no hit can be longer, and its block size; -1 if none is."""
     for group_idx, manager in enumerate(coordinator.single_type_managers):
         if (
             type(manager) is FullAttentionManager
             and manager.block_size == hash_block_size
             and not coordinator.eagle_group_ids
         ):
-            return group_idx, hash_block_size
-    return -1, hash_block_size
+            return group_idx
+    return None
+
+
+def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
+    """Whether the hit rule is that of full attention alone: as many leading blocks as there are.
+
+    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
+    """
+    groups = coordinator.kv_cache_config.kv_cache_groups
+    return (
+        len(groups) == 1
+        and full_attention_group(coordinator, hash_block_size) == 0
+        and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        and getattr(coordinator.single_type_managers[0], "dcp_world_size", 1) == 1
+    )
 
 
 def num_decode_tokens_max(vllm_config: VllmConfig) -> int:

@@ -30,6 +30,7 @@ from safe_offload.bench.engine_report import (
     render_table,
 )
 from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import ConfigError
 
@@ -100,13 +101,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     options = _read_options(arguments)
     report = measure(options, print)
-    print(f"\n{render_table(report)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-        print(f"\nwrote {arguments.json}")
-    if arguments.plot:
-        draw_plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
+    write_report(report, render_table(report), arguments, draw_plot)
     return 0 if report.num_different_answers == 0 else 1
 
 

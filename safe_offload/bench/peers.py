@@ -25,6 +25,9 @@ from safe_offload.sim.vllm_setup import (
     make_kv_cache_config,
     make_scheduler,
 )
+from safe_offload.sim.vllm_setup import (
+    runner_output as runner_output,
+)
 from safe_offload.sim.words import Sequel
 
 OURS = "SafeCPUOffloadConnector"
@@ -93,8 +96,8 @@ class StandInWorker(Protocol):
         """Take a step's plan; returns the requests whose load ended, and the worker's report."""
 
 
-class SimpleWorker:
-    """For `SimpleCPUOffloadConnector` (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
+class _SlowCopier:
+    """What the stand-ins have in common.
 
     Args:
         copy_steps: a copy is reported so many steps after the one whose plan names it.
@@ -104,6 +107,13 @@ class SimpleWorker:
         self.num_stored = self.num_loaded = 0
         self._copy_steps = copy_steps
         self._num_steps = 0
+
+
+class SimpleWorker(_SlowCopier):
+    """For `SimpleCPUOffloadConnector` (vLLM 0.32.0, v1/simple_kv_offload/worker.py)."""
+
+    def __init__(self, copy_steps: int) -> None:
+        super().__init__(copy_steps)
         self._loads: dict[int, int] = {}
         self._stores: dict[int, int] = {}
 
@@ -136,17 +146,11 @@ class SimpleWorker:
         return received, SimpleCPUOffloadWorkerMetadata(stored) if stored else None
 
 
-class OffloadingWorker:
-    """For `OffloadingConnector` (vLLM 0.32.0, kv_connector/v1/offloading/worker.py).
-
-    Args:
-        copy_steps: a copy is reported so many steps after the one whose plan names it.
-    """
+class OffloadingWorker(_SlowCopier):
+    """For `OffloadingConnector` (vLLM 0.32.0, kv_connector/v1/offloading/worker.py)."""
 
     def __init__(self, copy_steps: int) -> None:
-        self.num_stored = self.num_loaded = 0
-        self._copy_steps = copy_steps
-        self._num_steps = 0
+        super().__init__(copy_steps)
         self._jobs: dict[int, int] = {}
         self._loading: dict[int, str] = {}
 
@@ -175,7 +179,7 @@ class OffloadingWorker:
         return received, OffloadingWorkerMetadata(dict.fromkeys(done, 1)) if done else None
 
 
-class SafeWorker:
+class SafeWorker(_SlowCopier):
     """For ours: what `WorkerBridge` and `TransferEngine` answer when every copy goes well.
 
     Args:
@@ -184,9 +188,7 @@ class SafeWorker:
     """
 
     def __init__(self, copy_steps: int, num_slots: int) -> None:
-        self.num_stored = self.num_loaded = 0
-        self._copy_steps = copy_steps
-        self._num_steps = 0
+        super().__init__(copy_steps)
         self._loads: dict[int, int] = {}
         self._stores: dict[int, int] = {}
         self._news: tuple[Capacity, ...] = (Capacity(0, num_slots),)
@@ -307,7 +309,7 @@ class PeerEngine:
 
     def step(self) -> Any:
         """One step of the engine; returns what was scheduled."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import KVConnectorOutput
 
         with as_peer_runner(self.shape):
             scheduled = self.scheduler.schedule()
@@ -318,12 +320,8 @@ class PeerEngine:
         )
         for mutate in self.mutate_output:
             mutate(connector_output)
-        output = ModelRunnerOutput(
-            req_ids=batch.request_ids,
-            req_id_to_index={name: i for i, name in enumerate(batch.request_ids)},
-            sampled_token_ids=[list(tokens) for tokens in batch.sampled],
-            kv_connector_output=connector_output,
-        )
+        sampled = [list(tokens) for tokens in batch.sampled]
+        output = runner_output(batch.request_ids, sampled, connector_output)
         with as_peer_runner(self.shape):
             by_client = self.scheduler.update_from_output(scheduled, output)
         for outputs in by_client.values():

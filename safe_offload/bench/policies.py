@@ -5,12 +5,12 @@ hit rates are the same on every machine and every time; the times are not.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
 from safe_offload.bench.policy_replay import replay
 from safe_offload.bench.policy_report import (
     Cost,
@@ -60,13 +60,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     curves = measure_hit_rates(traces, arguments.sizes, print)
     recorded = {"prompts": arguments.prompts, "seed": arguments.seed, "gpu_share": GPU_SHARE}
     report = PolicyReport(curves, measure_costs(), describe_machine(), recorded)
-    print(f"\n{render_table(report)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {arguments.json}")
-    if arguments.plot:
-        draw_plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
+    write_report(report, render_table(report), arguments, draw_plot)
     return 0
 
 

@@ -7,7 +7,6 @@ watched in its own process, so that the counts are exact.
 """
 
 import argparse
-import json
 import random
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 from safe_offload.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.bench.machine import describe_machine
+from safe_offload.bench.output import write_report
 from safe_offload.bench.preemption_report import (
     BASELINE,
     CaseRuns,
@@ -101,10 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `safe-offload bench preemption`; return 1 if the engines disagree on a token."""
     report = measure(_read_options(arguments), print)
-    print(f"\n{render_table(report)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {arguments.json}")
+    write_report(report, render_table(report), arguments)
     return 0 if report.num_different_answers == 0 else 1
 
 

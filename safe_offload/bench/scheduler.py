@@ -7,7 +7,6 @@ Every hook that the scheduler calls is timed, or with --counts what it executes 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from safe_offload.bench import scheduler_cases as cases
 from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
 from safe_offload.bench.scheduler_engine import CONTESTANTS
 from safe_offload.bench.scheduler_measure import (
     COPY_STEPS,
@@ -87,13 +87,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     machine = describe_machine() | {"load_average_before": list(os.getloadavg())}
     report = measure(options, print)
     report.machine.update(machine)
-    print(f"\n{render_table(report)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {arguments.json}")
-    if arguments.plot:
-        draw_plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
+    write_report(report, render_table(report), arguments, draw_plot)
     return 0
 
 

@@ -159,7 +159,7 @@ class LightEngine:
 
     def _run(self, scheduled: Any) -> Any:
         """Return what the workers would: tokens, and what the connector's side of them reports."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import KVConnectorOutput
 
         names = list(scheduled.num_scheduled_tokens)
         requests, seeds = self.scheduler.requests, self._seeds
@@ -174,12 +174,7 @@ class LightEngine:
         told = KVConnectorOutput(
             finished_recving=received, finished_sending=set(), kv_connector_worker_meta=report
         )
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=told,
-        )
+        return peers.runner_output(names, sampled, told)
 
     def drain(self) -> None:
         """Step until the engine would go idle."""

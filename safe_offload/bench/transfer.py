@@ -5,7 +5,6 @@ copy of the same bytes, by one call for each range, and on a GPU by vLLM's own c
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -17,6 +16,7 @@ import torch
 from safe_offload.bench import transfer_grid as grid
 from safe_offload.bench import transfer_latency as latency
 from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
 from safe_offload.bench.transfer_grid import Case, Way, select_cases
 from safe_offload.bench.transfer_report import (
     Latency,
@@ -83,13 +83,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     name = f"{machine['cpu']}, {machine['cores']} cores" if device == "cpu" else _gpu_name()
     report = measure(options, make_rig, name, print)
     report.machine.update(machine)
-    print(f"\n{render_table(report)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {arguments.json}")
-    if arguments.plot:
-        draw_plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
+    write_report(report, render_table(report), arguments, draw_plot)
     return 0
 
 

@@ -95,7 +95,8 @@ class HostIndex:
         group_ids: Sequence[int],
     ) -> None:
         self._coordinator = coordinator
-        self._plain_block_size = compat.plain_block_size(coordinator)
+        self.is_plain = compat.has_plain_hits(coordinator, hash_block_size)
+        """Whether there is nothing but one group of full attention."""
         self._full_group = compat.full_attention_group(coordinator, hash_block_size)
         coordinator.block_pool = _SlotsAsBlocks(slots, hash_block_size)
         for manager in coordinator.single_type_managers:
@@ -142,11 +143,6 @@ class HostIndex:
             group_ids=compat.cacheable_group_ids(kv_cache_config),
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but one group of full attention."""
-        return self._plain_block_size is not None
-
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
     ) -> Hit | None:
@@ -166,7 +162,7 @@ class HostIndex:
         num_tokens_max -= num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
-        if self._plain_block_size is not None:
+        if self.is_plain:
             return self._find_plain_hit(remaining, num_computed_tokens, num_tokens_max)
         slots_by_group, num_tokens = self._coordinator.find_longest_cache_hit(
             remaining, num_tokens_max
@@ -198,9 +194,9 @@ class HostIndex:
             return False  # a slot of a hit can be forgotten although it is leased
         if hit.as_of[0] == self.slots.version:
             return True
-        group_idx, block_size = self._full_group
+        group_idx, block_size = self._full_group, self.hash_block_size
         end = num_computed_tokens + hit.num_tokens
-        if group_idx < 0 or end % block_size:
+        if group_idx is None or end % block_size:
             return False
         if end + block_size > num_tokens_max or end // block_size >= len(block_hashes):
             return True
@@ -210,14 +206,13 @@ class HostIndex:
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
     ) -> Hit | None:
         """The rule of full attention: as many leading blocks as there are."""
-        assert self._plain_block_size is not None
-        hashes = block_hashes[: num_tokens_max // self._plain_block_size]
+        hashes = block_hashes[: num_tokens_max // self.hash_block_size]
         if not hashes or hashes[0] not in self.slots.tables[0]:
             return None  # most prompts are new
         slots = self.slots.find_run(0, hashes)
         if not slots:
             return None
-        num_tokens = len(slots) * self._plain_block_size
+        num_tokens = len(slots) * self.hash_block_size
         return Hit((slots,), num_tokens, num_computed_tokens, num_tokens_max, self._now)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:

@@ -126,8 +126,7 @@ class EagerScan:
             witnesses = list(compress(witnesses, missing))
             hashes = list(compress(hashes, missing))
         sources.add(blocks, witnesses, hashes)
-        if self._gpu.has_more_hashes:
-            sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
+        sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
         return num_missing
 
     def _scan_block(
@@ -148,11 +147,8 @@ class EagerScan:
         if slot is not None:
             present += self._slots.filled([slot])
             return 0
-        sources.blocks.append(block)
-        sources.witnesses.append(witness)
-        sources.hashes.append(block_hash)
-        if self._gpu.has_more_hashes:
-            sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
+        sources.add([block], [witness], [block_hash])
+        sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
         return 1
 
 

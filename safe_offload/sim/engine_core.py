@@ -24,6 +24,7 @@ from safe_offload.sim.vllm_setup import (
     make_config,
     make_kv_cache_config,
     make_scheduler,
+    runner_output,
 )
 from safe_offload.sim.words import VOCABULARY, Sequel
 from safe_offload.sim.worker import Forward, SteppedEngine, StepResult, Worker
@@ -269,7 +270,7 @@ class EngineCore:
         return is_running and not self.is_in_flight(request_id)
 
     def _aggregate(self, batch: Batch) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import KVConnectorOutput
 
         connector_outputs = [
             _connector_output(batch.results[w.rank], KVConnectorOutput) for w in self.workers
@@ -277,11 +278,8 @@ class EngineCore:
         for mutate in self.mutate_outputs:
             mutate(batch.number, connector_outputs)
         outputs = [
-            ModelRunnerOutput(
-                req_ids=batch.request_ids,
-                req_id_to_index={name: i for i, name in enumerate(batch.request_ids)},
-                sampled_token_ids=[list(tokens) for tokens in batch.sampled],
-                kv_connector_output=connector_output,
+            runner_output(
+                batch.request_ids, [list(tokens) for tokens in batch.sampled], connector_output
             )
             for connector_output in connector_outputs
         ]

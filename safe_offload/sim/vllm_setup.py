@@ -206,3 +206,15 @@ def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
         log_stats=True,
     )
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+
+
+def runner_output(request_ids: list[str], sampled: list[list[int]], connector_output: Any) -> Any:
+    """What a model runner returns for a step: the tokens of each request, and the connector's."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={name: index for index, name in enumerate(request_ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=connector_output,
+    )

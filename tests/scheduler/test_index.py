@@ -84,12 +84,13 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
     if is_aligned:
         num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
     wanted = hashes[:num_hashes], num_computed_tokens, num_tokens_max
-    plain_block_size, index._plain_block_size = index._plain_block_size, None
-    assert plain_block_size == BLOCK_TOKENS
+    assert index.is_plain
+    assert index.hash_block_size == BLOCK_TOKENS
+    index.is_plain = False
     try:
         expected = found(index.find_hit(*wanted))
     finally:
-        index._plain_block_size = plain_block_size
+        index.is_plain = True
     assert found(index.find_hit(*wanted)) == expected
     index.slots.forget(unfinished)
     index.slots.release(unfinished)
@@ -98,7 +99,8 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
 @pytest.mark.parametrize("groups", [("window:8",), ("mla",), ("full", "window:8"), ("full@8",)])
 def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups: tuple[str, ...]) -> None:
     plain = {("mla",): 4, ("full@8",): 8}.get(groups)
-    assert index_of(*groups)._plain_block_size == plain
+    index = index_of(*groups)
+    assert (index.hash_block_size if index.is_plain else None) == plain
 
 
 def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
