@@ -24,11 +24,27 @@ from safe_offload.sim.vllm_setup import (
     as_model_runner,
     make_kv_cache_config,
     make_scheduler,
-)
-from safe_offload.sim.vllm_setup import (
-    runner_output as runner_output,
+    runner_output,
 )
 from safe_offload.sim.words import Sequel
+
+__all__ = [
+    "NONE",
+    "OFFLOADING",
+    "OURS",
+    "SIMPLE",
+    "NoWorker",
+    "OffloadingWorker",
+    "PeerEngine",
+    "SafeWorker",
+    "SimpleWorker",
+    "StandInWorker",
+    "as_peer_runner",
+    "make_peer_scheduler",
+    "make_worker",
+    "peer_shape",
+    "runner_output",
+]
 
 OURS = "SafeCPUOffloadConnector"
 SIMPLE = "SimpleCPUOffloadConnector"
