@@ -93,19 +93,20 @@ class Loads:
         if state.limits.load_tokens is not None:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
-        if state.hit is None or not self._index.is_still_longest(state.hit, *wanted):
+        hit = state.hit
+        if hit is None or not self._index.is_still_longest(hit, *wanted):
             state.drop_hit()
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
-            state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
-            state.move(Phase.MATCHED)
-        num_tokens = state.hit.num_tokens
-        if not self._admission.admits(state, num_computed_tokens + num_tokens):
+        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             state.drop_hit()
             return 0
-        return num_tokens
+        if hit is not state.hit:
+            state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
+            state.move(Phase.MATCHED)
+        return hit.num_tokens
 
     def begin(
         self,

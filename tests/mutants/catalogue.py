@@ -662,7 +662,7 @@ MUTANTS = (
     Mutant(
         "loads are admitted without a look at others",
         _LOADS,
-        "        if not self._admission.admits(state, num_computed_tokens + num_tokens):",
+        "        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):",
         "        if False:",
         "I7",
         ("hybrid-pressure",),
