@@ -12,7 +12,10 @@ from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SlidingWindowManager,
+)
 
 __all__ = [
     "GpuBlocks",
@@ -106,6 +109,24 @@ class GpuBlocks:
     def has_homes(self, group_idx: int) -> bool:
         """Whether no block of the group leaves a table before all do."""
         return self._keeps_blocks[group_idx]
+
+    def num_tokens_kept(self, group_ids: Iterable[int]) -> int | None:
+        """How many more tokens a request computes at least before a full block leaves its table.
+
+        Returns:
+            The least of these groups; None if blocks stay for as long as the request runs.
+        """
+        kept = None
+        for group_idx in group_ids:
+            if not self.has_homes(group_idx):
+                is_window = self.is_window(group_idx)
+                num_tokens = self._managers[group_idx].sliding_window - 1 if is_window else 0
+                kept = num_tokens if kept is None else min(kept, num_tokens)
+        return kept
+
+    def is_window(self, group_idx: int) -> bool:
+        """Whether the group is of sliding windows, and nothing else is special about it."""
+        return type(self._managers[group_idx]) is SlidingWindowManager
 
     def tables_of(self, group_idx: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
         """A group's block tables by request id, and how many of their blocks vLLM has hashed.

@@ -7,7 +7,7 @@ has computed. Lazy: what vLLM is about to evict, and what it has given away befo
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
@@ -92,39 +92,50 @@ class Harvest:
         elif self._walk is not None:
             self._at_risk += self._walk.at_risk(state.request.request_id)
 
-    def add_preempted(
-        self, states: Iterable[RequestState], given_out: Callable[[], Collection[int]]
-    ) -> None:
+    def add_preempted(self, states: Iterable[RequestState], given_out: Collection[int]) -> None:
         """Take slots for what preempted requests had computed, before it is overwritten.
 
-        Eager: most of it was stored in the step that computed it. The rest is in `leftover`: blocks
-        that were intact when the last plan was made, so that nobody can have written them yet.
-        Lazy: what of it was given away in this very step; the rest waits in the queue.
+        Eager: what is not stored yet. Some of it is in `leftover`: blocks that were intact when the
+        last plan was made, so that nobody can have written them yet. Lazy: what of it was given
+        away in this very step; the rest waits in the queue.
 
         Args:
             states: preempted in this step.
-            given_out: tells which blocks were allocated in this step.
+            given_out: ids of the blocks that were allocated in this step.
         """
-        block_ids = given_out() if self._walk is not None else ()
         for state in states:
             rescued, state.leftover = state.leftover, []
-            for snapshot in state.snapshots:
-                rescued.append(snapshot.given_out(state.request.block_hashes, block_ids))
-            state.snapshots = []
+            snapshots, state.snapshots = state.snapshots, []
+            for snapshot in snapshots:
+                rescued += self._unsaved(state, snapshot, given_out)
             for sources in rescued:
                 num_rescued = self._add(None, self._still_wanted(sources), Found.EARLIER)
                 self._counters[Count.RESCUED_BLOCKS] += num_rescued
+
+    def _unsaved(
+        self, state: RequestState, snapshot: Snapshot, given_out: Collection[int]
+    ) -> tuple[Sources, ...]:
+        if self._gpu is None:
+            return ()
+        block_size = self._index.group_block_sizes[snapshot.group_idx]
+        num_blocks = snapshot.num_computed(state.request, block_size)
+        if state.limits.store_tokens is not None:
+            num_blocks = min(num_blocks, state.limits.store_tokens // block_size)
+        hashes = self._index.hashes_of(state.request, snapshot.group_idx)
+        unsaved = snapshot.unsaved(hashes, num_blocks, given_out, self._gpu)
+        return unsaved if self._walk is None else unsaved[:1]
 
     def add_computed(self, states: Sequence[RequestState]) -> None:
         """Take slots for what requests have computed once the forward of this step has run.
 
         Lazy: only note what they have, in case they are preempted.
         """
-        if not states:
-            return
+        for state in states:
+            if not state.decodes:
+                state.snapshots = [] if self._walk is None else self._take_snapshots(state)
+            elif not state.snapshots or state.snapshots[0].num_blocks is not None:
+                state.snapshots = self._take_snapshots(state)
         if self._scan is None:
-            for state in states:
-                state.snapshots = self._take_snapshots(state.request.request_id)
             return
         if len(states) == 1:
             self._add_found(self._scan, states[0], Found.NOW)
@@ -137,17 +148,18 @@ class Harvest:
                 plain.append(state)
         self._add_found_of_all(self._scan, plain)
 
-    def _take_snapshots(self, request_id: str) -> list[Snapshot]:
-        """The block tables of a request whose blocks can be named by its own hashes."""
+    def _take_snapshots(self, state: RequestState) -> list[Snapshot]:
+        """The block tables of a request, of groups whose tables say which tokens a block holds."""
         if self._gpu is None:
             return []
+        request = state.request
         snapshots = []
         for group_idx in self._index.group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
-            table = tables.get(request_id)
-            is_named = self._index.group_block_sizes[group_idx] == self._index.hash_block_size
-            if table and is_named and self._gpu.is_positional(group_idx):
-                snapshots.append(Snapshot(group_idx, table, nums_hashed.get(request_id, 0)))
+            table = tables.get(request.request_id)
+            if table and self._gpu.is_positional(group_idx):
+                num = None if state.decodes else nums_hashed.get(request.request_id, 0)
+                snapshots.append(Snapshot(group_idx, table, num, request.num_prompt_tokens))
         return snapshots
 
     def add_given_away(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from safe_offload import compat
@@ -21,6 +22,7 @@ from safe_offload.scheduler.slots import NO_SLOT, SlotPool
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,14 @@ class HostIndex:
             return None
         num_tokens = len(slots) * self.hash_block_size
         return Hit((slots,), num_tokens, num_computed_tokens, num_tokens_max, self._now)
+
+    def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
+        """The hash of each block of a request, as large as the blocks of a group are."""
+        block_size = self.group_block_sizes[group_idx]
+        hashes: Sequence[bytes] = request.block_hashes
+        if block_size != self.hash_block_size:
+            hashes = BlockHashListWithBlockSize(hashes, self.hash_block_size, block_size)
+        return hashes
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
         """GPU blocks of a request behind its first `num_tokens` tokens, over all groups.

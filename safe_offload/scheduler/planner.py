@@ -98,6 +98,7 @@ class Planner:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
         self._loads.bind(gpu)
+        self._agenda.bind(gpu.num_tokens_kept(self._index.group_ids))
         self._harvest.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self, report: object = None) -> None:
@@ -228,9 +229,13 @@ class Planner:
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.preempted_req_ids:
             self._find_preempted(scheduler_output)
-        self._harvest.add_computed(self._loads.owners_of_new)
-        self._harvest.add_computed(self._agenda.due(scheduled))
-        self._harvest.add_boundary_states(scheduler_output, self._book)
+        if self._loads.has_news:
+            self._harvest.add_computed(self._loads.owners_of_new)
+        due = self._agenda.due(scheduled)
+        if due:
+            self._harvest.add_computed(due)
+        if self._options.state_group_ids:
+            self._harvest.add_boundary_states(scheduler_output, self._book)
         self._harvest.add_given_away()
         if scheduled:  # else an idle engine would store without end
             self._harvest.add_about_to_be_evicted()
@@ -243,9 +248,8 @@ class Planner:
                 if request_id not in scheduler_output.num_scheduled_tokens:
                     state.preempt()  # else it runs again already, and `match` has done this
                 preempted.append(state)
-        self._harvest.add_preempted(
-            preempted, lambda: allocated_block_ids(scheduler_output) | self._loads.new_targets
-        )
+        given_out = allocated_block_ids(scheduler_output) | self._loads.new_targets
+        self._harvest.add_preempted(preempted, given_out)
 
     def plan_nothing(self) -> StepPlan:
         """The plan of a step whose planning failed, after `disable`: it tells what has failed."""

@@ -69,7 +69,8 @@ class RequestState:
         loaded: lease on what it has loaded, until it becomes part of `prefix`.
         cursors: for each group, leading blocks of the block table that need no more storing.
         leftover: blocks that could not be stored for want of slots, as they were last seen.
-        snapshots: lazy mode: what it had computed when it was looked at last.
+        decodes: it had computed its prompt, and the answer so far, when it was looked at last.
+        snapshots: where to find what it has computed and what is not stored, if it is preempted.
         num_loads: its loads that not all ranks have reported, or whose failure is not announced.
         num_stores: parts of stores with its blocks that not all ranks have reported.
         failing: a plan has announced that its load failed, and the workers' echo, which alone may
@@ -89,6 +90,7 @@ class RequestState:
     loaded: Lease | None = None
     cursors: list[int] = field(default_factory=list)
     leftover: list[Sources] = field(default_factory=list)
+    decodes: bool = False
     snapshots: list[Snapshot] = field(default_factory=list)
     num_loads: int = 0
     num_stores: int = 0
@@ -141,9 +143,11 @@ class RequestState:
         self.cursors = [0] * self.num_groups
 
     def preempt(self) -> None:
-        """vLLM took its blocks away; what could not be stored so far stays in `leftover`."""
+        """vLLM took its blocks away; what is not stored so far is in `leftover` and `snapshots`."""
         if self.phase is Phase.RUNNING:
             self.move(Phase.WAITING)
+            for snapshot in self.snapshots:
+                snapshot.first = self.cursors[snapshot.group_idx]
             self.drop_prefix()
 
 

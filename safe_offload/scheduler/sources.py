@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
     from safe_offload.scheduler.gpu_blocks import GpuBlocks
     from safe_offload.scheduler.index import HostIndex
@@ -154,34 +155,63 @@ class EagerScan:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a running request had computed when it was looked at last, to be found when it is gone.
+    """A block table of a running request, to find there what is not stored if it is preempted.
 
     Attributes:
-        group_idx: KV cache group, whose blocks are as large as what the request has hashes of.
+        group_idx: KV cache group.
         table: its block table; vLLM drops it when it preempts the request, and leaves it as it is.
-        num_hashed: so many blocks at the head of it are computed.
+        num_blocks: so many blocks at the head of it were computed when it was looked at last; None
+            for a request that decodes, of which its tokens tell.
+        num_prompt_tokens: of the request then; it differs when a client has sent more meanwhile.
+        first: the blocks ahead of this one are stored, or need not be.
     """
 
     group_idx: int
     table: list[KVCacheBlock]
-    num_hashed: int
+    num_blocks: int | None
+    num_prompt_tokens: int
+    first: int = 0
 
-    def given_out(self, hashes: Sequence[bytes], block_ids: Collection[int]) -> Sources:
-        """The blocks that somebody else was given in this step.
+    def num_computed(self, request: Request, block_size: int) -> int:
+        """Leading blocks that are computed, or will be by a step ahead of the one being planned.
 
-        Nothing has written them yet, so that they can still be stored, before the forward.
+        The last token of an answer came out of a step that has computed all those before it.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        if request.num_prompt_tokens != self.num_prompt_tokens:
+            return 0
+        num_tokens: int = request.num_tokens - 1
+        return num_tokens // block_size
+
+    def unsaved(
+        self, hashes: Sequence[bytes], num_blocks: int, given_out: Collection[int], gpu: GpuBlocks
+    ) -> tuple[Sources, Sources]:
+        """What it holds that is not stored, when its request has been preempted.
 
         Args:
-            hashes: of the request.
-            block_ids: what was allocated in this step.
+            hashes: of the request, one for each of its blocks.
+            num_blocks: so many blocks at the head are computed.
+            given_out: ids of the blocks that were allocated in this step.
+            gpu: tells which group is of sliding windows.
+
+        Returns:
+            Those that can only be stored ahead of the forward, because somebody was given them in
+            this step or because vLLM has no hash to watch them by, as of many blocks of sliding
+            windows; and those that wait in the queue of free blocks.
         """
-        sources = Sources(self.group_idx)
-        for block, block_hash in zip(self.table[: self.num_hashed], hashes, strict=False):
-            if block.block_id in block_ids and not block.is_null:
-                witness = block_hash_of(block)
-                if witness is None or get_block_hash(witness) != block_hash:
-                    sources.add([block], [_NO_WITNESS], [block_hash])
-        return sources
+        lost, waiting = Sources(self.group_idx), Sources(self.group_idx)
+        is_window = gpu.is_window(self.group_idx)
+        table = self.table[self.first : num_blocks]
+        for block, block_hash in zip(table, hashes[self.first :], strict=False):
+            if block.is_null:
+                continue
+            witness = block_hash_of(block)
+            if witness is not None and get_block_hash(witness) == block_hash:
+                waiting.add([block], [witness], [block_hash])
+            elif is_window or block.block_id in given_out:
+                lost.add([block], [_NO_WITNESS], [block_hash])
+        return lost, waiting
 
 
 _NO_WITNESS = b"given away"

@@ -397,8 +397,8 @@ MUTANTS = (
     Mutant(
         "lazy: what a preempted request has lost is stored behind the forward",
         _SOURCES,
-        "sources.add([block], [_NO_WITNESS], [block_hash])",
-        "sources.add([block], [witness], [block_hash])",
+        "lost.add([block], [_NO_WITNESS], [block_hash])",
+        "lost.add([block], [witness], [block_hash])",
         "I6",
         ("lazy-pressure", "lazy"),
     ),
@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "lazy: a preempted request's blocks are stored whether computed or not",
         _SOURCES,
-        "self.table[: self.num_hashed]",
-        "self.table",
+        "self.table[self.first : num_blocks]",
+        "self.table[self.first :]",
         "I6",
         ("lazy-pressure", "lazy"),
     ),

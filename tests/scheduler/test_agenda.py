@@ -139,10 +139,17 @@ def test_no_filled_block_waits_for_a_look(
 
 
 class Watch:
-    """Counts how often requests are looked at, and sees that no hashed block waits for it."""
+    """Counts how often requests are looked at, and sees which hashed blocks wait for it.
 
-    def __init__(self, rig: Rig) -> None:
+    Args:
+        rig: an engine that has started.
+        num_steps_between: looks at requests that decode; None for what the planner has chosen.
+    """
+
+    def __init__(self, rig: Rig, num_steps_between: int | None = 1) -> None:
         self.rig = rig
+        if num_steps_between is not None:
+            rig.planner._agenda.num_steps_between = num_steps_between
         self.num_looks = 0
         self.num_missed = 0
         self.num_preempted = 0
@@ -195,6 +202,51 @@ def test_what_vllm_has_hashed_is_looked_at_in_the_same_step(
     assert rig.counts["stored_blocks"] >= sum((5 + 9 * n + 39) // BLOCK_TOKENS for n in range(4))
     for n in range(4):
         rig.check_tokens(f"r{n}", 40)
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_steps_between"),
+    [
+        (("full",), 16),
+        (("full", "window:64"), 16),
+        (("full", "window:10"), 4),
+        (("full", "window:3"), 1),
+        (("full", "chunk:8"), 1),
+    ],
+)
+def test_a_filled_block_is_stored_while_it_is_in_its_table(
+    make_rig: MakeRig, groups: tuple[str, ...], num_steps_between: int
+) -> None:
+    """Those who decode are looked at together, as seldom as no window slides past a block."""
+    rig = make_rig(groups=groups, num_blocks=300, num_slots=600)
+    rig.start()
+    watch = Watch(rig, None)
+    assert rig.planner._agenda.num_steps_between == num_steps_between
+    for n in range(3):
+        rig.add(f"r{n}", rig.prompt(8, n), max_tokens=57)
+    rig.drain()
+    num_looks_each = 1 + 56 // max(BLOCK_TOKENS, num_steps_between)
+    assert abs(watch.num_looks / 3 - num_looks_each) <= 1
+    assert rig.counts["stored_blocks"] == len(groups) * 3 * (64 // BLOCK_TOKENS)
+    rig.check_idle()
+
+
+def test_what_a_preempted_request_has_filled_since_the_last_look_is_stored(
+    make_rig: MakeRig,
+) -> None:
+    """Its blocks are free, and some were given to others in the very step."""
+    rig = make_rig(num_blocks=20, num_slots=200)
+    rig.start()
+    watch = Watch(rig, 1000)
+    for n in range(4):
+        rig.add(f"r{n}", rig.prompt(9, n), max_tokens=30)
+    rig.drain()
+    assert watch.num_preempted == 0, "counted by step() only"
+    assert rig.counts["rescued_blocks"] > 0
+    assert rig.counts["hit_tokens"] > 0
+    for n in range(4):
+        rig.check_tokens(f"r{n}", 30)
     rig.check_idle()
 
 

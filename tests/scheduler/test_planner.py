@@ -155,6 +155,10 @@ def test_stale_duplicate_and_foreign_ids_never_reach_vllm(
     rig.mutate_outputs.append(inject(received=ids, sent=ids))
     rig.add("live", rig.prompt(9, 5), max_tokens=20)
     rig.add("a2", a, max_tokens=6)
+    rig.hold_copies(True)
+    for _ in range(4):
+        rig.step()
+    rig.hold_copies(False)
     rig.drain()
     rig.check_tokens("a2", 6)
     rig.check_tokens("live", 20)
