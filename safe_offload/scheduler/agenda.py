@@ -33,7 +33,8 @@ class Agenda:
         num_decode_tokens_max: a request that decodes computes at most so many in one step.
 
     Attributes:
-        num_steps_between: looks at requests that decode are in steps that are multiples of this.
+        num_steps_between: looks at requests that decode are in steps that are multiples of this;
+            0 for no look but the first.
     """
 
     def __init__(self, block_sizes: Sequence[int], num_decode_tokens_max: int) -> None:
@@ -44,15 +45,18 @@ class Agenda:
         self._next: dict[RequestState, None] = {}
         self._later: dict[int, list[RequestState]] = {}
 
-    def bind(self, num_tokens_kept: int | None) -> None:
+    def bind(self, num_tokens_kept: int | None, *, is_lazy: bool) -> None:
         """Learn how long a block stays where it is found: looks are no further apart.
 
         Args:
             num_tokens_kept: after a block is full, its request computes at least so many tokens
                 before the block leaves its table; None if it never does.
+            is_lazy: nothing is stored while its request runs.
         """
-        self.num_steps_between = STEPS_BETWEEN_LOOKS
-        if num_tokens_kept is not None:  # half of it: what is scheduled runs ahead of what is known
+        self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
+        if (
+            num_tokens_kept is not None and not is_lazy
+        ):  # half of it: what is scheduled runs ahead of what is known
             num_steps = num_tokens_kept // (2 * self._num_decode_tokens_max)
             self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))
 
@@ -92,6 +96,8 @@ class Agenda:
         state.decodes = num_computed >= request.num_tokens
         if not state.decodes:
             self._next[state] = None
+            return
+        if not self.num_steps_between:
             return
         # vLLM hashes a block when all its tokens are known, which is later than they are computed
         # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)

@@ -143,16 +143,6 @@ class GpuBlocks:
         """Blocks that can be allocated: all but the null block."""
         return int(self._pool.num_gpu_blocks) - 1
 
-    def hashed_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """All blocks of a request that vLLM has hashed, each group in prefix order."""
-        return [
-            block
-            for manager in self._managers
-            for block in manager.req_to_blocks.get(request_id, ())[
-                : manager.num_cached_block.get(request_id, 0)
-            ]
-        ]
-
     def is_positional(self, group_idx: int) -> bool:
         """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").
 

@@ -76,7 +76,7 @@ class Harvest:
         if lazy_num_blocks is None:
             self._scan = EagerScan(self._index, gpu)
         else:
-            self._walk = LazyWalk(self._index.slots, gpu, lazy_num_blocks)
+            self._walk = LazyWalk(self._index, gpu, lazy_num_blocks)
 
     # ---- what to store -------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Harvest:
         if self._scan is not None:
             self._add_found(self._scan, state, Found.EARLIER)
         elif self._walk is not None:
-            self._at_risk += self._walk.at_risk(state.request.request_id)
+            self._at_risk += self._walk.at_risk(state)
 
     def add_preempted(self, states: Iterable[RequestState], given_out: Collection[int]) -> None:
         """Take slots for what preempted requests had computed, before it is overwritten.

@@ -188,16 +188,61 @@ class HostIndex:
 
         A request that waits at the head of the queue is asked about in every step.
         """
-        if hit.num_computed_tokens != num_computed_tokens:
-            return False
-        if hit.num_tokens_max != num_tokens_max - num_computed_tokens:
+        return hit.num_computed_tokens == num_computed_tokens and self._ends_there(
+            hit, block_hashes, num_tokens_max
+        )
+
+    def grown(
+        self,
+        hit: Hit,
+        block_hashes: Sequence[bytes],
+        num_computed_tokens: int,
+        num_tokens_max: int,
+    ) -> tuple[Hit, list[int]] | None:
+        """A leased hit that begins earlier, because the GPU has lost blocks ahead of it since.
+
+        That is what happens to a preempted request while it waits at the head of the queue.
+
+        Returns:
+            What `find_hit` would find, and which of its slots are new, which are its first; None if
+            that takes a search.
+        """
+        num_more = hit.num_computed_tokens - num_computed_tokens
+        if num_more <= 0 or num_computed_tokens % self.alignment_tokens:
+            return None
+        if not self._ends_there(hit, block_hashes, num_tokens_max):
+            return None
+        new: list[int] = []
+        slots_by_group: list[Sequence[int]] = []
+        for group_idx, slots in enumerate(hit.slots_by_group):
+            if group_idx == self._full_group:
+                first = num_computed_tokens // self.hash_block_size
+                end = hit.num_computed_tokens // self.hash_block_size
+                new = self.slots.find_run(group_idx, block_hashes[first:end])
+                if len(new) < end - first:
+                    return None
+                slots_by_group.append([*new, *slots])
+            elif slots and slots[0] == NO_SLOT:
+                slots_by_group.append(
+                    [NO_SLOT] * (num_more // self.group_block_sizes[group_idx]) + [*slots]
+                )
+            else:
+                return None
+        num_tokens = hit.num_tokens + num_more
+        num_tokens_max -= num_computed_tokens
+        hit = Hit(tuple(slots_by_group), num_tokens, num_computed_tokens, num_tokens_max, self._now)
+        return hit, new
+
+    def _ends_there(self, hit: Hit, block_hashes: Sequence[bytes], num_tokens_max: int) -> bool:
+        """Whether a leased hit still cannot be found to end any later, or earlier."""
+        if hit.num_computed_tokens + hit.num_tokens_max != num_tokens_max:
             return False  # it has grown: one that was preempted may get a token while it waits
         if hit.as_of[1] != self.slots.num_forgets:
             return False  # a slot of a hit can be forgotten although it is leased
         if hit.as_of[0] == self.slots.version:
             return True
         group_idx, block_size = self._full_group, self.hash_block_size
-        end = num_computed_tokens + hit.num_tokens
+        end = hit.num_computed_tokens + hit.num_tokens
         if group_idx is None or end % block_size:
             return False
         if end + block_size > num_tokens_max or end // block_size >= len(block_hashes):

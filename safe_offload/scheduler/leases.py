@@ -102,6 +102,11 @@ class LeaseBook:
         self._pool.lease(slots)
         lease.slots.extend(slots)
 
+    def extend_head(self, lease: Lease, slots: Sequence[int]) -> None:
+        """The same, of slots that come before those that it has."""
+        self._pool.lease(slots)
+        lease.slots[:0] = slots
+
     def forget(self, lease: Lease) -> None:
         """Called by `Lease.release` only."""
         del self._held[id(lease)]

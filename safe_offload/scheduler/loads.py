@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.index import Hit, HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
 from safe_offload.scheduler.slots import NO_SLOT
@@ -94,7 +94,9 @@ class Loads:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
         hit = state.hit
-        if hit is None or not self._index.is_still_longest(hit, *wanted):
+        if hit is not None and not self._index.is_still_longest(hit, *wanted):
+            hit = self._grow_hit(state, hit, wanted)
+        if hit is None:
             state.drop_hit()
             hit = self._index.find_hit(*wanted)
             if hit is None:
@@ -107,6 +109,17 @@ class Loads:
             state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
         return hit.num_tokens
+
+    def _grow_hit(
+        self, state: RequestState, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
+    ) -> Hit | None:
+        """See `HostIndex.grown`; what is new is leased too."""
+        grown = self._index.grown(hit, *wanted)
+        if grown is None or state.hit_lease is None:
+            return None
+        state.hit, new_slots = grown
+        self._leases.extend_head(state.hit_lease, new_slots)
+        return state.hit
 
     def begin(
         self,

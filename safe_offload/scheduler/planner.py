@@ -98,7 +98,8 @@ class Planner:
         """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
         self._gpu = gpu
         self._loads.bind(gpu)
-        self._agenda.bind(gpu.num_tokens_kept(self._index.group_ids))
+        num_tokens_kept = gpu.num_tokens_kept(self._index.group_ids)
+        self._agenda.bind(num_tokens_kept, is_lazy=self._options.lazy_num_blocks is not None)
         self._harvest.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self, report: object = None) -> None:
@@ -210,9 +211,10 @@ class Planner:
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
-        before, after, fences = self._stores.plan(lambda: self._early_written(scheduler_output))
-        if not (before or after or fences or self._loads.has_news):
+        stores = self._stores.plan(lambda: self._early_written(scheduler_output))
+        if stores is None and not self._loads.has_news:
             return EMPTY_PLAN
+        before, after, fences = stores or ((), (), ())
         plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
         self._stores.sent()
         self._loads.sent()

@@ -28,7 +28,7 @@ from safe_offload.scheduler.slots import Key, SlotPool
 from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
@@ -148,7 +148,7 @@ class EagerScan:
         if slot is not None:
             present += self._slots.filled([slot])
             return 0
-        sources.add([block], [witness], [block_hash])
+        sources.append(block, witness, block_hash)
         sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
         return 1
 
@@ -208,9 +208,9 @@ class Snapshot:
                 continue
             witness = block_hash_of(block)
             if witness is not None and get_block_hash(witness) == block_hash:
-                waiting.add([block], [witness], [block_hash])
+                waiting.append(block, witness, block_hash)
             elif is_window or block.block_id in given_out:
-                lost.add([block], [_NO_WITNESS], [block_hash])
+                lost.append(block, _NO_WITNESS, block_hash)
         return lost, waiting
 
 
@@ -226,24 +226,37 @@ class LazyWalk:
     the head that no step can eat up, and begins again at the head when half of that is gone.
 
     Args:
-        slots: to skip what the host has or is about to have.
+        index: to skip what the host has or is about to have.
         gpu: the free queue.
         num_blocks: how far ahead of the allocator to look; twice what a step may allocate.
     """
 
-    def __init__(self, slots: SlotPool, gpu: GpuBlocks, num_blocks: int) -> None:
-        self._slots = slots
+    def __init__(self, index: HostIndex, gpu: GpuBlocks, num_blocks: int) -> None:
+        self._slots = index.slots
+        self._group_ids = index.group_ids
         self._gpu = gpu
         self._num_blocks = num_blocks
         self._num_seen = 0
         self._half: Place | None = None
         self._last: Place | None = None
 
-    def at_risk(self, request_id: str) -> list[Sources]:
-        """Blocks of a request that finishes, if the next step may allocate them unseen."""
-        if self._gpu.num_free_blocks >= self._num_blocks // 2:
+    def at_risk(self, state: RequestState) -> list[Sources]:
+        """Blocks of a request that finishes, if the next step may allocate them unseen.
+
+        vLLM frees the tail of a table first, behind what is free already, and hands out no more in
+        a step than half of what the walk looks at.
+        """
+        num_at_risk = self._num_blocks // 2 - self._gpu.num_free_blocks
+        if num_at_risk <= 0:
             return []
-        return sources_of(self._gpu.hashed_blocks(request_id), self._gpu, self._slots)
+        request_id = state.request.request_id
+        blocks = []
+        for group_idx in self._group_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            num_hashed = nums_hashed.get(request_id, 0)
+            first = max(0, num_hashed - num_at_risk)
+            blocks += tables.get(request_id, ())[first:num_hashed]
+        return sources_of(blocks, self._gpu, self._slots)
 
     def walk(self) -> list[Sources]:
         """Free blocks that the allocator takes soon, that the host does not have, not seen yet."""
@@ -268,28 +281,25 @@ class LazyWalk:
         self._half = self._last = None
 
 
-def sources_of(blocks: Iterable[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:
+def sources_of(blocks: Sequence[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:
     """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have.
 
     Of blocks that hold the same, as two requests may have computed it, the first.
     """
-    by_group: dict[int, Sources] = {}
+    by_group = [Sources(group_idx) for group_idx in range(len(slots.tables))]
     seen: set[bytes] = set()
-    for block in blocks:
-        witness = block_hash_of(block)
+    for block, witness in zip(blocks, hashes_of(blocks), strict=True):
         if witness is None or witness in seen:
             continue
-        seen.add(witness)
-        group_idx, block_hash = get_group_id(witness), get_block_hash(witness)
-        if block_hash in slots.tables[group_idx]:
-            continue
-        sources = by_group.get(group_idx)
-        if sources is None:
-            sources = by_group[group_idx] = Sources(group_idx)
-        sources.add([block], [witness], [block_hash])
-    for sources in by_group.values():
+        block_hash = get_block_hash(witness)
+        group_idx = get_group_id(witness) if len(by_group) > 1 else 0
+        if block_hash not in slots.tables[group_idx]:
+            seen.add(witness)
+            by_group[group_idx].append(block, witness, block_hash)
+    found = [sources for sources in by_group if sources.blocks]
+    for sources in found:
         sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
-    return list(by_group.values())
+    return found
 
 
 def find_more_keys(

@@ -52,7 +52,7 @@ class Stores:
 
     def plan(
         self, early_written: Callable[[], Collection[int]]
-    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
+    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]] | None:
         """Turn what was found since the last `sent` into stores, and see which need a fence.
 
         Args:
@@ -61,12 +61,15 @@ class Stores:
 
         Returns:
             The stores before the forward, those after it, and the ids of those that the writes of
-            this step must wait for.
+            this step must wait for; None if there is none of all.
         """
         fenced = self._in_flight.fence()
+        self._harvest.drop_given_away()
+        found, intact = self._harvest.found, self._harvest.intact
+        if not (found or intact or fenced):
+            return None
         before: tuple[Transfer, ...] = ()
         after: tuple[Transfer, ...] = ()
-        found, intact = self._harvest.found, self._harvest.intact
         if found or intact:
             given_away = [part for part in found if part.sources.given_away()]
             if len(given_away) < len(found):
@@ -82,7 +85,6 @@ class Stores:
             written = early_written()
             for store in fenced:
                 store.poisoned |= bool(written) and store.reads(written)
-        self._harvest.drop_given_away()
         return before, after, tuple(store.transfer_id for store in fenced)
 
     def _make(self, parts: list[Part], *, is_fenced: bool) -> Store:

@@ -87,3 +87,9 @@ class Sources:
         self.blocks += blocks
         self.witnesses += witnesses
         self.hashes += hashes
+
+    def append(self, block: KVCacheBlock, witness: bytes, block_hash: bytes) -> None:
+        """Take in one more."""
+        self.blocks.append(block)
+        self.witnesses.append(witness)
+        self.hashes.append(block_hash)

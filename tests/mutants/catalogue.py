@@ -81,7 +81,7 @@ MUTANTS = (
         _PLANNER,
         "            if not self._is_disabled:\n"
         "                self._harvest.add_finished(state)\n",
-        "            for b in self._gpu.hashed_blocks(request.request_id)[:1]: b.ref_cnt += 1\n",
+        "            for b in self._gpu.tables_of(0)[0][request.request_id][:1]: b.ref_cnt += 1\n",
         "I2",
         ("plain",),
     ),
@@ -397,8 +397,8 @@ MUTANTS = (
     Mutant(
         "lazy: what a preempted request has lost is stored behind the forward",
         _SOURCES,
-        "lost.add([block], [_NO_WITNESS], [block_hash])",
-        "lost.add([block], [witness], [block_hash])",
+        "lost.append(block, _NO_WITNESS, block_hash)",
+        "lost.append(block, witness, block_hash)",
         "I6",
         ("lazy-pressure", "lazy"),
     ),
