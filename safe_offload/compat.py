@@ -55,6 +55,7 @@ __all__ = [
     "has_plain_hits",
     "make_coordinator",
     "num_decode_tokens_max",
+    "replace_full_attention",
     "resolve_block_sizes",
     "segments",
     "state_group_ids",
@@ -188,6 +189,22 @@ def make_coordinator(
     }
     accepted = inspect.signature(get_kv_cache_coordinator).parameters
     return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
+
+
+def replace_full_attention(coordinator: Any, manager_class: type[FullAttentionManager]) -> None:
+    """Let another class find the hits of the groups of full attention, where vLLM's own would.
+
+    Nothing changes in a vLLM that finds them in another way, or that knows arguments which the
+    other class does not; a coordinator of one group has no list of attention groups.
+    """
+    known, passed = (
+        list(inspect.signature(its.find_longest_cache_hit).parameters)
+        for its in (manager_class, FullAttentionManager)
+    )
+    groups: list[Any] = getattr(coordinator, "attention_groups", [])
+    for idx, group in enumerate(groups):
+        if known == passed and getattr(group, "manager_cls", None) is FullAttentionManager:
+            groups[idx] = group._replace(manager_cls=manager_class)
 
 
 def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:

@@ -3,7 +3,8 @@
 The prefix-hit rules of hybrid models (full attention, sliding window, chunked local, Mamba states,
 MLA, the block that EAGLE drops) belong to vLLM. This class runs vLLM's own cache coordinator over
 the host's slots, so that a change of those rules touches one file here. One rule is so simple and
-so common that it is here too, without a call for each block: a single group of full attention.
+so common that it is here too, without a call for each block: that of full attention, alone or as
+one kind of a hybrid model's.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from safe_offload import compat
-from safe_offload.scheduler.slots import NO_SLOT, SlotPool
+from safe_offload.scheduler.slots import NO_SLOT, SlotPool, needed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +40,7 @@ class Hit:
         as_of: `SlotPool.version` and `SlotPool.num_forgets` when it was found.
     """
 
-    slots_by_group: tuple[Sequence[int], ...]
+    slots_by_group: tuple[list[int], ...]
     num_tokens: int
     num_computed_tokens: int
     num_tokens_max: int
@@ -46,9 +48,10 @@ class Hit:
 
     def slots(self) -> list[int]:
         """All real slots of the hit, each group in prefix order."""
-        if len(self.slots_by_group) == 1 and NO_SLOT not in self.slots_by_group[0]:
-            return list(self.slots_by_group[0])
-        return [slot for group in self.slots_by_group for slot in group if slot != NO_SLOT]
+        slots: list[int] = []
+        for group in self.slots_by_group:
+            slots += needed(group, group, NO_SLOT)
+        return slots
 
 
 class _SlotsAsBlocks:
@@ -64,6 +67,7 @@ class _SlotsAsBlocks:
     def __init__(self, slots: SlotPool, hash_block_size: int) -> None:
         self.hash_block_size = hash_block_size
         self._find = slots.find
+        self._find_run = slots.find_run
 
     def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[int] | None:
         """The slot of a block for each group; None if one of them has none."""
@@ -74,6 +78,59 @@ class _SlotsAsBlocks:
                 return None
             found.append(slot)
         return found
+
+    def find_runs(
+        self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
+    ) -> tuple[list[int], ...]:
+        """For each group, the slots of the first blocks, as many as all of the groups have."""
+        runs = tuple(self._find_run(group_idx, block_hashes) for group_idx in group_ids)
+        num_blocks = min(map(len, runs))
+        for run in runs:
+            del run[num_blocks:]
+        return runs
+
+
+class _FullAttentionInRuns(FullAttentionManager):
+    """vLLM's rule of full attention for `_SlotsAsBlocks`, without a call for each block.
+
+    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, which is asked wherever more
+    than the number of leading blocks matters.
+    """
+
+    @classmethod
+    def find_longest_cache_hit(  # noqa: PLR0913 (they are vLLM's)
+        cls,
+        block_hashes: Sequence[bytes],
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> Any:
+        """The slots of each group, and the number of tokens that all of them cover."""
+        size = kv_cache_spec.block_size
+        is_aligned = size == block_pool.hash_block_size and alignment_tokens % size == 0
+        if not is_aligned or drop_eagle_block or dcp_world_size > 1 or pcp_world_size > 1:
+            return super().find_longest_cache_hit(
+                block_hashes,
+                max_length,
+                kv_cache_group_ids,
+                block_pool,
+                kv_cache_spec,
+                drop_eagle_block,
+                alignment_tokens,
+                dcp_world_size,
+                pcp_world_size,
+            )
+        runs = block_pool.find_runs(block_hashes[: max_length // size], kv_cache_group_ids)
+        num_tokens = len(runs[0]) * size
+        num_tokens -= num_tokens % alignment_tokens
+        for run in runs:
+            del run[num_tokens // size :]
+        return runs, num_tokens
 
 
 class HostIndex:
@@ -100,6 +157,7 @@ class HostIndex:
         self.is_plain = compat.has_plain_hits(coordinator, hash_block_size)
         """Whether there is nothing but one group of full attention."""
         self._full_group = compat.full_attention_group(coordinator, hash_block_size)
+        compat.replace_full_attention(coordinator, _FullAttentionInRuns)
         coordinator.block_pool = _SlotsAsBlocks(slots, hash_block_size)
         for manager in coordinator.single_type_managers:
             manager.block_pool = coordinator.block_pool
@@ -213,7 +271,7 @@ class HostIndex:
         if not self._ends_there(hit, block_hashes, num_tokens_max):
             return None
         new: list[int] = []
-        slots_by_group: list[Sequence[int]] = []
+        slots_by_group: list[list[int]] = []
         for group_idx, slots in enumerate(hit.slots_by_group):
             if group_idx == self._full_group:
                 first = num_computed_tokens // self.hash_block_size
@@ -253,10 +311,7 @@ class HostIndex:
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, num_tokens_max: int
     ) -> Hit | None:
         """The rule of full attention: as many leading blocks as there are."""
-        hashes = block_hashes[: num_tokens_max // self.hash_block_size]
-        if not hashes or hashes[0] not in self.slots.tables[0]:
-            return None  # most prompts are new
-        slots = self.slots.find_run(0, hashes)
+        slots = self.slots.find_run(0, block_hashes[: num_tokens_max // self.hash_block_size])
         if not slots:
             return None
         num_tokens = len(slots) * self.hash_block_size

@@ -18,7 +18,7 @@ from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.index import Hit, HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.slots import NO_SLOT
+from safe_offload.scheduler.slots import NO_SLOT, needed
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -173,12 +173,11 @@ class Loads:
             slots = hit.slots_by_group[group_idx][: len(block_ids)]
             if len(slots) < len(block_ids):
                 return [], []
-            if self._null_block_id in block_ids or NO_SLOT in slots:
-                pairs = zip(block_ids, slots, strict=True)
-                needed = [pair for pair in pairs if pair[0] != self._null_block_id]
-                block_ids, slots = [pair[0] for pair in needed], [pair[1] for pair in needed]
-                if NO_SLOT in slots:
-                    return [], []
+            if self._null_block_id in block_ids:
+                slots = needed(slots, block_ids, self._null_block_id)
+                block_ids = needed(block_ids, block_ids, self._null_block_id)
+            if NO_SLOT in slots:
+                return [], []
             all_block_ids += block_ids
             all_slots += slots
         return all_block_ids, all_slots

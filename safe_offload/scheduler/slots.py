@@ -27,6 +27,17 @@ class Key(NamedTuple):
     block_hash: bytes
 
 
+def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
+    """The items whose marker, in the same place, is not `null`.
+
+    A window leaves thousands of nulls at the head and none behind, so that is looked at first.
+    """
+    num_nulls = markers.count(null)
+    if num_nulls and null in markers[num_nulls:]:
+        return [item for item, marker in zip(items, markers, strict=True) if marker != null]
+    return items[num_nulls:]
+
+
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
 
@@ -228,9 +239,12 @@ class SlotPool:
         slot = self.tables[group_idx].get(block_hash)
         return None if slot in self._being_stored else slot
 
-    def find_run(self, group_idx: int, hashes: Iterable[bytes]) -> list[int]:
+    def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
         """The slots that hold the first blocks of a prefix, up to the first that none holds."""
-        found = list(map(self.tables[group_idx].get, hashes))
+        table = self.tables[group_idx]
+        if not hashes or hashes[0] not in table:
+            return []  # most prompts are new
+        found = list(map(table.get, hashes))
         slots: list[Any] = found[: found.index(None)] if None in found else found
         if not self._being_stored.isdisjoint(slots):
             unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)

@@ -24,7 +24,7 @@ from safe_offload.scheduler.gpu_blocks import (
     get_group_id,
     hashes_of,
 )
-from safe_offload.scheduler.slots import Key, SlotPool
+from safe_offload.scheduler.slots import Key, SlotPool, needed
 from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class EagerScan:
         witnesses: list[Any] = hashes_of(blocks)
         is_whole = all(witnesses)
         if not is_whole:  # a window slid past some, or no hit can ever need them
-            blocks = [block for block, witness in zip(blocks, witnesses, strict=True) if witness]
-            witnesses = [witness for witness in witnesses if witness]
+            blocks = needed(blocks, witnesses, None)
+            witnesses = needed(witnesses, witnesses, None)
         if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
             hashes = state.request.block_hashes[first : first + len(blocks)]
         else:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from safe_offload.scheduler.index import HostIndex
+from safe_offload import compat
+from safe_offload.scheduler.index import HostIndex, _FullAttentionInRuns
 from safe_offload.scheduler.slots import NO_SLOT
-from safe_offload.sim.groups import BLOCK_TOKENS
+from safe_offload.sim.groups import BLOCK_TOKENS, Group
 from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 NUM_BLOCKS = 12
@@ -123,6 +126,157 @@ def test_a_window_needs_only_its_last_blocks() -> None:
     assert hit.slots() == [*window, *full]
 
 
+# ---- full attention in a hybrid model ----------------------------------------------------------
+
+HYBRIDS = {
+    groups: index_of(*groups, num_slots=3 * NUM_BLOCKS + 4)
+    for groups in [
+        ("full", "window:8"),
+        ("window:10", "full"),
+        ("full", "window:16@8"),
+        ("full@8", "window:8"),
+        ("full", "full@8", "window:8"),
+        ("full", "full", "window:8"),
+        ("window:8", "full", "window:16"),
+        ("full", "chunk:16"),
+        ("full", "mamba"),
+        ("full", "mamba@8"),
+        ("mla", "full"),
+    ]
+}
+
+
+@contextmanager
+def attention_groups(index: HostIndex, **changes: Any) -> Iterator[None]:
+    """Change what vLLM's coordinator knows of the groups of full attention."""
+    groups = index._coordinator.attention_groups
+    before = list(groups)
+    groups[:] = [
+        group._replace(**changes) if issubclass(group.manager_cls, FullAttentionManager) else group
+        for group in before
+    ]
+    try:
+        yield
+    finally:
+        groups[:] = before
+
+
+@pytest.mark.parametrize("drops_eagle_block", [False, True])
+@pytest.mark.parametrize("groups", HYBRIDS)
+def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
+    groups: tuple[str, ...], drops_eagle_block: bool
+) -> None:
+    index, hashes = HYBRIDS[groups], hashes_of()
+    lengths = set()
+
+    @given(
+        missing=st.tuples(*[st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=4) for _ in groups]),
+        storing=st.tuples(st.integers(0, len(groups) - 1), st.integers(0, NUM_BLOCKS - 1)),
+        num_hashes=st.integers(1, NUM_BLOCKS),
+        num_computed=st.integers(0, 3),
+        num_tokens_max=st.integers(1, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+    )
+    @settings(max_examples=150, deadline=None)
+    def check(
+        missing: tuple[set[int], ...],
+        storing: tuple[int, int],
+        num_hashes: int,
+        num_computed: int,
+        num_tokens_max: int,
+    ) -> None:
+        index.forget_all()
+        for group_idx, its_missing in enumerate(missing):
+            kept = [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing]
+            fill(index, group_idx, kept)
+        unfinished = store(index, storing[0], hashes[storing[1] : storing[1] + 1])
+        wanted = hashes[:num_hashes], num_computed * index.alignment_tokens, num_tokens_max
+        with attention_groups(index, use_eagle=drops_eagle_block):
+            ours = found(index.find_hit(*wanted))
+            with attention_groups(index, manager_cls=FullAttentionManager):
+                assert ours == found(index.find_hit(*wanted))
+        lengths.add(ours and ours[1])
+        index.slots.forget(unfinished)
+        index.slots.release(unfinished)
+
+    check()
+    assert len(lengths) > 2, "or it has shown nothing"
+
+
+@given(
+    missing=st.tuples(*[st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=3) for _ in range(2)]),
+    group_ids=st.sampled_from([[0], [1], [0, 1]]),
+    num_tokens_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+    alignment_tokens=st.sampled_from([4, 6, 8, 12]),
+    drops_eagle_block=st.booleans(),
+    num_context_ranks=st.integers(1, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_rule_in_runs_answers_as_vllms_does(
+    missing: tuple[set[int], ...],
+    group_ids: list[int],
+    num_tokens_max: int,
+    alignment_tokens: int,
+    drops_eagle_block: bool,
+    num_context_ranks: int,
+) -> None:
+    index, hashes = HYBRIDS["full", "full", "window:8"], hashes_of()
+    index.forget_all()
+    for group_idx, its_missing in enumerate(missing):
+        fill(index, group_idx, [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing])
+    ours, vllms = (
+        rule.find_longest_cache_hit(
+            block_hashes=hashes,
+            max_length=num_tokens_max,
+            kv_cache_group_ids=group_ids,
+            block_pool=index._coordinator.block_pool,
+            kv_cache_spec=Group("full").spec(),
+            drop_eagle_block=drops_eagle_block,
+            alignment_tokens=alignment_tokens,
+            dcp_world_size=num_context_ranks,
+        )
+        for rule in (_FullAttentionInRuns, FullAttentionManager)
+    )
+    assert ours == vllms
+
+
+def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index, hashes = index_of("full", "window:8"), hashes_of()
+    full = fill(index, 0, hashes)
+    window = fill(index, 1, hashes[-2:])
+    asked: list[Any] = []
+    find = index._coordinator.block_pool.get_cached_block
+    monkeypatch.setattr(
+        index._coordinator.block_pool,
+        "get_cached_block",
+        lambda block_hash, group_ids: asked.append(group_ids) or find(block_hash, group_ids),
+    )
+    hit = index.find_hit(hashes, 0, 99)
+    assert found(hit) == ([full, [NO_SLOT] * 10 + window], 48, 0)
+    assert asked == [[1], [1]], "the window's last two blocks"
+
+
+def test_only_vllms_own_class_of_full_attention_is_replaced() -> None:
+    index = index_of("full", "window:8")
+    groups = index._coordinator.attention_groups
+
+    class Later(FullAttentionManager):
+        @classmethod
+        def find_longest_cache_hit(cls, *, as_of_a_later_vllm: bool) -> Any:
+            raise NotImplementedError
+
+    with attention_groups(index, manager_cls=FullAttentionManager):
+        before = list(groups)
+        compat.replace_full_attention(index._coordinator, Later)
+        assert groups == before, "it takes other arguments than vLLM passes"
+    with attention_groups(index, manager_cls=Later):
+        before = list(groups)
+        compat.replace_full_attention(index._coordinator, _FullAttentionInRuns)
+        assert groups == before, "the group has rules of its own"
+    compat.replace_full_attention(object(), _FullAttentionInRuns)
+
+
 # ---- a hit that is asked for again -------------------------------------------------------------
 
 
@@ -155,6 +309,7 @@ class Asker:
         self.num_computed_tokens = 0
         self.hit: Any = None
         self.num_kept = 0
+        self.num_grown = 0
 
     @property
     def wanted(self) -> tuple[list[bytes], int, int]:
@@ -197,6 +352,15 @@ class Asker:
             assert found(index.find_hit(*self.wanted)) == found(self.hit)
             self.num_kept += 1
             return
+        grown = self.hit and index.grown(self.hit, *self.wanted)
+        if grown:
+            before = set(self.hit.slots())
+            self.hit, new_slots = grown
+            assert found(index.find_hit(*self.wanted)) == found(self.hit)
+            assert sorted(self.hit.slots()) == sorted([*new_slots, *before])
+            index.slots.lease(new_slots)
+            self.num_grown += 1
+            return
         if self.hit is not None:
             index.slots.release(self.hit.slots())
         self.hit = index.find_hit(*self.wanted)
@@ -225,6 +389,48 @@ def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups: tuple[str
 
     check()
     assert num_kept > 100, "or it has shown nothing"
+
+
+@pytest.mark.parametrize(
+    ("groups", "grows"),
+    [
+        (("full",), True),
+        (("window:8", "full"), True),
+        (("full", "window:4", "window:12"), True),
+        (("full@8", "window:8"), False),
+        (("full", "chunk:16"), False),
+    ],
+)
+def test_a_hit_grows_at_its_head_as_a_search_would_find_it(
+    groups: tuple[str, ...], grows: bool
+) -> None:
+    """The GPU loses blocks of a request that waits: a hit begins earlier, and ends where it did."""
+    num_grown = 0
+
+    @given(
+        num_tokens=st.integers(20, 40),
+        missing=st.integers(0, 9),
+        steps=st.lists(STEPS, max_size=3),
+        num_computed=st.lists(st.integers(0, 6), min_size=2, max_size=5),
+    )
+    @settings(max_examples=150, deadline=None)
+    def check(
+        num_tokens: int, missing: int, steps: list[tuple[Any, ...]], num_computed: list[int]
+    ) -> None:
+        nonlocal num_grown
+        asker = Asker(index_of(*groups, num_slots=40), num_tokens)
+        hashes = asker.hashes[:missing] + asker.hashes[missing + 1 :]
+        for group_idx in range(len(groups)):
+            fill(asker.index, group_idx, hashes)
+        for blocks in sorted(num_computed, reverse=True):
+            asker.happen("compute", blocks)
+            asker.ask()
+            if steps:
+                asker.happen(*steps.pop())
+        num_grown += asker.num_grown
+
+    check()
+    assert (num_grown > 10) is grows
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])

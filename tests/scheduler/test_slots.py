@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.slots import Key, SlotPool
+from safe_offload.scheduler.slots import NO_SLOT, Key, SlotPool, needed
 
 
 def pool_of(num_slots: int, num_groups: int = 1, policy: str = "lru") -> SlotPool:
@@ -58,6 +58,13 @@ def test_full_is_a_smaller_grant_or_none() -> None:
     leases = [pool.grant(2), pool.grant(2), pool.grant(1)]
     assert leases == [[0, 1], [2], []]
     pool.check_invariants(leases)
+
+
+@given(markers=st.lists(st.sampled_from([NO_SLOT, 3, 4]), max_size=8))
+def test_what_is_needed_has_a_marker_that_is_not_null(markers: list[int]) -> None:
+    items = list(range(len(markers)))
+    expected = [item for item in items if markers[item] != NO_SLOT]
+    assert needed(items, markers, NO_SLOT) == expected
 
 
 def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
