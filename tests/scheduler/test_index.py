@@ -430,7 +430,7 @@ def test_a_hit_grows_at_its_head_as_a_search_would_find_it(
         num_grown += asker.num_grown
 
     check()
-    assert (num_grown > 10) is grows
+    assert (num_grown > 0) is grows
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
