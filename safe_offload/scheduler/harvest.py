@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.fences import Part
+from safe_offload.scheduler.gpu_blocks import hashes_of
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -58,8 +59,6 @@ class Harvest:
         self._gpu: GpuBlocks | None = None
         self._scan: EagerScan | None = None
         self._walk: LazyWalk | None = None
-        self._at_risk: list[Sources] = []
-        """Lazy: of requests that have finished since the last plan."""
         self._num_blocks_max = 0
 
     def bind(self, gpu: GpuBlocks, lazy_num_blocks: int | None, num_blocks_max: int) -> None:
@@ -90,7 +89,7 @@ class Harvest:
         if self._scan is not None:
             self._add_found(self._scan, state, Found.EARLIER)
         elif self._walk is not None:
-            self._at_risk += self._walk.at_risk(state)
+            self._walk.watch(state)
 
     def add_preempted(self, states: Iterable[RequestState], given_out: Collection[int]) -> None:
         """Take slots for what preempted requests had computed, before it is overwritten.
@@ -167,9 +166,9 @@ class Harvest:
 
         In every step, one that computes nothing too: it may allocate blocks for a load.
         """
-        at_risk, self._at_risk = self._at_risk, []
-        for sources in at_risk:
-            self._add(None, self._still_wanted(sources.lost()), Found.EARLIER)
+        if self._walk is not None:
+            for sources in self._walk.lost():
+                self._add(None, self._still_wanted(sources), Found.EARLIER)
 
     def add_about_to_be_evicted(self) -> None:
         """Take slots for what the allocator takes next (lazy mode)."""
@@ -203,7 +202,7 @@ class Harvest:
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        for sources in sources_of(blocks, self._gpu, self._index.slots):
+        for sources in sources_of(blocks, hashes_of(blocks), self._gpu, self._index.slots):
             self._add(None, sources, Found.EARLIER)
 
     def _add_found(self, scan: EagerScan, state: RequestState, when: Found) -> None:
@@ -346,6 +345,5 @@ class Harvest:
         for state in self._short_of_slots:
             state.leftover = []
         self._short_of_slots.clear()
-        self._at_risk = []
         if self._walk is not None:
-            self._walk.begin_again()
+            self._walk.reset()

@@ -238,9 +238,10 @@ class Planner:
             self._harvest.add_computed(due)
         if self._options.state_group_ids:
             self._harvest.add_boundary_states(scheduler_output, self._book)
-        self._harvest.add_given_away()
-        if scheduled:  # else an idle engine would store without end
-            self._harvest.add_about_to_be_evicted()
+        if self._options.lazy_num_blocks is not None:
+            self._harvest.add_given_away()
+            if scheduled:  # else an idle engine would store without end
+                self._harvest.add_about_to_be_evicted()
 
     def _find_preempted(self, scheduler_output: SchedulerOutput) -> None:
         preempted = []

@@ -61,7 +61,7 @@ class SlotPool:
         self.num_forgets = 0
         """How often slots were forgotten that may be leased."""
         self._leased: set[int] = set()
-        self._more_leases: dict[int, int] = {}  # of a slot, beyond the first
+        self._more_leases: Counter[int] = Counter()  # of a slot, beyond the first
         self._hashes: dict[int, bytes] = {}  # of each slot in the tables
         self._groups = bytearray(num_slots)
         self._more_keys: dict[int, list[Key]] = {}
@@ -127,8 +127,7 @@ class SlotPool:
         if leased.isdisjoint(slots):
             leased.update(slots)
         else:
-            for slot in leased.intersection(slots):
-                more[slot] = more.get(slot, 0) + 1
+            more.update(leased.intersection(slots))
             leased.update(slots)
         self._filled.lease(slots)
 
@@ -146,14 +145,16 @@ class SlotPool:
             raise InvariantError("I8", f"slots {unleased} released more often than leased")
         more = self._more_leases
         if more and not more.keys().isdisjoint(slots):
-            shared = [slot for slot in slots if slot in more]
-            slots = [slot for slot in slots if slot not in more]
-            for slot in shared:  # one may be among them twice
-                num_more = more.pop(slot, 0)
-                if num_more > 1:
+            last = []
+            for slot in slots:  # one may be among them twice
+                num_more = more.get(slot)
+                if num_more is None:
+                    last.append(slot)
+                elif num_more == 1:
+                    more.pop(slot)
+                else:
                     more[slot] = num_more - 1
-                elif not num_more:
-                    slots.append(slot)
+            slots = last
         self._leased.difference_update(slots)
         hashes = self._hashes
         if all(map(hashes.__contains__, slots)):
@@ -193,7 +194,7 @@ class SlotPool:
         for slot, block_hash in self._hashes.items():
             self.tables[self._groups[slot]][block_hash] = slot
         self._leased = set(expected)
-        self._more_leases = {slot: num - 1 for slot, num in expected.items() if num > 1}
+        self._more_leases = Counter({slot: n - 1 for slot, n in expected.items() if n > 1})
         unleased = [slot for slot in range(self.num_usable) if slot not in expected]
         self._filled.forget(range(self.num_slots))
         self._filled.release([slot for slot in unleased if slot in self._hashes])

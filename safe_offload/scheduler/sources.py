@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import compress
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 from safe_offload.scheduler.gpu_blocks import (
@@ -236,27 +237,40 @@ class LazyWalk:
         self._group_ids = index.group_ids
         self._gpu = gpu
         self._num_blocks = num_blocks
+        self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
+        """Of requests that have finished since the last plan, with their hash objects then."""
         self._num_seen = 0
         self._half: Place | None = None
         self._last: Place | None = None
 
-    def at_risk(self, state: RequestState) -> list[Sources]:
-        """Blocks of a request that finishes, if the next step may allocate them unseen.
+    def watch(self, state: RequestState) -> None:
+        """Remember blocks of a request that finishes, if the next step may allocate them unseen.
 
         vLLM frees the tail of a table first, behind what is free already, and hands out no more in
         a step than half of what the walk looks at.
         """
         num_at_risk = self._num_blocks // 2 - self._gpu.num_free_blocks
         if num_at_risk <= 0:
-            return []
+            return
         request_id = state.request.request_id
-        blocks = []
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             num_hashed = nums_hashed.get(request_id, 0)
             first = max(0, num_hashed - num_at_risk)
-            blocks += tables.get(request_id, ())[first:num_hashed]
-        return sources_of(blocks, self._gpu, self._slots)
+            blocks = tables.get(request_id, ())[first:num_hashed]
+            if blocks:
+                self._watched.append((blocks, hashes_of(blocks)))
+
+    def lost(self) -> list[Sources]:
+        """What was watched, and was given away in this step; the rest waits in the queue."""
+        watched, self._watched = self._watched, []
+        found = []
+        for blocks, witnesses in watched:
+            is_lost = list(map(is_not, hashes_of(blocks), witnesses))
+            if any(is_lost):
+                lost = list(compress(blocks, is_lost)), list(compress(witnesses, is_lost))
+                found += sources_of(*lost, self._gpu, self._slots)
+        return found
 
     def walk(self) -> list[Sources]:
         """Free blocks that the allocator takes soon, that the host does not have, not seen yet."""
@@ -274,21 +288,37 @@ class LazyWalk:
             return []
         self._num_seen += len(blocks)
         self._last = Place.of(blocks[-1])
-        return sources_of(blocks, self._gpu, self._slots)
+        return sources_of(blocks, hashes_of(blocks), self._gpu, self._slots)
 
     def begin_again(self) -> None:
         """Look at everything anew, in the next step."""
         self._half = self._last = None
 
+    def reset(self) -> None:
+        """Forget what is watched, and look at everything anew."""
+        self._watched = []
+        self.begin_again()
 
-def sources_of(blocks: Sequence[KVCacheBlock], gpu: GpuBlocks, slots: SlotPool) -> list[Sources]:
+
+def sources_of(
+    blocks: Sequence[KVCacheBlock],
+    witnesses: Sequence[bytes | None],
+    gpu: GpuBlocks,
+    slots: SlotPool,
+) -> list[Sources]:
     """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have.
 
     Of blocks that hold the same, as two requests may have computed it, the first.
+
+    Args:
+        blocks: whatever group they are of.
+        witnesses: the hash object of each; None if vLLM has not hashed it.
+        gpu: tells what else they are known under.
+        slots: what the host has.
     """
     by_group = [Sources(group_idx) for group_idx in range(len(slots.tables))]
     seen: set[bytes] = set()
-    for block, witness in zip(blocks, hashes_of(blocks), strict=True):
+    for block, witness in zip(blocks, witnesses, strict=True):
         if witness is None or witness in seen:
             continue
         block_hash = get_block_hash(witness)

@@ -59,10 +59,6 @@ class Sources:
             return self
         return self.keep(list(map(is_, hashes_of(self.blocks), self.witnesses)))
 
-    def lost(self) -> Sources:
-        """The others."""
-        return self.keep(list(map(is_not, hashes_of(self.blocks), self.witnesses)))
-
     def keep(self, wanted: list[bool]) -> Sources:
         """Those for which `wanted` is true."""
         if all(wanted):

@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "a slot that two lease is free when one lets go",
         _SLOTS,
-        "                more[slot] = more.get(slot, 0) + 1\n",
-        "                pass\n",
+        "            more.update(leased.intersection(slots))\n",
+        "",
         "I8",
         ("plain",),
     ),
@@ -389,8 +389,8 @@ MUTANTS = (
     Mutant(
         "lazy: what a finished request has lost is stored behind the forward",
         _HARVEST,
-        "self._still_wanted(sources.lost()), Found.EARLIER)",
-        "self._still_wanted(sources.lost()), Found.NOW)",
+        "                self._add(None, self._still_wanted(sources), Found.EARLIER)\n",
+        "                self._add(None, self._still_wanted(sources), Found.NOW)\n",
         "I6",
         ("lazy", "lazy-pressure"),
     ),
@@ -405,8 +405,8 @@ MUTANTS = (
     Mutant(
         "lazy: what a load overwrites is stored one step too late",
         _PLANNER,
-        "        self._harvest.add_given_away()\n",
-        "        if scheduled: self._harvest.add_given_away()\n",
+        "            self._harvest.add_given_away()\n",
+        "            if scheduled: self._harvest.add_given_away()\n",
         "I6",
         ("lazy-pressure",),
     ),

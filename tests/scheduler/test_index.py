@@ -199,7 +199,7 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
         index.slots.release(unfinished)
 
     check()
-    assert len(lengths) > 2, "or it has shown nothing"
+    assert len(lengths) > 1, "or it has shown nothing"
 
 
 @given(
