@@ -203,8 +203,9 @@ class Snapshot:
         """
         lost, waiting = Sources(self.group_idx), Sources(self.group_idx)
         is_window = gpu.is_window(self.group_idx)
-        table = self.table[self.first : num_blocks]
-        for block, block_hash in zip(table, hashes[self.first :], strict=False):
+        first = 0 if is_window else self.first  # what was not hashed was passed over
+        table = self.table[first:num_blocks]
+        for block, block_hash in zip(table, hashes[first:], strict=False):
             if block.is_null:
                 continue
             witness = block_hash_of(block)

@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "lazy: a preempted request's blocks are stored whether computed or not",
         _SOURCES,
-        "self.table[self.first : num_blocks]",
-        "self.table[self.first :]",
+        "self.table[first:num_blocks]",
+        "self.table[first:]",
         "I6",
         ("lazy-pressure", "lazy"),
     ),
