@@ -232,9 +232,7 @@ def _describe(sums: list[CopySums]) -> str:
     size_bytes = statistics.median(copies.size_bytes for copies in sums)
     num_pieces = statistics.median(copies.num_pieces for copies in sums)
     num_transfers = statistics.median(copies.num_transfers for copies in sums)
-    return (
-        f"{size_bytes / 1e6:,.1f} MB in {num_pieces:,.0f} pieces and {num_transfers:.0f} transfers"
-    )
+    return f"{size_bytes / 1e6:,.1f} MB in {num_pieces:,.0f} pieces, {num_transfers:.0f} transfers,"
 
 
 def _cpu_s(role: str, observed: Observed) -> float:
