@@ -156,6 +156,7 @@ def test_loads_in_several_transfers_are_one_span_from_the_first_to_the_last() ->
     hit.probe["copies"].append(("load", after(0.0062), after(0.0072), 50, 5))
     hit.probe["reports"].insert(1, (after(0.0085), (9, 10)))
     spans = spans_of(hit)
+    assert spans[TO_WORKER] == pytest.approx(0.0012)
     assert spans[COPY] == pytest.approx(0.0032)
     assert spans[TO_STEP] == pytest.approx(0.0013)
     assert sum(spans.values()) == pytest.approx(0.025)
