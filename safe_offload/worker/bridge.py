@@ -40,7 +40,7 @@ from safe_offload.worker.checksums import require_xxhash
 from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.page_lock import SLAB_BYTES
-from safe_offload.worker.threads import on_cores_of_parent
+from safe_offload.worker.threads import on_other_cores
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ class WorkerBridge:
         layout = self._lay_out(geometry, device)
         host = self._take_host_memory(layout)
         is_bound = device.type == "cpu" and self._is_child
-        with on_cores_of_parent() if is_bound else contextlib.nullcontext():
+        with on_other_cores() if is_bound else contextlib.nullcontext():
             backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
             engine = TransferEngine(
                 backend,

@@ -21,23 +21,24 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @contextlib.contextmanager
-def on_cores_of_parent() -> Iterator[None]:
-    """Threads that are started meanwhile may run wherever this process's parent may.
+def on_other_cores() -> Iterator[None]:
+    """Threads that are started meanwhile run on the parent process's cores, but for our own.
 
     A thread inherits the cores of the one that starts it. vLLM's CPU engine binds a worker's first
     thread to one core, where it computes, so that every copy would take that core from the
     forward. The engine's own process, the parent, is not bound; and for the threads of a connector
-    vLLM leaves a core idle, which they would never reach.
+    vLLM leaves a core idle, which they would never reach. A thread that nothing has bound, or that
+    has no other core to go to, starts threads as ever.
 
     Source: `configure_omp_envs` and `reserve_cpu_num` in vllm/utils/ompmultiprocessing.py (0.32.0);
-    Linux, sched_setaffinity(2) and fork(2).
+    Linux, sched_setaffinity(2).
     """
     own: set[int] | None = None
     try:
         own = os.sched_getaffinity(0)
         cores = os.sched_getaffinity(os.getppid())
         if own < cores:
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, cores - own)
     except (AttributeError, OSError) as error:  # not on Linux, or the parent is not to be asked
         logger.debug("Threads stay on the cores that they inherit: %s", error)
     try:

@@ -581,13 +581,13 @@ def test_when_the_engine_dies_every_transfer_is_reported_and_hooks_go_on(make_wo
 
 
 @pytest.mark.parametrize("is_child", [True, False])
-def test_in_a_process_of_vllm_s_own_every_thread_starts_on_its_parent_s_cores(
+def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(
     is_child: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, started = [], []
 
     @contextlib.contextmanager
-    def on_cores_of_parent() -> Iterator[None]:
+    def on_other_cores() -> Iterator[None]:
         free.append(True)
         yield
         free.pop()
@@ -598,7 +598,7 @@ def test_in_a_process_of_vllm_s_own_every_thread_starts_on_its_parent_s_cores(
         started.append((thread.name, bool(free)))
         start(thread)
 
-    monkeypatch.setattr(bridge_module, "on_cores_of_parent", on_cores_of_parent)
+    monkeypatch.setattr(bridge_module, "on_other_cores", on_other_cores)
     monkeypatch.setattr(threading.Thread, "start", watched_start)
     worker = Worker()
     worker.bridge._is_child = is_child
