@@ -146,6 +146,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             rank=parallel.rank,
             num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
+            is_child=parallel.distributed_executor_backend == "mp",
         )
 
     def _warn_about_failure_policy(self) -> None:

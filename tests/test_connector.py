@@ -114,6 +114,16 @@ def test_each_role_builds_its_half(make_connector):
     assert worker._planner is None
 
 
+@pytest.mark.parametrize(("executor", "is_child"), [("mp", True), ("uni", False)])
+def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
+    make_connector, executor, is_child
+):
+    def run_by(config: VllmConfig) -> None:
+        config.parallel_config.distributed_executor_backend = executor
+
+    assert make_connector(KVConnectorRole.WORKER, run_by)._worker._is_child is is_child
+
+
 @pytest.mark.parametrize("role", KVConnectorRole)
 @pytest.mark.parametrize(
     ("extra", "message"),

@@ -26,6 +26,7 @@ IMPORTS_VLLM = {
     "scheduler/index.py": "kinds of attention",
     "scheduler/gpu_blocks.py": "the blocks of its pool",
     "bench/engine_process.py": "runs an engine",
+    "bench/engine_probe.py": "the connector in a worker",
     "bench/peers.py": "the messages of vLLM's own connectors",
     "bench/scheduler_engine.py": "steps vLLM's scheduler",
     "bench/vllm_copies.py": "vLLM's own copies, to be compared with ours",

@@ -9,12 +9,21 @@ import argparse
 import json
 import os
 import random
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from safe_offload.bench.engine_breakdown import (
+    FIRST,
+    GPU_HIT,
+    HOST_HIT,
+    Breakdown,
+    Observed,
+    copies_of,
+)
 from safe_offload.bench.engine_process import (
     Answer,
     EngineOptions,
@@ -29,6 +38,13 @@ from safe_offload.bench.engine_report import (
     draw_plot,
     render_table,
 )
+from safe_offload.bench.engine_watch import (
+    PROBE,
+    Watched,
+    answer_watched,
+    start_watching,
+    time_memcpy,
+)
 from safe_offload.bench.machine import describe_machine, require_matplotlib
 from safe_offload.bench.output import write_report
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
@@ -39,6 +55,8 @@ CONNECTOR = "SafeCPUOffloadConnector"
 # Token ids of the prompts: readable bytes of the tiny models, and ordinary tokens of any other.
 _PROMPT_TOKEN_IDS = range(32, 127)
 _START_TIMEOUT_S = 900.0
+KINDS = (FIRST, HOST_HIT, GPU_HIT)
+"""What the requests of a round are, with the connector: three, three and one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +128,8 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
 
     Each round is A, B, C, A, B, C on one engine and then on the other, back to back and with
     prompts that no engine has seen; the engine that goes first changes from round to round, so
-    that a slow drift of the machine's speed hits both alike.
+    that a slow drift of the machine's speed hits both alike. C is asked once more behind it, for
+    what a hit in the GPU's own prefix cache takes.
 
     Args:
         options: what to measure.
@@ -131,7 +150,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
                 processes[name] = EngineProcess(name, engine, log_path)
                 starts[name] = processes[name].wait_until_started(_START_TIMEOUT_S)
                 say(f"  ready after {starts[name].start_s:.0f} s")
-            samples = _run_rounds(options, processes, say)
+            samples, breakdown = _run_rounds(options, processes, say)
         finally:
             for process in processes.values():
                 process.stop()
@@ -140,6 +159,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
         connector=options.kv_transfer_config["kv_connector"],
         baseline=BASELINE,
         samples=samples,
+        breakdown=breakdown,
         pool_prompts=started.max_concurrency,
         num_gpu_blocks=started.num_gpu_blocks,
         options=asdict(options),
@@ -149,36 +169,54 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
 
 def _run_rounds(
     options: BenchOptions, processes: dict[str, EngineProcess], say: Callable[[str], None]
-) -> list[Sample]:
+) -> tuple[list[Sample], Breakdown]:
     """Run the warm-up, which is round 0 and not kept, and the rounds."""
     samples: list[Sample] = []
+    breakdown = Breakdown(BASELINE, [], {"load": [], "store": []})
+    for process in processes.values():
+        process.call(start_watching, None, options.answer_timeout_s)
     for round_index in range(options.rounds + 1):
         names = list(processes)
         if round_index % 2 == 0:
             names.reverse()
         prompts = [_make_prompt(options, round_index, which) for which in range(NUM_PROMPTS)]
+        questions = [Question(prompt, options.num_answer_tokens) for prompt in prompts]
         for name in names:
-            first_pass_s = second_pass_s = 0.0
-            for place in range(2 * NUM_PROMPTS):
-                question = Question(prompts[place % NUM_PROMPTS], options.num_answer_tokens)
-                answer = processes[name].ask(question, options.answer_timeout_s)
-                if place < NUM_PROMPTS:
-                    first_pass_s += answer.ttft_s
-                else:
-                    second_pass_s += answer.ttft_s
-                if round_index > 0:
-                    samples.append(_make_sample(name, round_index, place, answer))
-            label = f"round {round_index}" if round_index else "warm-up"
-            say(
-                f"{label}, {name}: first pass {first_pass_s / NUM_PROMPTS:.3f} s a prompt, "
-                f"second {second_pass_s / NUM_PROMPTS:.3f} s"
+            passes = [*questions, *questions, questions[-1]]
+            timeout_s = options.answer_timeout_s
+            watched = [processes[name].call(answer_watched, q, timeout_s) for q in passes]
+            first_s, second_s = (
+                statistics.fmean(w.answer.ttft_s for w in watched[start : start + NUM_PROMPTS])
+                for start in (0, NUM_PROMPTS)
             )
-    return samples
+            label = f"round {round_index}" if round_index else "warm-up"
+            say(f"{label}, {name}: first pass {first_s:.3f} s a prompt, second {second_s:.3f} s")
+            if round_index == 0:
+                continue
+            engine = name if name == BASELINE else "connector"
+            for place, one in enumerate(watched):
+                if place < 2 * NUM_PROMPTS:
+                    samples.append(_make_sample(engine, round_index, place, one.answer))
+                kind = KINDS[place // NUM_PROMPTS]
+                breakdown.observed.append(Observed(engine, kind, round_index, one))
+            _time_memcpy(processes[name], watched, timeout_s, breakdown)
+    return samples, breakdown
 
 
-def _make_sample(name: str, round_index: int, place: int, answer: Answer) -> Sample:
+def _time_memcpy(
+    process: EngineProcess, watched: list[Watched], timeout_s: float, breakdown: Breakdown
+) -> None:
+    """Time a memcpy as large as the round's last stores and as its last load."""
+    for direction, place in (("store", NUM_PROMPTS - 1), ("load", 2 * NUM_PROMPTS - 1)):
+        copies = copies_of(watched[place], direction)
+        if copies.size_bytes:
+            size = (copies.size_bytes, copies.num_pieces)
+            breakdown.memcpy_s[direction].append(process.call(time_memcpy, size, timeout_s))
+
+
+def _make_sample(engine: str, round_index: int, place: int, answer: Answer) -> Sample:
     return Sample(
-        engine=name if name == BASELINE else "connector",
+        engine=engine,
         round_index=round_index,
         place=place,
         ttft_s=answer.ttft_s,
@@ -241,6 +279,7 @@ def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOpti
         "num_gpu_blocks_override": options.num_gpu_blocks,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
+        "worker_extension_cls": PROBE,
         "disable_log_stats": False,  # where a prompt's tokens came from is a statistic
     }
     environment = {"VLLM_NO_USAGE_STATS": "1"}

@@ -63,6 +63,9 @@ class Answer:
     num_gpu_tokens: int
     num_host_tokens: int
     num_computed_tokens: int
+    arrival_s: float  # at vLLM's front end; this and the next two by `time.monotonic`
+    queued_s: float  # when the scheduler had it
+    scheduler_token_s: float  # when the scheduler had the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class EngineProcess:
 
     def ask(self, question: Question, timeout_s: float) -> Answer:
         """Return the answer to one request; raise SafeOffloadError if the engine dies over it."""
-        return self.call(_answer, question, timeout_s)
+        return self.call(answer, question, timeout_s)
 
     def call(
         self, function: Callable[[Any, Asked], Answered], question: Asked, timeout_s: float
@@ -110,8 +113,8 @@ class EngineProcess:
             SafeOffloadError: the engine dies over it, or the time is up.
         """
         self._connection.send((function, question))
-        answer: Answered = self._receive(timeout_s)
-        return answer
+        answered: Answered = self._receive(timeout_s)
+        return answered
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """End the engine and every process that it started, by force what does not go."""
@@ -177,13 +180,15 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
         raise
 
 
-def _answer(engine: Any, question: Question) -> Answer:
+def answer(engine: Any, question: Question) -> Answer:
     """Run one request alone and measure it."""
     before = _count_prompt_tokens(engine)
     start = time.perf_counter()
     (output,) = generate(engine, [question.prompt_token_ids], [question.num_answer_tokens])
     total_s = time.perf_counter() - start
     after = _count_prompt_tokens(engine)
+    # Sources of the three times: `RequestStateStats` in vllm/v1/metrics/stats.py (0.32.0).
+    wall_clock_ahead_s = time.time() - time.monotonic()
     return Answer(
         ttft_s=output.metrics.first_token_latency,
         total_s=total_s,
@@ -191,6 +196,9 @@ def _answer(engine: Any, question: Question) -> Answer:
         num_gpu_tokens=after["local_cache_hit"] - before["local_cache_hit"],
         num_host_tokens=after["external_kv_transfer"] - before["external_kv_transfer"],
         num_computed_tokens=after["local_compute"] - before["local_compute"],
+        arrival_s=output.metrics.arrival_time - wall_clock_ahead_s,
+        queued_s=output.metrics.queued_ts,
+        scheduler_token_s=output.metrics.first_token_ts,
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_offload.bench.engine_breakdown import Breakdown, render_breakdown
+
 NUM_PROMPTS = 3
 PROMPT_NAMES = "ABC"
 
@@ -36,6 +38,7 @@ class EngineReport:
     connector: str
     baseline: str
     samples: list[Sample]
+    breakdown: Breakdown
     pool_prompts: float  # the engine's own figure of how many requests its KV pool holds
     num_gpu_blocks: int
     options: dict[str, Any]
@@ -108,6 +111,7 @@ class EngineReport:
                 "num_second_pass_requests": self.num_rounds * NUM_PROMPTS,
                 "num_different_answers": self.num_different_answers,
             },
+            "breakdown": self.breakdown.to_json(),
             "samples": [asdict(sample) for sample in self.samples],
         }
 
@@ -161,6 +165,8 @@ def render_table(report: EngineReport) -> str:
         f"first pass:  {report.first_pass_overhead:+.1%} time to first token with the connector",
         _render_equality(report),
     ]
+    if breakdown := render_breakdown(report.breakdown):
+        lines += ["", breakdown]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ either order, `end`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,7 @@ from safe_offload.worker.checksums import require_xxhash
 from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.page_lock import SLAB_BYTES
+from safe_offload.worker.threads import on_other_cores
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,7 @@ class WorkerBridge:
         kv_cache_config: of this rank.
         rank: from 0 to the number of ranks of this engine.
         num_ranks_on_host: ranks that share this machine's memory.
+        is_child: vLLM has started this process for the worker.
     """
 
     def __init__(
@@ -68,11 +71,13 @@ class WorkerBridge:
         *,
         rank: int,
         num_ranks_on_host: int,
+        is_child: bool = False,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._num_ranks_on_host = num_ranks_on_host
+        self._is_child = is_child
         self._engine: TransferEngine | None = None
         self._plan: StepPlan = EMPTY_PLAN
         self._loads: tuple[Transfer, ...] = ()
@@ -109,14 +114,16 @@ class WorkerBridge:
             require_xxhash()
         layout = self._lay_out(geometry, device)
         host = self._take_host_memory(layout)
-        backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
-        engine = TransferEngine(
-            backend,
-            self._config.max_inflight_bytes,
-            timeout_s=self._config.transfer_timeout_s,
-            verify_every=self._config.verify_every,
-        )
-        engine.start()
+        is_bound = device.type == "cpu" and self._is_child
+        with on_other_cores() if is_bound else contextlib.nullcontext():
+            backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
+            engine = TransferEngine(
+                backend,
+                self._config.max_inflight_bytes,
+                timeout_s=self._config.transfer_timeout_s,
+                verify_every=self._config.verify_every,
+            )
+            engine.start()
         self.attach(engine)
         logger.info(
             "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",

@@ -1,4 +1,4 @@
-"""Threads that are all there before the first work comes.
+"""Threads that are all there before the first work comes, on cores where they hinder nobody.
 
 `ThreadPoolExecutor.submit` starts a thread when it needs one, behind the work that it has queued by
 then (CPython 3.11, Lib/concurrent/futures/thread.py). If the system refuses the thread, `submit`
@@ -8,10 +8,44 @@ to blocks that belong to somebody else by then. So no thread is left to be start
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from safe_offload.errors import ConfigError
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+@contextlib.contextmanager
+def on_other_cores() -> Iterator[None]:
+    """Threads that are started meanwhile run on the parent process's cores, but for our own.
+
+    A thread inherits the cores of the one that starts it. vLLM's CPU engine binds a worker's first
+    thread to one core, where it computes, so that every copy would take that core from the
+    forward. The engine's own process, the parent, is not bound; and for the threads of a connector
+    vLLM leaves a core idle, which they would never reach. A thread that nothing has bound, or that
+    has no other core to go to, starts threads as ever.
+
+    Source: `configure_omp_envs` and `reserve_cpu_num` in vllm/utils/ompmultiprocessing.py (0.32.0);
+    Linux, sched_setaffinity(2).
+    """
+    own: set[int] | None = None
+    try:
+        own = os.sched_getaffinity(0)
+        cores = os.sched_getaffinity(os.getppid())
+        if own < cores:
+            os.sched_setaffinity(0, cores - own)
+    except (AttributeError, OSError) as error:  # not on Linux, or the parent is not to be asked
+        logger.debug("Threads stay on the cores that they inherit: %s", error)
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.sched_setaffinity(0, own)
 
 
 def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:

@@ -12,6 +12,7 @@ from safe_offload.bench.engine_report import (
     draw_plot,
     render_table,
 )
+from tests.bench.test_engine_breakdown import make_breakdown
 
 BASELINE = "no connector"
 
@@ -44,6 +45,7 @@ def make_report(*, num_rounds: int = 3) -> EngineReport:
         connector="SafeCPUOffloadConnector",
         baseline=BASELINE,
         samples=samples,
+        breakdown=make_breakdown(),
         pool_prompts=1.6,
         num_gpu_blocks=160,
         options={
@@ -86,6 +88,7 @@ def test_the_table_has_a_line_for_each_request_and_the_sums() -> None:
     assert "20.0 times faster with the connector; 9 of 9 requests were host hits" in table
     assert "+2.0% time to first token" in table
     assert "all 18 equal" in table
+    assert "memcpy of as many bytes" in table
 
 
 def test_the_json_file_holds_method_summary_and_samples() -> None:
@@ -94,6 +97,7 @@ def test_the_json_file_holds_method_summary_and_samples() -> None:
     assert content["summary"]["hit_speedup_by_round"] == pytest.approx([20, 20, 20])
     assert len(content["samples"]) == 36
     assert "3 rounds" in content["method"]
+    assert len(content["breakdown"]["requests"]) == 6
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -577,3 +578,31 @@ def test_when_the_engine_dies_every_transfer_is_reported_and_hooks_go_on(make_wo
     worker.step(StepPlan(loads=(transfer(4),), stores_before_forward=(transfer(5),), fences=(5, 3)))
     dead = FailureReason.NOT_RUNNING
     assert worker.outcomes() == {1: None, 2: dead, 3: dead, 4: dead, 5: dead}
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(
+    is_child: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, started = [], []
+
+    @contextlib.contextmanager
+    def on_other_cores() -> Iterator[None]:
+        free.append(True)
+        yield
+        free.pop()
+
+    start = threading.Thread.start
+
+    def watched_start(thread: threading.Thread) -> None:
+        started.append((thread.name, bool(free)))
+        start(thread)
+
+    monkeypatch.setattr(bridge_module, "on_other_cores", on_other_cores)
+    monkeypatch.setattr(threading.Thread, "start", watched_start)
+    worker = Worker()
+    worker.bridge._is_child = is_child
+    worker.register()
+    names = {"safe-offload-store_0", "safe-offload-load_0", "safe-offload-loop"}
+    assert {entry for entry in started if entry[0] in names} == {(name, is_child) for name in names}
+    worker.bridge.shutdown()

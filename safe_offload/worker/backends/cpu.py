@@ -77,7 +77,7 @@ class CpuBackend:
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
-        self._move = _find_move()
+        self._move = find_move()
         self._threads = {
             direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
@@ -123,7 +123,7 @@ class CpuBackend:
 
 
 @functools.cache
-def _find_move() -> Callable[[Ranges], None]:
+def find_move() -> Callable[[Ranges], None]:
     """How to move ranges: by the compiled loop, if it was compiled when we were installed."""
     try:
         spec = importlib.util.find_spec(MOVE_MODULE)

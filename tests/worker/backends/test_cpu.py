@@ -31,7 +31,7 @@ from tests.worker.backends.contract import (
 )
 
 NEEDS_COMPILED = pytest.mark.skipif(
-    cpu._find_move() is cpu._move_each, reason="the loop was not compiled when this was installed"
+    cpu.find_move() is cpu._move_each, reason="the loop was not compiled when this was installed"
 )
 
 
@@ -117,7 +117,7 @@ class TestInterpretedLoop(BackendContract):
     def make_subject(
         self, make_cpu_subject: Callable[..., CpuSubject], monkeypatch: pytest.MonkeyPatch
     ) -> MakeSubject:
-        monkeypatch.setattr(cpu, "_find_move", lambda: cpu._move_each)
+        monkeypatch.setattr(cpu, "find_move", lambda: cpu._move_each)
         return make_cpu_subject
 
 
@@ -158,7 +158,7 @@ async def test_runs_are_joined(make_cpu_subject, monkeypatch):
 @pytest.mark.parametrize("name", ["safe_offload.worker.backends._missing", "math"])
 def test_what_was_not_compiled_is_interpreted_and_the_log_names_the_fix(monkeypatch, caplog, name):
     monkeypatch.setattr(cpu, "MOVE_MODULE", name)
-    assert cpu._find_move.__wrapped__() is cpu._move_each
+    assert cpu.find_move.__wrapped__() is cpu._move_each
     assert "Fix: install a C compiler" in caplog.text
 
 
@@ -168,7 +168,7 @@ def test_the_compiled_loop_lets_other_threads_run():
     source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
     words = [np.full(count, n, np.uint64) for n in (target.ctypes.data, source.ctypes.data)]
     ranges = Ranges(*words, np.full(count, size_bytes, np.uint64))
-    mover = threading.Thread(target=cpu._find_move(), args=(ranges,))
+    mover = threading.Thread(target=cpu.find_move(), args=(ranges,))
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(PATIENCE_S)  # from here on a thread runs only if another lets it
     try:
