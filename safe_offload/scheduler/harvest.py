@@ -340,6 +340,12 @@ class Harvest:
             if not state.leftover:
                 self._short_of_slots.discard(state)
 
+    def pass_over(self, state: RequestState) -> None:
+        """Store nothing of a request that it has computed by now."""
+        state.snapshots = []
+        if self._scan is not None and state.phase is Phase.RUNNING:
+            self._scan.pass_over(state)
+
     def reset(self) -> None:
         """Forget what found no slot, and what was looked at."""
         for state in self._short_of_slots:

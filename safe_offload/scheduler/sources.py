@@ -91,6 +91,13 @@ class EagerScan:
                     sources.homes.append(Home(tables, request_id, table))
         return present
 
+    def pass_over(self, state: RequestState) -> None:
+        """Move the cursors to the end of what is hashed, whatever it holds."""
+        for group_idx in self._group_ids:
+            _, nums_hashed = self._gpu.tables_of(group_idx)
+            num_hashed = nums_hashed.get(state.request.request_id, 0)
+            state.cursors[group_idx] = max(state.cursors[group_idx], num_hashed)
+
     def _scan_table(
         self,
         state: RequestState,

@@ -113,9 +113,9 @@ class Stores:
         self.forget_unsent(book)
 
     def forget_unsent(self, book: RequestBook) -> None:
-        """Store nothing of what was found and not planned yet."""
+        """Store nothing of what was found and not planned yet, nor of what is computed by now."""
         for state in book:
-            state.snapshots = []
+            self._harvest.pass_over(state)
         for part in (*self._harvest.found, *self._harvest.intact):
             self._index.slots.forget(part.lease.slots)
             self._return_slots(part)

@@ -109,6 +109,18 @@ PROFILES: dict[str, Profile] = {
         "two windows and full attention on a GPU",
         replace(_GPU, groups=("full", "window:10", "window:5"), num_blocks=80, num_slots=120),
     ),
+    "sparse-windows": Profile(
+        "windows that vLLM hashes at the end of a prompt only, its default; preemptions",
+        replace(_HYBRID, retention_interval=0, num_blocks=44, has_streams=True, is_async=True),
+        Workload(num_requests=32, output_tokens=40),
+    ),
+    "sparse-windows-lazy": Profile(
+        "the same with lazy_offload",
+        replace(
+            _HYBRID, retention_interval=0, num_blocks=44, extra={"lazy_offload": True}, max_seqs=5
+        ),
+        Workload(num_requests=32, output_tokens=40),
+    ),
     "chunked": Profile(
         "chunked local and full attention",
         EngineShape(groups=("chunk:16", "full"), num_blocks=60, num_slots=90),

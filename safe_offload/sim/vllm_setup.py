@@ -29,6 +29,8 @@ class EngineShape:
         is_v2: vLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
         has_streams: a GPU; otherwise vLLM's CPU engine.
         is_zeroed: groups of two precisions, for which vLLM zeroes new blocks.
+        retention_interval: of the blocks of windows vLLM hashes one run every so many tokens, with
+            0 those at the end of a prompt only, with None all.
         num_draft_tokens: of speculative decoding; 0 for none.
         is_priority: scheduling by priority.
         max_batched_tokens: of a step.
@@ -50,6 +52,7 @@ class EngineShape:
     is_v2: bool = False
     has_streams: bool = False
     is_zeroed: bool = False
+    retention_interval: int | None = None
     num_draft_tokens: int = 0
     is_priority: bool = False
     max_batched_tokens: int = 24
@@ -164,6 +167,7 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
             for g in groups
         ],
         kv_cache_groups=groups,
+        prefix_cache_retention_interval=shape.retention_interval,
     )
 
 

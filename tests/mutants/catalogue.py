@@ -419,6 +419,22 @@ MUTANTS = (
         ("lazy-pressure", "lazy"),
     ),
     Mutant(
+        "a preempted request's blocks are stored with the one that it was about to fill",
+        _SOURCES,
+        "        num_tokens: int = request.num_tokens - 1\n",
+        "        num_tokens: int = request.num_tokens\n",
+        "I6",
+        ("preemption", "sparse-windows"),
+    ),
+    Mutant(
+        "what a request had computed is stored although all was reset",
+        _HARVEST,
+        "        state.snapshots = []\n        if self._scan is not None and state",
+        "        if self._scan is not None and state",
+        "I6",
+        ("resets", "all-faults"),
+    ),
+    Mutant(
         "what finds no slot is stored later, overwritten or not",
         _HARVEST,
         "self._still_wanted(sources.intact()), when)",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from safe_offload.protocol import StepPlan
+from safe_offload.compat import allocated_block_ids
+from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.scheduler.slots import NO_SLOT
 from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
@@ -31,10 +32,12 @@ class ContentChecker:
         self._requests: list[list[Any]] = []
         self._stale: set[int] = set()
         """Slots of before the last reset that have not been stored anew."""
+        self._old_blocks: set[int] = set()
+        """GPU blocks that hold what was computed before it, and that nobody was given since."""
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
-        ledger.on_plan.append(self._see_plan)
+        tap(core.connector, "build_connector_meta", self._see_plan)
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
         tap(self._index.slots, "publish", self._see_publish)
@@ -86,13 +89,28 @@ class ContentChecker:
         sequel, end = self._prefixes[last_hash]
         self._check(slot, group_idx, sequel, end, "is published")
 
-    def _see_plan(self, plan: StepPlan) -> None:
-        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
-            self._stale.difference_update(transfer.slot_ids)
-            self._flipped.difference_update(transfer.slot_ids)
+    def _see_plan(self, original: Callable[..., StepPlan], scheduler_output: Any) -> StepPlan:
+        plan = original(scheduler_output)
+        self._see_stores(plan.stores_before_forward)
+        self._old_blocks -= allocated_block_ids(scheduler_output)
+        self._old_blocks.difference_update(*(load.block_ids for load in plan.loads))
+        self._see_stores(plan.stores_after_forward)
+        return plan
+
+    def _see_stores(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            for block_id, slot in zip(transfer.block_ids, transfer.slot_ids, strict=True):
+                self._flipped.discard(slot)
+                if block_id in self._old_blocks:
+                    self._stale.add(slot)
+                else:
+                    self._stale.discard(slot)
 
     def _see_reset(self, original: Callable[[], bool]) -> bool:
         self._stale.update(range(self._core.shape.num_slots))
+        # What is hashed vLLM goes on using itself, if the GPU's cache was not reset too.
+        blocks = self._core.scheduler.kv_cache_manager.block_pool.blocks
+        self._old_blocks |= {b.block_id for b in blocks if not b.ref_cnt and b.block_hash is None}
         return original()
 
     def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:

@@ -1,0 +1,83 @@
+"""What a preempted request had computed and not stored is found in the table that it had."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safe_offload.scheduler.sources import Snapshot
+from safe_offload.sim.groups import BLOCK_TOKENS
+from tests.scheduler.rig import MakeRig
+
+
+def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
+    return SimpleNamespace(num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens)
+
+
+def test_the_last_token_of_an_answer_is_not_computed() -> None:
+    snapshot = Snapshot(0, [], None, 6)
+    assert snapshot.num_computed(request_of(6, 8), 4) == 1
+    assert snapshot.num_computed(request_of(6, 9), 4) == 2
+
+
+def test_while_a_prompt_is_computed_only_what_was_seen_counts() -> None:
+    assert Snapshot(0, [], 3, 40).num_computed(request_of(40, 40), 4) == 3
+
+
+def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
+    """A session whose client streams its input (vLLM, _update_request_as_session)."""
+    assert Snapshot(0, [], None, 6).num_computed(request_of(20, 20), 4) == 0
+
+
+@pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_window_there(
+    make_rig: MakeRig, extra: dict[str, Any], is_async: bool
+) -> None:
+    """vLLM's default: of windows it hashes the blocks at the end of a prompt only."""
+    rig = make_rig(
+        groups=("window:10", "full"),
+        num_blocks=40,
+        num_slots=400,
+        retention_interval=0,
+        is_async=is_async,
+        extra=extra,
+    )
+    rig.start()
+    hit_ends: list[int] = []
+    allocated = rig.planner.allocated
+
+    def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        state = rig.planner._book.get(request.request_id)
+        if num_external_tokens and state.hit is not None:
+            end = state.hit.num_computed_tokens + num_external_tokens
+            hit_ends.append(end - request.num_prompt_tokens)
+        allocated(request, blocks, num_external_tokens)
+
+    rig.planner.allocated = watch
+    for n in range(5):
+        rig.add(f"r{n}", rig.prompt(9, n), max_tokens=50)
+    rig.drain()
+    for n in range(5):
+        rig.check_tokens(f"r{n}", 50)
+    assert max(hit_ends) > BLOCK_TOKENS, "hits that end in an answer"
+    rig.check_idle()
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: MakeRig) -> None:
+    """A reset of the connector alone: the request goes on, and vLLM keeps its blocks."""
+    rig = make_rig(num_blocks=40, num_slots=100)
+    rig.start()
+    rig.add("r", rig.prompt(6, 1), max_tokens=30)
+    for _ in range(12):
+        rig.step()
+    stored = rig.counts["stored_blocks"]
+    assert stored < 17 // BLOCK_TOKENS, "some of it waits for a look, or it shows nothing"
+    num_hashed = rig.planner._gpu.tables_of(0)[1]["r"]
+    assert rig.connector.reset_cache()
+    rig.drain()
+    rig.check_tokens("r", 30)
+    assert rig.counts["stored_blocks"] - stored == 35 // BLOCK_TOKENS - num_hashed
+    rig.check_idle()
