@@ -427,14 +427,6 @@ MUTANTS = (
         ("preemption", "sparse-windows"),
     ),
     Mutant(
-        "what a request had computed is stored although all was reset",
-        _HARVEST,
-        "        state.snapshots = []\n        if self._scan is not None and state",
-        "        if self._scan is not None and state",
-        "I6",
-        ("resets", "all-faults"),
-    ),
-    Mutant(
         "what finds no slot is stored later, overwritten or not",
         _HARVEST,
         "self._still_wanted(sources.intact()), when)",

@@ -81,3 +81,24 @@ def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: Make
     rig.check_tokens("r", 30)
     assert rig.counts["stored_blocks"] - stored == 35 // BLOCK_TOKENS - num_hashed
     rig.check_idle()
+
+
+def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig: MakeRig) -> None:
+    """After a change of the weights, say: what was computed with the old ones is worth nothing."""
+    rig = make_rig(num_blocks=16, num_slots=100)
+    rig.start()
+    for n in range(3):
+        rig.add(f"r{n}", rig.prompt(6, n), max_tokens=12)
+    for _ in range(8):
+        rig.step()
+    stored = rig.counts["stored_blocks"]
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert rig.step() is not None
+    plan = rig.plans[-1]
+    assert plan.stores_before_forward == (), "all that was computed is given out in this step"
+    rig.drain()
+    assert rig.counts["rescued_blocks"] == 0
+    assert rig.counts["stored_blocks"] > stored
+    for n in range(3):
+        rig.check_tokens(f"r{n}", 12)
+    rig.check_idle()
