@@ -91,9 +91,8 @@ class Agenda:
         return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
-        request = state.request
-        num_computed = request.num_computed_tokens + num_scheduled
-        state.decodes = num_computed >= request.num_tokens
+        num_tokens = state.request.num_tokens
+        state.decodes = state.request.num_computed_tokens + num_scheduled >= num_tokens
         if not state.decodes:
             self._next[state] = None
             return
@@ -101,7 +100,7 @@ class Agenda:
             return
         # vLLM hashes a block when all its tokens are known, which is later than they are computed
         # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)
-        num_missing = self._block_size - request.num_tokens % self._block_size
+        num_missing = self._block_size - num_tokens % self._block_size
         step = self._step - (-num_missing // self._num_decode_tokens_max)
         step += -step % self.num_steps_between
         self._later.setdefault(step, []).append(state)

@@ -59,6 +59,7 @@ class Harvest:
         self._gpu: GpuBlocks | None = None
         self._scan: EagerScan | None = None
         self._walk: LazyWalk | None = None
+        self._positional_ids: list[int] = []
         self._num_blocks_max = 0
 
     def bind(self, gpu: GpuBlocks, lazy_num_blocks: int | None, num_blocks_max: int) -> None:
@@ -71,6 +72,7 @@ class Harvest:
                 that is filled faster than it is worked off.
         """
         self._gpu = gpu
+        self._positional_ids = [g for g in self._index.group_ids if gpu.is_positional(g)]
         self._num_blocks_max = num_blocks_max
         if lazy_num_blocks is None:
             self._scan = EagerScan(self._index, gpu)
@@ -153,10 +155,10 @@ class Harvest:
             return []
         request = state.request
         snapshots = []
-        for group_idx in self._index.group_ids:
+        for group_idx in self._positional_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             table = tables.get(request.request_id)
-            if table and self._gpu.is_positional(group_idx):
+            if table:
                 num = None if state.decodes else nums_hashed.get(request.request_id, 0)
                 snapshots.append(Snapshot(group_idx, table, num, request.num_prompt_tokens))
         return snapshots

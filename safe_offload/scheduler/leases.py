@@ -56,27 +56,28 @@ class Lease:
             self._book.let_go([slot for slot in self.slots if slot not in kept])
         self.kind, self.slots = kind, slots
 
-    def give(self, count: int, other: Lease) -> None:
-        """Hand the first `count` slots over to another held lease."""
-        if self._book is None or other._book is None:
-            raise ValueError("both leases must be held")
-        if count == len(self.slots):
-            other.slots += self.slots
-            self.slots = []
-        else:
-            other.slots += self.slots[:count]
-            del self.slots[:count]
+    def share(self, shares: Sequence[tuple[int, Lease | None]]) -> None:
+        """Hand all slots over to other held leases, and let go of those that nobody takes.
 
-    def release_first(self, count: int) -> None:
-        """Let go of the first `count` slots."""
-        if self._book is not None:
-            self._book.let_go(self.slots[:count])
-            del self.slots[:count]
+        Args:
+            shares: how many of the first slots go to whom, how many of the next, and so on.
+        """
+        if self._book is None or any(other and other._book is None for _, other in shares):
+            raise ValueError("all leases must be held")
+        slots, left, start = self.slots, [], 0
+        for count, other in shares:
+            taken = slots[start : start + count]
+            start += count
+            if other is not None:
+                other.slots += taken
+            else:
+                left += taken
+        self.slots = left + slots[start:]
+        self.release()
 
     def give_to(self, other: Lease) -> None:
         """Hand all slots over to another held lease, without a moment in which they are free."""
-        self.give(len(self.slots), other)
-        self.release()
+        self.share([(len(self.slots), other)])
 
 
 class LeaseBook:

@@ -135,7 +135,8 @@ class EagerScan:
             witnesses = list(compress(witnesses, missing))
             hashes = list(compress(hashes, missing))
         sources.add(blocks, witnesses, hashes)
-        sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
+        if self._gpu.has_more_hashes:
+            sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
         return num_missing
 
     def _scan_block(
@@ -157,7 +158,8 @@ class EagerScan:
             present += self._slots.filled([slot])
             return 0
         sources.append(block, witness, block_hash)
-        sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
+        if self._gpu.has_more_hashes:
+            sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
         return 1
 
 
@@ -335,8 +337,9 @@ def sources_of(
             seen.add(witness)
             by_group[group_idx].append(block, witness, block_hash)
     found = [sources for sources in by_group if sources.blocks]
-    for sources in found:
-        sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
+    if gpu.has_more_hashes:
+        for sources in found:
+            sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
     return found
 
 
@@ -344,7 +347,5 @@ def find_more_keys(
     gpu: GpuBlocks, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]
 ) -> dict[bytes, list[Key]]:
     """What blocks are known under beside their own hash, by that hash."""
-    if not gpu.has_more_hashes:
-        return {}
     more = ((h, gpu.more_hashes(b.block_id)) for h, b in zip(hashes, blocks, strict=True))
     return {h: [Key(get_group_id(k), get_block_hash(k)) for k in keys] for h, keys in more if keys}

@@ -165,17 +165,16 @@ class Stores:
         """Hand the slots of a part to its owners' prefixes, or let them go."""
         self._harvest.settled(part)
         ended = []
+        shares: list[tuple[int, Lease | None]] = []
         for state, count in part.sources.owners:
             state.num_stores -= 1
-            if state.prefix is None and (state.phase is Phase.RUNNING or state.finished):
+            phase = state.phase
+            if state.prefix is None and (phase is Phase.RUNNING or phase is Phase.FINISHED):
                 state.prefix = self._leases.lease(LeaseKind.PREFIX)
-            if state.prefix is not None:
-                part.lease.give(count, state.prefix)
-            else:
-                part.lease.release_first(count)
-            if state.finished and not state.num_stores:
+            shares.append((count, state.prefix))
+            if phase is Phase.FINISHED and not state.num_stores:
                 ended.append(state)
-        part.lease.release()
+        part.lease.share(shares)
         for state in ended:  # releases its whole prefix at once, tail first
             state.drop_prefix()
 

@@ -726,9 +726,9 @@ MUTANTS = (
     ),
     Mutant(
         "the slots of a store of nobody's stay leased",
-        _STORES,
-        "        part.lease.release()\n        for state in ended",
-        "        for state in ended",
+        "scheduler/leases.py",
+        "        self.slots = left + slots[start:]\n        self.release()",
+        "        self.slots = left + slots[start:]",
         "I8",
         ("lazy",),
     ),
