@@ -313,6 +313,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypatch, num_threads):
     """A pool that cannot start one raises, and runs the copy all the same when it can again."""
     subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads)
+    subject.backend._first_touch._thread.join()
     before = threading.active_count()
     refuse_threads(monkeypatch)
     for block in range(8):
