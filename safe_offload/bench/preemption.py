@@ -41,7 +41,7 @@ CASES = {
     "llama": Case("llama"),
     "gemma3": Case("gemma3"),
     # vLLM's default, 0, hashes of a sliding window's blocks only those at the end of a prompt. So
-    # nothing that can be hit ends inside of an answer, on the GPU or on the host.
+    # nothing that its own cache can hit ends inside of an answer.
     # Source: `CacheConfig.prefix_cache_retention_interval`, vllm/config/cache.py (0.32.0).
     "gemma3-dense": Case("gemma3", {"prefix_cache_retention_interval": None}),
 }
