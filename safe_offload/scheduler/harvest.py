@@ -93,6 +93,11 @@ class Harvest:
         elif self._walk is not None:
             self._walk.watch(state)
 
+    def look_ahead(self, num_tokens: int) -> None:
+        """Lazy: a request with a hit of so many tokens, on the GPU or here, may be scheduled."""
+        if self._walk is not None and num_tokens:
+            self._walk.look_ahead(self._index.num_blocks(num_tokens)[1])
+
     def add_preempted(self, states: Iterable[RequestState], given_out: Collection[int]) -> None:
         """Take slots for what preempted requests had computed, before it is overwritten.
 

@@ -154,7 +154,10 @@ class Planner:
         if request.skip_reading_prefix_cache or is_off:
             state.drop_hit()
             return 0
-        return self._loads.match(state, num_computed_tokens)
+        num_tokens = self._loads.match(state, num_computed_tokens)
+        if self._options.lazy_num_blocks is not None:
+            self._harvest.look_ahead(num_computed_tokens + num_tokens)
+        return num_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """update_state_after_alloc: turn the leased hit into a load, or give it up.
@@ -240,7 +243,7 @@ class Planner:
             self._harvest.add_boundary_states(scheduler_output, self._book)
         if self._options.lazy_num_blocks is not None:
             self._harvest.add_given_away()
-            if scheduled:  # else an idle engine would store without end
+            if self._book.has_live:  # else an idle engine would store without end
                 self._harvest.add_about_to_be_evicted()
 
     def _find_preempted(self, scheduler_output: SchedulerOutput) -> None:

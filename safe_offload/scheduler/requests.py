@@ -213,6 +213,11 @@ class RequestBook:
                 del self._states[request_id]
                 self._finished.discard(request_id)
 
+    @property
+    def has_live(self) -> bool:
+        """Whether there is a request that has not finished."""
+        return len(self._states) > len(self._finished)
+
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 

@@ -248,10 +248,12 @@ class LazyWalk:
         self._gpu = gpu
         self._num_blocks = num_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
-        """Of requests that have finished since the last plan, with their hash objects then."""
+        """What may be lost before the next plan, with the hash objects of then."""
         self._num_seen = 0
         self._half: Place | None = None
         self._last: Place | None = None
+        self._ahead: Place | None = None
+        """The last block that `look_ahead` has seen since the last plan."""
 
     def watch(self, state: RequestState) -> None:
         """Remember blocks of a request that finishes, if the next step may allocate them unseen.
@@ -271,9 +273,24 @@ class LazyWalk:
             if blocks:
                 self._watched.append((blocks, hashes_of(blocks)))
 
+    def look_ahead(self, num_blocks: int) -> None:
+        """Remember what a request may take that has a hit, beside what the step's tokens take.
+
+        A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
+        """
+        if self._ahead is not None and self._ahead.stands():
+            behind = self._ahead.block
+        else:
+            num_blocks += self._num_blocks // 2
+            behind = self._last.block if self._last is not None and self._last.stands() else None
+        blocks = self._gpu.free_blocks(num_blocks, behind)
+        if blocks:
+            self._ahead = Place.of(blocks[-1])
+            self._watched.append((blocks, hashes_of(blocks)))
+
     def lost(self) -> list[Sources]:
         """What was watched, and was given away in this step; the rest waits in the queue."""
-        watched, self._watched = self._watched, []
+        watched, self._watched, self._ahead = self._watched, [], None
         found = []
         for blocks, witnesses in watched:
             is_lost = list(map(is_not, hashes_of(blocks), witnesses))
