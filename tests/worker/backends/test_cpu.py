@@ -323,6 +323,7 @@ async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypa
 
 
 def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
+    subject.backend._first_touch._thread.join()  # it ends by itself
     refuse_threads(monkeypatch)
     before = threading.active_count()
     with pytest.raises(ConfigError, match=r"refused .* thread.*ulimit -u"):
