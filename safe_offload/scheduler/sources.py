@@ -323,7 +323,7 @@ class LazyWalk:
 
     def reset(self) -> None:
         """Forget what is watched, and look at everything anew."""
-        self._watched = []
+        self._watched, self._ahead = [], None
         self.begin_again()
 
 
