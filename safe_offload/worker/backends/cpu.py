@@ -30,7 +30,6 @@ from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
-from safe_offload.worker.first_touch import FirstTouch
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.threads import start_threads
 
@@ -83,7 +82,6 @@ class CpuBackend:
             direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
         }
-        self._first_touch = FirstTouch(host.tensor.data_ptr(), host.size_bytes)
 
     def mark(self) -> None:
         """Nothing to mark: what the engine computed is in memory when a hook is called."""
@@ -118,7 +116,6 @@ class CpuBackend:
             executor.shutdown(wait=False, cancel_futures=True)
         for executor in self._threads.values():
             executor.shutdown(wait=True)
-        self._first_touch.close()
         self._host.close()
 
     def _run(self, copy: Copy) -> None:

@@ -313,7 +313,6 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypatch, num_threads):
     """A pool that cannot start one raises, and runs the copy all the same when it can again."""
     subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS, num_threads)
-    subject.backend._first_touch._thread.join()
     before = threading.active_count()
     refuse_threads(monkeypatch)
     for block in range(8):
@@ -323,7 +322,6 @@ async def test_no_thread_has_to_be_started_for_a_copy(make_cpu_subject, monkeypa
 
 
 def test_a_system_that_refuses_threads_is_a_config_error_at_start(subject, monkeypatch):
-    subject.backend._first_touch._thread.join()  # it ends by itself
     refuse_threads(monkeypatch)
     before = threading.active_count()
     with pytest.raises(ConfigError, match=r"refused .* thread.*ulimit -u"):
