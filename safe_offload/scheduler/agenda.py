@@ -54,7 +54,7 @@ class Agenda:
             is_lazy: nothing is stored while its request runs.
         """
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
-        if num_tokens_kept is not None and not is_lazy:
+        if self.num_steps_between and num_tokens_kept is not None:
             # Half of it, because what is scheduled runs ahead of what is known.
             num_steps = num_tokens_kept // (2 * self._num_decode_tokens_max)
             self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))

@@ -62,6 +62,11 @@ class PlannerOptions:
     state_group_ids: tuple[int, ...] = ()
     num_decode_tokens_max: int = 1
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether only what is about to be evicted is stored."""
+        return self.lazy_num_blocks is not None
+
 
 class Planner:
     """The scheduler side.
@@ -99,7 +104,7 @@ class Planner:
         self._gpu = gpu
         self._loads.bind(gpu)
         num_tokens_kept = gpu.num_tokens_kept(self._index.group_ids)
-        self._agenda.bind(num_tokens_kept, is_lazy=self._options.lazy_num_blocks is not None)
+        self._agenda.bind(num_tokens_kept, is_lazy=self._options.is_lazy)
         self._harvest.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
 
     def disable(self, report: object = None) -> None:
@@ -155,7 +160,7 @@ class Planner:
             state.drop_hit()
             return 0
         num_tokens = self._loads.match(state, num_computed_tokens)
-        if self._options.lazy_num_blocks is not None:
+        if self._options.is_lazy:
             self._harvest.look_ahead(num_computed_tokens + num_tokens)
         return num_tokens
 
@@ -214,10 +219,9 @@ class Planner:
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
-        stores = self._stores.plan(lambda: self._early_written(scheduler_output))
-        if stores is None and not self._loads.has_news:
+        before, after, fences = self._stores.plan(lambda: self._early_written(scheduler_output))
+        if not (before or after or fences or self._loads.has_news):
             return EMPTY_PLAN
-        before, after, fences = stores or ((), (), ())
         plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
         self._stores.sent()
         self._loads.sent()
@@ -241,7 +245,7 @@ class Planner:
             self._harvest.add_computed(due)
         if self._options.state_group_ids:
             self._harvest.add_boundary_states(scheduler_output, self._book)
-        if self._options.lazy_num_blocks is not None:
+        if self._options.is_lazy:
             self._harvest.add_given_away()
             if self._book.has_live:  # else an idle engine would store without end
                 self._harvest.add_about_to_be_evicted()

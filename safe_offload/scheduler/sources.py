@@ -6,8 +6,9 @@ tokens are known) and when its bytes are there by the time that the store reads 
 That vLLM has hashed a block proves nothing about its bytes: it hashes the blocks of a step while it
 schedules the step. But every block that a request *scheduled in this step* has hashed is computed
 once the forward of this step has run, and a store after the forward is ordered behind it. So a
-block is stored in the very step that computes it. A step later would be too late for many: a
-sliding window has passed and its blocks are no longer in the table, or the request was preempted.
+block of a prompt is stored in the very step that computes it; a step later a sliding window may
+have passed it. Blocks of an answer are looked for together, every so many steps (`agenda.py`), and
+in the table that a preempted request had (`Snapshot`).
 """
 
 from __future__ import annotations

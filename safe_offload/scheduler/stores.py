@@ -52,7 +52,7 @@ class Stores:
 
     def plan(
         self, early_written: Callable[[], Collection[int]]
-    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]] | None:
+    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
         """Turn what was found since the last `sent` into stores, and see which need a fence.
 
         Args:
@@ -61,13 +61,13 @@ class Stores:
 
         Returns:
             The stores before the forward, those after it, and the ids of those that the writes of
-            this step must wait for; None if there is none of all.
+            this step must wait for.
         """
         fenced = self._in_flight.fence()
         self._harvest.drop_given_away()
         found, intact = self._harvest.found, self._harvest.intact
         if not (found or intact or fenced):
-            return None
+            return (), (), ()
         before: tuple[Transfer, ...] = ()
         after: tuple[Transfer, ...] = ()
         if found or intact:

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from safe_offload.protocol import FailureReason, Outcome, StepReport
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.sim.engine_core import MutateOutputs
-from tests.scheduler.rig import MakeRig
+from tests.scheduler.rig import MakeRig, Rig
 
 
 def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
@@ -526,8 +526,8 @@ def test_a_worker_that_fails_everything_does_not_fill_the_log(
     assert len(lines) == 2, "the first and the tenth"
 
 
-def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig) -> None:
-    """vLLM steps an engine that has nothing else to do only if it is told so."""
+def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
+    """An engine whose only request has ended, and left four blocks for the next plan to store."""
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
     everything = rig.planner._leases.grant(LeaseKind.STORE, 100)
@@ -535,6 +535,12 @@ def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig
     rig.add("a", rig.prompt(17, 1), max_tokens=1)
     rig.step()  # which is all that it needs
     assert rig.planner._harvest.found
+    return rig
+
+
+def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig) -> None:
+    """vLLM steps an engine that has nothing else to do only if it is told so."""
+    rig = finish_before_it_is_stored(make_rig)
     assert rig.connector.has_pending_push_work()
     rig.drain()
     assert rig.counts["stored_blocks"] == 4
@@ -545,13 +551,7 @@ def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(
     make_rig: MakeRig,
 ) -> None:
     """Another connector's load failed: what a request left to store when it ended is garbage."""
-    rig = make_rig(num_blocks=60, num_slots=100)
-    rig.start()
-    everything = rig.planner._leases.grant(LeaseKind.STORE, 100)
-    rig.before_update.append(lambda _: everything.release())
-    rig.add("a", rig.prompt(17, 1), max_tokens=1)
-    rig.step()  # which is all that it needs
-    assert rig.planner._harvest.found
+    rig = finish_before_it_is_stored(make_rig)
     output = _output()
     output.invalid_block_ids = {1}
     rig.connector.update_connector_output(output)

@@ -28,7 +28,7 @@ class Checkers:
         self.completions = CompletionChecker(core, self.ledger)
         self.finishing = FinishChecker(core)
         self.slots = SlotChecker(core, self.ledger)
-        self.contents = ContentChecker(core, self.ledger)
+        self.contents = ContentChecker(core)
         self.progress = ProgressChecker(core, self.ledger)
 
     def after_step(self) -> None:

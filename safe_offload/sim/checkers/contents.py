@@ -11,7 +11,6 @@ from typing import Any
 from safe_offload.compat import allocated_block_ids
 from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.scheduler.slots import NO_SLOT
-from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.taps import tap
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.findings import Finding
@@ -24,7 +23,7 @@ class ContentChecker:
     What was stored, or was being stored, when the cache was reset must never be found again.
     """
 
-    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._index = core.connector._planner._index
         self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
