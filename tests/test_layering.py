@@ -37,7 +37,6 @@ The simulator, which runs vLLM's scheduler, may do so anywhere.
 """
 
 KNOW_THE_SIMULATOR = {
-    "cli.py": "runs it",
     "bench/peers.py": "vLLM's scheduler, set up as there",
 }
 """Files outside of the simulator that import it."""
