@@ -44,7 +44,9 @@ def prepare_start(config: Any) -> None:
         ConfigError: the pool is too large.
     """
     ours = _ours(config.kv_transfer_config)
-    if not ours:
+    # An API server that another one has started reads its arguments when the engine may have taken
+    # the memory already.
+    if not ours or last_words.is_another_listening():
         return
     parallel = config.parallel_config
     # The workers of Ray, or of an engine that runs elsewhere, have another machine's memory.

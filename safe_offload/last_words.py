@@ -60,16 +60,30 @@ def telling(function: Function) -> Function:
     return cast("Function", call)
 
 
-def _tell(message: str) -> None:
+def is_another_listening() -> bool:
+    """Return whether a process that has started this one, or its parents, listens."""
+    return _others_pipe() is not None
+
+
+def _others_pipe() -> str | None:
+    """Return the path of another process's pipe, if it is still there and the one that is meant."""
     pid, _, rest = os.environ.get(VARIABLE, "").partition(" ")
     number, _, pipe = rest.partition(" ")
     path = f"/proc/{pid}/fd/{number}"
-    line = message.replace("\n", " ").encode(errors="replace")[: _MESSAGE_BYTES_MAX - 1] + b"\n"
     if not pipe.startswith("pipe:") or pid == str(os.getpid()):
+        return None
+    try:
+        return path if os.readlink(path) == pipe else None
+    except OSError:
+        return None
+
+
+def _tell(message: str) -> None:
+    path = _others_pipe()
+    if path is None:
         return
+    line = message.replace("\n", " ").encode(errors="replace")[: _MESSAGE_BYTES_MAX - 1] + b"\n"
     with contextlib.suppress(OSError):
-        if os.readlink(path) != pipe:
-            return
         write_end = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.write(write_end, line)

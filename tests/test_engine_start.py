@@ -98,6 +98,12 @@ def test_without_prefix_caching_no_pool_is_taken(listening):
     engine_start.prepare_start(config)
 
 
+def test_in_a_further_api_server_the_memory_is_the_engines_already(listening, monkeypatch):
+    monkeypatch.setattr(engine_start.last_words, "is_another_listening", lambda: True)
+    engine_start.prepare_start(engine(sized("4096TiB")))
+    assert not listening
+
+
 @pytest.mark.parametrize("written", [None, OTHER, multi(OTHER)])
 def test_engines_without_us_are_none_of_our_business(written, listening):
     engine_start.prepare_start(engine(written))

@@ -78,6 +78,21 @@ os.wait()
     assert lines == [LINE]
 
 
+def test_a_child_knows_that_its_parent_listens():
+    lines = run(
+        """
+ask = [sys.executable, "-c", "from safe_offload import last_words as words; "
+       "print(words.is_another_listening())"]
+print(last_words.is_another_listening(), flush=True)
+subprocess.run(ask, check=True)
+last_words.listen()
+print(last_words.is_another_listening(), flush=True)
+subprocess.run(ask, check=True)
+"""
+    )
+    assert lines == ["False", "False", "False", "True"]
+
+
 def test_without_a_refusal_nothing_is_said():
     assert run("last_words.listen()\nsubprocess.run([sys.executable, '-c', ''])") == []
 
