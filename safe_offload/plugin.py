@@ -26,10 +26,16 @@ from types import ModuleType
 from typing import Any, Final
 
 from safe_offload.engine_start import prepare_start, require_no_other_offloading
+from safe_offload.errors import ConfigError
 from safe_offload.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
+_BUILT_BY_PYDANTIC: Final = (
+    "__pydantic_core_schema__",
+    "__pydantic_validator__",
+    "__pydantic_serializer__",
+)
 _WRAPPED_MARK: Final = "_safe_offload_checks"
 
 # Below vLLM's logger, which has the handlers.
@@ -146,7 +152,7 @@ def _wrap_kv_transfer_config() -> None:
 
     @functools.wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        settle(self)
+        _check(settle, self)
         original(self, *args, **kwargs)
 
     setattr(post_init, _WRAPPED_MARK, True)
@@ -171,26 +177,47 @@ def _complete_what_is_written(config_class: Any) -> None:
 
         def read(written: Any) -> Any:
             if isinstance(written, Mapping):
-                return complete(written)
+                return _check(complete, written) or written
             if not isinstance(written, ArgsKwargs):
                 return written  # an instance
             by_place = dict(zip(names, written.args, strict=False))
-            completed = complete({**by_place, **(written.kwargs or {})})
+            completed = _check(complete, {**by_place, **(written.kwargs or {})})
+            if completed is None:
+                return written
             by_name = {key: value for key, value in completed.items() if key not in by_place}
             return ArgsKwargs(written.args, by_name)
 
         def get_core_schema(_: Any, source: Any, handler: Callable[[Any], Any]) -> Any:
             return core_schema.no_info_before_validator_function(read, handler(source))
 
+        built = {name: vars(config_class)[name] for name in _BUILT_BY_PYDANTIC}
         config_class.__get_pydantic_core_schema__ = classmethod(get_core_schema)
         try:
             rebuild_dataclass(config_class, force=True)
         except Exception:
             del config_class.__get_pydantic_core_schema__
-            rebuild_dataclass(config_class, force=True)
+            for name, value in built.items():
+                setattr(config_class, name, value)
             raise
     except Exception:
         _logger.debug("KVTransferConfig is read as vLLM alone reads it", exc_info=True)
+
+
+def _check(check: Callable[[Any], Any], subject: Any) -> Any:
+    """Return what a check of ours returns, or None if it fails in a way that is our mistake.
+
+    vLLM configures engines with other connectors, or none, by the same functions.
+    """
+    try:
+        return check(subject)
+    except ConfigError:
+        raise
+    except Exception:
+        _logger.exception(
+            "safe_offload could not check the configuration, and vLLM goes on without that. "
+            "Please report this."
+        )
+        return None
 
 
 def _wrap_engine_arguments() -> None:
@@ -208,9 +235,9 @@ def _wrap_engine_arguments() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        require_no_other_offloading(self)
+        _check(require_no_other_offloading, self)
         config = original(self, *args, **kwargs)
-        prepare_start(config)
+        _check(prepare_start, config)
         return config
 
     setattr(create_engine_config, _WRAPPED_MARK, True)

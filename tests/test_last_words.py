@@ -73,9 +73,10 @@ if os.fork() == 0:
     exec({REFUSE!r})
     raise SystemExit  # runs what was registered for the exit, as os._exit does not
 os.wait()
+print("the child has ended", flush=True)
 """
     )
-    assert lines == [LINE]
+    assert lines == ["the child has ended", LINE]
 
 
 def test_a_child_knows_that_its_parent_listens():

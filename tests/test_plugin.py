@@ -383,13 +383,19 @@ def test_a_name_that_somebody_else_registered_is_left_to_them_and_said_once(tmp_
 
 
 WITHOUT_SCHEMA = """
-import pydantic.dataclasses
-def refuse(*args, **kwargs):
+from pydantic_core import core_schema
+def refuse(function, *args, **kwargs):
+    if function.__module__ != "safe_offload.plugin":
+        return original(function, *args, **kwargs)
+    called.append(function)
     raise TypeError("injected")
-pydantic.dataclasses.rebuild_dataclass = refuse
+called = []
+original = core_schema.no_info_before_validator_function
+core_schema.no_info_before_validator_function = refuse
+from vllm.config import KVTransferConfig
 from safe_offload.plugin import register
 register()
-from vllm.config import KVTransferConfig
+facts["called"] = len(called)
 facts["ours"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadConnector"))
 facts["policy"] = KVTransferConfig(kv_connector="SafeCPUOffloadConnector").kv_load_failure_policy
 """
@@ -397,9 +403,34 @@ facts["policy"] = KVTransferConfig(kv_connector="SafeCPUOffloadConnector").kv_lo
 
 def test_with_a_pydantic_that_cannot_do_it_the_rest_works_and_vllms_policy_stays(tmp_path):
     facts = facts_of(WITHOUT_SCHEMA, tmp_path)
+    assert facts["called"] == 1
     assert facts["ours"] == ["SafeCPUOffloadConnector", "kv_both"]
     assert facts["policy"] == "fail"
     assert "injected" not in facts["log"]
+
+
+MISTAKE_OF_OURS = """
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from safe_offload import plugin
+
+def fail(*args):
+    raise TypeError("injected")
+
+EngineArgs.create_engine_config = lambda self: "an engine"
+plugin.complete = plugin.settle = plugin.prepare_start = plugin.require_no_other_offloading = fail
+plugin.register()
+facts["other"] = outcome(
+    lambda: KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))
+facts["engine"] = EngineArgs.create_engine_config(None)
+"""
+
+
+def test_a_mistake_of_ours_in_a_check_does_not_reach_vllm(tmp_path):
+    facts = facts_of(MISTAKE_OF_OURS, tmp_path)
+    assert facts["other"] == ["ExampleConnector", "kv_both"]
+    assert facts["engine"] == "an engine"
+    assert facts["log"].count("safe_offload could not check the configuration") == 4
 
 
 def test_loading_the_plugin_module_imports_neither_vllm_nor_torch(tmp_path):
