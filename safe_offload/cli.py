@@ -1,12 +1,17 @@
-"""The `safe-offload` command: reads arguments and makes one call for each subcommand."""
+"""The `safe-offload` command: reads arguments and makes one call for each subcommand.
+
+Nothing heavy is imported for `--help` and `--version`: most subcommands need torch or vLLM, which
+take seconds to import and print lines of their own.
+"""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from safe_offload.bench import engine, policies, preemption, scheduler, transfer
+from safe_offload import __version__
 from safe_offload.errors import SafeOffloadError
-from safe_offload.sim import command as sim
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,36 +32,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Subcommand(argparse.ArgumentParser):
+    """A group of subcommands, or one that is imported when it is chosen.
+
+    Args:
+        module: has `add_arguments` and `run_command`, and a docstring for the help; empty for a
+            group.
+        options: those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, module: str = "", **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser; called once, with what follows the name of the subcommand."""
+        if self._module:
+            module = importlib.import_module(self._module)
+            self.description = module.__doc__
+            module.add_arguments(self)
+            self.set_defaults(run=module.run_command)
+        return super().parse_known_args(args, namespace)
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subcommand)
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
-    for name, module, what in (
-        ("engine", engine, "time to first token in a real vLLM engine, with and without us"),
-        ("scheduler", scheduler, "time of a connector's hooks inside vLLM's scheduler"),
-        ("preemption", preemption, "tokens computed again after preemptions, with and without us"),
-        ("policies", policies, "hit rates of the eviction policies, and what they cost"),
-        ("transfer", transfer, "rate of the copies, against what the hardware gives"),
+    for name, what in (
+        ("engine", "time to first token in a real vLLM engine, with and without us"),
+        ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("preemption", "tokens computed again after preemptions, with and without us"),
+        ("policies", "hit rates of the eviction policies, and what they cost"),
+        ("transfer", "rate of the copies, against what the hardware gives"),
     ):
-        benchmark = benchmarks.add_parser(
-            name,
-            help=what,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(benchmark)
-        benchmark.set_defaults(run=module.run_command)
-    simulator = commands.add_parser(
+        benchmarks.add_parser(name, help=what, module=f"safe_offload.bench.{name}")
+    commands.add_parser(
         "sim",
         help="test this connector on vLLM's real scheduler, over simulated workers",
-        description=sim.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        module="safe_offload.sim.command",
     )
-    sim.add_arguments(simulator)
-    simulator.set_defaults(run=sim.run_command)
     return parser
 
 

@@ -21,7 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_max_concurrency_for_kv_cache_config,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -54,6 +57,7 @@ __all__ = [
     "full_attention_group",
     "has_plain_hits",
     "make_coordinator",
+    "num_blocks_of_longest_request",
     "num_decode_tokens_max",
     "replace_full_attention",
     "resolve_block_sizes",
@@ -146,6 +150,12 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     tensors = kv_cache_config.kv_cache_tensors
     size_bytes: int = max((t.size for t in tensors), default=0)
     return size_bytes // max(int(kv_cache_config.num_blocks), 1)
+
+
+def num_blocks_of_longest_request(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """GPU blocks that a request of `max_model_len` holds at one time, over all groups."""
+    num_requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    return round(int(kv_cache_config.num_blocks) / float(num_requests))
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:

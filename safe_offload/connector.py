@@ -24,12 +24,14 @@ from safe_offload.compat import (
 )
 from safe_offload.config import OffloadConfig, format_bytes
 from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.last_words import telling
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.start_advice import advise
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +84,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = compat.HOST_HIT_SOURCE
 
+    @telling
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -101,8 +104,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                     "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
                 )
         elif is_scheduler:
-            compat.warn_if_untested()
-            self._warn_about_failure_policy()
             self._planner = self._make_planner()
         else:
             self._worker = self._make_worker()
@@ -120,6 +121,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         index = HostIndex.for_engine(
             vllm_config, kv_cache_config, num_slots, self._config.eviction_policy
         )
+        advise(vllm_config, kv_cache_config, self._config, num_slots)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(
@@ -148,15 +150,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
             is_child=parallel.distributed_executor_backend == "mp",
         )
-
-    def _warn_about_failure_policy(self) -> None:
-        if self._kv_transfer_config.kv_load_failure_policy == "fail":
-            logger.warning(
-                'kv_load_failure_policy is "fail": a load that fails ends its request with an '
-                "error. Recommended, so that its tokens are recomputed instead: "
-                '--kv-transfer-config \'{"kv_connector":"SafeCPUOffloadConnector",'
-                '"kv_load_failure_policy":"recompute"}\''
-            )
 
     def _contain(self, hook: str, error: Exception, report: object = None) -> None:
         if self._config.verify_invariants and isinstance(error, InvariantError):
@@ -286,6 +279,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker side ---------------------------------------------------------------------------
 
+    @telling
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
         if self._worker is not None:

@@ -14,24 +14,29 @@ Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/
 vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from safe_offload.config import OffloadConfig
-
-CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"
-CONNECTOR_MODULE: Final = "safe_offload.connector"
-DEFAULT_KV_ROLE: Final = "kv_both"
+from safe_offload.engine_start import prepare_start, require_no_other_offloading
+from safe_offload.errors import ConfigError
+from safe_offload.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
-_WRAPPED_MARK: Final = "_safe_offload_defaults_kv_role"
+_ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
+_BUILT_BY_PYDANTIC: Final = (
+    "__pydantic_core_schema__",
+    "__pydantic_validator__",
+    "__pydantic_serializer__",
+)
+_WRAPPED_MARK: Final = "_safe_offload_checks"
 
 # Below vLLM's logger, which has the handlers.
 _logger = logging.getLogger(f"vllm.{__name__}")
@@ -47,6 +52,7 @@ def register() -> None:
     try:
         _register_name()
         _wrap_kv_transfer_config()
+        _wrap_engine_arguments()
     except Exception:
         _logger.exception(
             "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
@@ -132,12 +138,11 @@ def _register_name() -> None:
 
 
 def _wrap_kv_transfer_config() -> None:
-    """Give `kv_role` a default and check our settings, in a KVTransferConfig that names us.
+    """Fill in what may be left out of a KVTransferConfig that names us, and check our settings.
 
-    vLLM demands a role of every connector; ours has only one. And a wrong setting is refused here,
-    in the process that reads the command line, rather than by a worker that has loaded the model.
-    Both belong into `__post_init__`, which pydantic calls as well; configs that name another
-    connector are left alone. A `ConfigError` is a `ValueError`, so pydantic reports it as its own.
+    A wrong setting is refused here, in the process that reads the command line, rather than by a
+    worker that has loaded the model. It belongs into `__post_init__`, which pydantic calls as well.
+    A `ConfigError` is a `ValueError`, so pydantic reports it as its own.
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -147,14 +152,96 @@ def _wrap_kv_transfer_config() -> None:
 
     @functools.wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.kv_connector == CONNECTOR_NAME:
-            if self.kv_role is None:
-                self.kv_role = DEFAULT_KV_ROLE
-            OffloadConfig.from_extra_config(self.kv_connector_extra_config, world_size=1)
+        _check(settle, self)
         original(self, *args, **kwargs)
 
     setattr(post_init, _WRAPPED_MARK, True)
     setattr(KVTransferConfig, "__post_init__", post_init)  # noqa: B010 (mypy refuses a method)
+    _complete_what_is_written(KVTransferConfig)
+
+
+def _complete_what_is_written(config_class: Any) -> None:
+    """Let `complete` see what a user has written, before pydantic fills in vLLM's defaults.
+
+    `__post_init__` comes too late to tell a default from the same word written by the user, and a
+    key that pydantic refuses never gets there. If this does not work, vLLM's defaults and messages
+    stay: the connector warns about the failure policy.
+
+    Source: pydantic, "Customizing the core schema" and `dataclasses.rebuild_dataclass`.
+    """
+    try:
+        from pydantic.dataclasses import rebuild_dataclass
+        from pydantic_core import ArgsKwargs, core_schema
+
+        names = [field.name for field in dataclasses.fields(config_class)]
+
+        def read(written: Any) -> Any:
+            if isinstance(written, Mapping):
+                return _check(complete, written) or written
+            if not isinstance(written, ArgsKwargs):
+                return written  # an instance
+            by_place = dict(zip(names, written.args, strict=False))
+            completed = _check(complete, {**by_place, **(written.kwargs or {})})
+            if completed is None:
+                return written
+            by_name = {key: value for key, value in completed.items() if key not in by_place}
+            return ArgsKwargs(written.args, by_name)
+
+        def get_core_schema(_: Any, source: Any, handler: Callable[[Any], Any]) -> Any:
+            return core_schema.no_info_before_validator_function(read, handler(source))
+
+        built = {name: vars(config_class)[name] for name in _BUILT_BY_PYDANTIC}
+        config_class.__get_pydantic_core_schema__ = classmethod(get_core_schema)
+        try:
+            rebuild_dataclass(config_class, force=True)
+        except Exception:
+            del config_class.__get_pydantic_core_schema__
+            for name, value in built.items():
+                setattr(config_class, name, value)
+            raise
+    except Exception:
+        _logger.debug("KVTransferConfig is read as vLLM alone reads it", exc_info=True)
+
+
+def _check(check: Callable[[Any], Any], subject: Any) -> Any:
+    """Return what a check of ours returns, or None if it fails in a way that is our mistake.
+
+    vLLM configures engines with other connectors, or none, by the same functions.
+    """
+    try:
+        return check(subject)
+    except ConfigError:
+        raise
+    except Exception:
+        _logger.exception(
+            "safe_offload could not check the configuration, and vLLM goes on without that. "
+            "Please report this."
+        )
+        return None
+
+
+def _wrap_engine_arguments() -> None:
+    """Check a whole engine's configuration where it is made, if this process makes one.
+
+    That is the process that the user has started: the error is the last thing that it prints. In
+    the engine's own processes an error is followed by those of all that wait for them.
+    """
+    arguments = sys.modules.get(_ARGUMENTS_MODULE)
+    if arguments is None:
+        return
+    original = arguments.EngineArgs.create_engine_config
+    if getattr(original, _WRAPPED_MARK, False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(require_no_other_offloading, self)
+        config = original(self, *args, **kwargs)
+        _check(prepare_start, config)
+        return config
+
+    setattr(create_engine_config, _WRAPPED_MARK, True)
+    arguments.EngineArgs.create_engine_config = create_engine_config
 
 
 def _vllm_version() -> str:

@@ -62,6 +62,7 @@ def make_connector() -> Iterator[MakeConnector]:
         config = make_config(EngineShape())
         config.cache_config.block_size = BLOCK_SIZE
         config.cache_config.num_gpu_blocks = BLOCKS
+        config.model_config.max_model_len = SLOTS * BLOCK_SIZE
         config.kv_transfer_config.kv_connector_extra_config = {"num_cpu_blocks": SLOTS, **extra}
         change(config)
         size = PAGE * BLOCKS
@@ -161,20 +162,24 @@ def test_a_failure_policy_that_ends_requests_is_warned_about_once(make_connector
     def fail(config: VllmConfig) -> None:
         config.kv_transfer_config.kv_load_failure_policy = "fail"
 
-    make_connector(KVConnectorRole.WORKER, fail)
+    make_connector(KVConnectorRole.WORKER, fail, num_cpu_blocks=BLOCKS)
     assert not logged
-    make_connector(KVConnectorRole.SCHEDULER, fail)
+    make_connector(KVConnectorRole.SCHEDULER, fail, num_cpu_blocks=BLOCKS)
     assert [record.levelname for record in logged] == ["WARNING"]
-    assert (
-        '--kv-transfer-config \'{"kv_connector":"SafeCPUOffloadConnector",'
-        '"kv_load_failure_policy":"recompute"}\''
-    ) in logged[0].getMessage()
+    assert '"kv_load_failure_policy": "recompute"' in logged[0].getMessage()
 
 
-def test_the_recommended_policy_is_not_warned_about(make_connector, logged):
-    make_connector(KVConnectorRole.SCHEDULER)
+def test_the_recommended_settings_are_not_warned_about(make_connector, logged):
+    make_connector(KVConnectorRole.SCHEDULER, num_cpu_blocks=BLOCKS)
+    make_connector(KVConnectorRole.WORKER, num_cpu_blocks=BLOCKS)
+    assert not logged
+
+
+def test_a_small_pool_is_warned_about_once(make_connector, logged):
     make_connector(KVConnectorRole.WORKER)
     assert not logged
+    make_connector(KVConnectorRole.SCHEDULER)
+    assert ["The host pool is small" in record.getMessage() for record in logged] == [True]
 
 
 # ---- doing nothing -----------------------------------------------------------------------------

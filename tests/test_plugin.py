@@ -24,7 +24,7 @@ GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 # A connector module of the test's own: what is tested is how vLLM gets to it.
 PREAMBLE = """
-import io, json, sys, types
+import dataclasses, io, json, sys, types
 
 module = types.ModuleType("safe_offload.connector")
 
@@ -111,7 +111,8 @@ facts["post_init_is_kept"] = KVTransferConfig.__post_init__ is post_init
 facts["class"] = KVConnectorFactory.get_connector_class_by_name(NAME).__name__
 
 facts["constructor"] = outcome(lambda: KVTransferConfig(kv_connector=NAME))
-facts["role_kept"] = outcome(lambda: KVTransferConfig(kv_connector=NAME, kv_role="kv_producer"))
+facts["role_kept"] = outcome(lambda: KVTransferConfig(kv_connector=NAME, kv_role="kv_consumer"))
+facts["role_refused"] = outcome(lambda: KVTransferConfig(kv_connector=NAME, kv_role="kv_producer"))
 facts["role_wrong"] = outcome(lambda: KVTransferConfig(kv_connector=NAME, kv_role="both"))
 facts["validated"] = outcome(
     lambda: TypeAdapter(KVTransferConfig).validate_python({"kv_connector": NAME})
@@ -125,17 +126,48 @@ facts["sizes"] = parse(
     "--kv-transfer-config.kv_connector_extra_config.num_cpu_blocks", "128",
 ).kv_connector_extra_config
 
-def parse_error(extra):
+def policies(**written):
+    line = json.dumps(written)
+    dotted = [part for key, value in written.items() if isinstance(value, str)
+              for part in (f"--kv-transfer-config.{key}", value)]
+    configs = {
+        "constructor": KVTransferConfig(**written),
+        "copy": dataclasses.replace(KVTransferConfig(**written)),
+        "by place": KVTransferConfig(
+            written["kv_connector"], **{k: v for k, v in written.items() if k != "kv_connector"}),
+        "validated": TypeAdapter(KVTransferConfig).validate_python(written),
+        "line": parse("--kv-transfer-config", line),
+    }
+    if len(dotted) == 2 * len(written):
+        configs["dotted"] = parse(*dotted)
+    assert len({id(config) for config in configs.values()}) == len(configs)
+    return sorted({config.kv_load_failure_policy for config in configs.values()})
+
+facts["policy"] = policies(kv_connector=NAME)
+facts["policy_fail"] = policies(kv_connector=NAME, kv_load_failure_policy="fail")
+facts["policy_of_others"] = policies(kv_connector="ExampleConnector", kv_role="kv_both")
+facts["policy_of_multi"] = policies(
+    kv_connector="MultiConnector", kv_role="kv_both",
+    kv_connector_extra_config={"connectors": [{"kv_connector": NAME}]})
+
+def parse_error(extra=None, **outer):
+    if extra is not None:
+        outer["kv_connector_extra_config"] = extra
     stderr, sys.stderr = sys.stderr, io.StringIO()
     try:
-        parse("--kv-transfer-config",
-              json.dumps({"kv_connector": NAME, "kv_connector_extra_config": extra}))
+        parse("--kv-transfer-config", json.dumps({"kv_connector": NAME, **outer}))
     except SystemExit:
         return sys.stderr.getvalue()
     finally:
         sys.stderr = stderr
 
 facts["wrong_key"] = parse_error({"cpu_bytes_to_uze": "1GiB"})
+facts["misplaced"] = parse_error(cpu_bytes_to_use="1GiB")
+facts["misspelt"] = parse_error(kv_connector="SafeCpuOffloadConnector")
+facts["unknown"] = parse_error(nonsense="1GiB")
+args = parser.parse_args(["--model", "m", "--kv-offloading-size", "2",
+                          "--kv-transfer-config.kv_connector", NAME])
+facts["replaced"] = outcome(AsyncEngineArgs.from_cli_args(args).create_engine_config)
 facts["many_ranks"] = parse_error({"cpu_bytes_to_use": "100TiB"})
 facts["other_keys"] = outcome(lambda: KVTransferConfig(
     kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"any": 1}))
@@ -174,7 +206,8 @@ def test_our_name_alone_is_a_complete_config(general, road):
 
 
 def test_a_role_that_the_user_wrote_is_kept(general):
-    assert general["role_kept"] == ["SafeCPUOffloadConnector", "kv_producer"]
+    assert general["role_kept"] == ["SafeCPUOffloadConnector", "kv_consumer"]
+    assert 'Fix: write "kv_role": "kv_both"' in general["role_refused"]
     assert "kv_role" in general["role_wrong"]
 
 
@@ -190,6 +223,23 @@ def test_a_wrong_setting_ends_the_parsing_of_the_command_line(general):
     assert "argument --kv-transfer-config" in general["wrong_key"]
     assert 'Fix: write "cpu_bytes_to_use"' in general["wrong_key"]
     assert general["many_ranks"] is None
+
+
+def test_a_failed_load_is_recomputed_unless_the_user_wrote_something_else(general):
+    assert general["policy"] == ["recompute"]
+    assert general["policy_fail"] == ["fail"]
+    assert general["policy_of_multi"] == ["recompute"]
+    assert general["policy_of_others"] == ["fail"]
+
+
+def test_mistakes_around_our_settings_end_the_parsing_of_the_command_line_with_the_fix(general):
+    assert '"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}' in general["misplaced"]
+    assert 'Fix: write "kv_connector": "SafeCPUOffloadConnector"' in general["misspelt"]
+    assert "Unexpected keyword argument" in general["unknown"]
+
+
+def test_a_flag_that_replaces_us_is_refused_before_the_model_is_looked_at(general):
+    assert general["replaced"].startswith("ConfigError: --kv-offloading-size 2 makes vLLM use")
 
 
 def test_settings_of_other_connectors_are_none_of_our_business(general):
@@ -221,6 +271,7 @@ class Reached(Exception):
 def engine_args(**kwargs):
     config = kwargs["kv_transfer_config"]
     facts["llm"] = [config.kv_connector, config.kv_role]
+    facts["policy"] = config.kv_load_failure_policy
     raise Reached
 
 # What comes after is the engine: the config has been made by then.
@@ -235,6 +286,7 @@ except Reached:
 def test_a_script_may_name_us_before_vllm_loads_its_general_plugins(tmp_path):
     facts = facts_of(LLM_FROM_DICT, tmp_path, *GROUPS)
     assert facts["llm"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["policy"] == "recompute"
     assert facts["constructor"] == ["SafeCPUOffloadConnector", "kv_both"]
 
 
@@ -328,6 +380,57 @@ def test_a_name_that_somebody_else_registered_is_left_to_them_and_said_once(tmp_
     assert facts["class"] == "JSONDecoder"
     assert facts["log"].count("Another package has registered") == 1
     assert "kv_connector_module_path" in facts["log"]
+
+
+WITHOUT_SCHEMA = """
+from pydantic_core import core_schema
+def refuse(function, *args, **kwargs):
+    if function.__module__ != "safe_offload.plugin":
+        return original(function, *args, **kwargs)
+    called.append(function)
+    raise TypeError("injected")
+called = []
+original = core_schema.no_info_before_validator_function
+core_schema.no_info_before_validator_function = refuse
+from vllm.config import KVTransferConfig
+from safe_offload.plugin import register
+register()
+facts["called"] = len(called)
+facts["ours"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadConnector"))
+facts["policy"] = KVTransferConfig(kv_connector="SafeCPUOffloadConnector").kv_load_failure_policy
+"""
+
+
+def test_with_a_pydantic_that_cannot_do_it_the_rest_works_and_vllms_policy_stays(tmp_path):
+    facts = facts_of(WITHOUT_SCHEMA, tmp_path)
+    assert facts["called"] == 1
+    assert facts["ours"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["policy"] == "fail"
+    assert "injected" not in facts["log"]
+
+
+MISTAKE_OF_OURS = """
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from safe_offload import plugin
+
+def fail(*args):
+    raise TypeError("injected")
+
+EngineArgs.create_engine_config = lambda self: "an engine"
+plugin.complete = plugin.settle = plugin.prepare_start = plugin.require_no_other_offloading = fail
+plugin.register()
+facts["other"] = outcome(
+    lambda: KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))
+facts["engine"] = EngineArgs.create_engine_config(None)
+"""
+
+
+def test_a_mistake_of_ours_in_a_check_does_not_reach_vllm(tmp_path):
+    facts = facts_of(MISTAKE_OF_OURS, tmp_path)
+    assert facts["other"] == ["ExampleConnector", "kv_both"]
+    assert facts["engine"] == "an engine"
+    assert facts["log"].count("safe_offload could not check the configuration") == 4
 
 
 def test_loading_the_plugin_module_imports_neither_vllm_nor_torch(tmp_path):

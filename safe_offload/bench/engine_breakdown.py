@@ -228,6 +228,11 @@ def render_breakdown(breakdown: Breakdown) -> str:
     )
 
 
+def waited_share(observed: Observed) -> float:
+    """Return the share of a request's time in which the forward's thread had to wait for a core."""
+    return _waited_s(observed) / observed.watched.answer.total_s
+
+
 def _describe(sums: list[CopySums]) -> str:
     size_bytes = statistics.median(copies.size_bytes for copies in sums)
     num_pieces = statistics.median(copies.num_pieces for copies in sums)

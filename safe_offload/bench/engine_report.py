@@ -6,10 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine_breakdown import Breakdown, render_breakdown
+from safe_offload.bench.engine_breakdown import FIRST, Breakdown, render_breakdown, waited_share
 
 NUM_PROMPTS = 3
 PROMPT_NAMES = "ABC"
+# What an undisturbed run stays below: the figures of its rounds, highest to lowest, and the share
+# of a request's time in which the forward's thread was ready and had no core.
+FIRST_PASS_SPREAD_MAX = 1.10
+SECOND_PASS_SPREAD_MAX = 1.5  # times of a few milliseconds
+WAITED_SHARE_MAX = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +77,43 @@ class EngineReport:
     @property
     def first_pass_overhead(self) -> float:
         """Return what storing costs: 0.03 is 3 % more time to first token on the first pass."""
+        return statistics.median(self.first_pass_overheads)
+
+    @property
+    def first_pass_overheads(self) -> list[float]:
+        """Return the same for each round."""
         ratios = self._round_ratios("connector", self.baseline, is_first_pass=True)
-        return statistics.median(ratios) - 1
+        return [ratio - 1 for ratio in ratios]
 
     @property
     def hit_speedup(self) -> float:
         """Return how many times faster the second pass is with the connector."""
-        return statistics.median(
-            self._round_ratios(self.baseline, "connector", is_first_pass=False)
-        )
+        return statistics.median(self.hit_speedups)
+
+    @property
+    def hit_speedups(self) -> list[float]:
+        """Return the same for each round."""
+        return self._round_ratios(self.baseline, "connector", is_first_pass=False)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Return why the figures say more of the machine than of the connector; as a rule none."""
+        overheads, speedups = self.first_pass_overheads, self.hit_speedups
+        doubts = []
+        if 1 + max(overheads) > FIRST_PASS_SPREAD_MAX * (1 + min(overheads)):
+            doubts.append(f"the rounds of the first pass disagree: {_range(overheads, '+.1%')}")
+        if max(speedups) > SECOND_PASS_SPREAD_MAX * min(speedups):
+            doubts.append(
+                f"the rounds of the second pass disagree: {_range(speedups, '.1f')} times"
+            )
+        for engine, name in ((self.baseline, self.baseline), ("connector", self.connector)):
+            shares = self._waited_shares(engine)
+            if shares and max(shares) > WAITED_SHARE_MAX:
+                doubts.append(
+                    f"with {name}, the forward's thread waited for its core for up to"
+                    f" {max(shares):.0%} of a request of the first pass"
+                )
+        return doubts
 
     def ttft_of(self, engine: str, place: int) -> list[float]:
         """Return the time to first token at one place of A, B, C, A, B, C, by round, in s."""
@@ -99,14 +132,10 @@ class EngineReport:
             "pool": {"num_gpu_blocks": self.num_gpu_blocks, "prompts": self.pool_prompts},
             "summary": {
                 "hit_speedup": self.hit_speedup,
-                "hit_speedup_by_round": self._round_ratios(
-                    self.baseline, "connector", is_first_pass=False
-                ),
+                "hit_speedup_by_round": self.hit_speedups,
                 "first_pass_overhead": self.first_pass_overhead,
-                "first_pass_overhead_by_round": [
-                    ratio - 1
-                    for ratio in self._round_ratios("connector", self.baseline, is_first_pass=True)
-                ],
+                "first_pass_overhead_by_round": self.first_pass_overheads,
+                "doubts": self.doubts,
                 "num_host_hits": self.num_host_hits,
                 "num_second_pass_requests": self.num_rounds * NUM_PROMPTS,
                 "num_different_answers": self.num_different_answers,
@@ -114,6 +143,10 @@ class EngineReport:
             "breakdown": self.breakdown.to_json(),
             "samples": [asdict(sample) for sample in self.samples],
         }
+
+    def _waited_shares(self, engine: str) -> list[float]:
+        """Return for each request of the first pass the share of its time without a core."""
+        return [waited_share(observed) for observed in self.breakdown.select(engine, FIRST)]
 
     def _select(self, engine: str) -> Iterable[Sample]:
         return (sample for sample in self.samples if sample.engine == engine)
@@ -160,11 +193,16 @@ def render_table(report: EngineReport) -> str:
     num_second = report.num_rounds * NUM_PROMPTS
     lines += [
         "",
-        f"second pass: {report.hit_speedup:.1f} times faster with the connector;"
+        f"second pass: {report.hit_speedup:.1f} times faster with the connector"
+        f" ({_range(report.hit_speedups, '.1f')});"
         f" {report.num_host_hits} of {num_second} requests were host hits",
-        f"first pass:  {report.first_pass_overhead:+.1%} time to first token with the connector",
+        f"first pass:  {report.first_pass_overhead:+.1%} time to first token with the connector"
+        f" ({_range(report.first_pass_overheads, '+.1%')})",
         _render_equality(report),
     ]
+    if report.doubts:
+        lines += ["", "DISTURBED, repeat it on an idle machine:"]
+        lines += [f"  {doubt}" for doubt in report.doubts]
     if breakdown := render_breakdown(report.breakdown):
         lines += ["", breakdown]
     return "\n".join(lines)
@@ -222,7 +260,12 @@ def _describe_method(report: EngineReport) -> str:
         " timed at a time,\nthe order changes each round. Time to first token in s, as vLLM"
         " measures it from the request's arrival:\nmedian (lowest to highest) over the rounds."
         " Prompt tokens found on the GPU, on the host, and computed:\nwith the connector, median."
+        " Below, medians of the rounds' figures (lowest to highest)."
     )
+
+
+def _range(values: list[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def _render_times(times_s: list[float]) -> str:

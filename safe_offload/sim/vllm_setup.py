@@ -100,6 +100,8 @@ def _base_config(connector: str) -> Any:
                 "kv_connector": connector,
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
+                # Whatever shape it is copied for, the memory of this machine does not matter.
+                "kv_connector_extra_config": {"num_cpu_blocks": 1},
             },
         )
         return args.create_engine_config()

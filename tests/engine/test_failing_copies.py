@@ -76,8 +76,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
         baseline.wait_until_healthy()
         expected = asyncio.run(ask_baseline(baseline, prompts, NUM_ANSWER_TOKENS))
     transfer_config = {
+        # No failure policy: the README's command has none either.
         "kv_connector": "SafeCPUOffloadConnector",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "num_cpu_blocks": 400,
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
@@ -89,7 +89,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *(*ARGUMENTS, "--num-gpu-blocks-override", "60"),
         *("--kv-transfer-config", json.dumps(transfer_config)),
     ]
-    environment = {"PYTHONPATH": str(FAULTY_FOLDER), "COPY_FAULTS": json.dumps(FAULTS)}
+    paths = filter(None, (str(FAULTY_FOLDER), os.environ.get("PYTHONPATH")))
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "COPY_FAULTS": json.dumps(FAULTS)}
     with HttpServer(model, arguments, folder / "faulty", environment) as server:
         server.wait_until_healthy()
         replies = asyncio.run(ask_all(server, prompts, asks, NUM_IN_FLIGHT))

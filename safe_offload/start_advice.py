@@ -1,0 +1,126 @@
+"""What the connector says at the start about settings that work, but are hardly what was meant.
+
+Said once for each engine, by the half of the connector that is beside the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from safe_offload import compat
+from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.transfer_config import DEFAULT_KV_ROLE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+CAPACITY_KEYS: Sequence[str] = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
+
+
+def advise(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> None:
+    """Warn about what is hardly meant; never raises, since nothing of it keeps us from working.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: of the GPU's KV cache.
+        config: our settings, read from `vllm_config`.
+        num_slots: host slots of each rank.
+    """
+    try:
+        transfer_config = vllm_config.kv_transfer_config
+        compat.warn_if_untested()
+        _advise_on_failures(transfer_config)
+        _advise_on_role(transfer_config)
+        _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
+        _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
+    except Exception:
+        logger.debug("There is advice that could not be given", exc_info=True)
+
+
+def _advise_on_failures(transfer_config: Any) -> None:
+    if transfer_config.kv_load_failure_policy == "fail":
+        logger.warning(
+            'kv_load_failure_policy is "fail": a load that fails ends its request with an error. '
+            "Recommended, so that its tokens are recomputed instead: write "
+            '"kv_load_failure_policy": "recompute" beside "kv_connector" in --kv-transfer-config; '
+            "under MultiConnector beside its name, where it holds for the other connectors too."
+        )
+
+
+def _advise_on_role(transfer_config: Any) -> None:
+    if transfer_config.kv_role != DEFAULT_KV_ROLE:
+        logger.warning(
+            'kv_role "%s" changes nothing: SafeCPUOffloadConnector stores and loads all the same. '
+            "It may be left out.",
+            transfer_config.kv_role,
+        )
+
+
+def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None:
+    written = [key for key in CAPACITY_KEYS if key in extra]
+    if len(written) > 1:
+        logger.warning(
+            'Several keys give the size of the host pool: "%s" counts, %s %s no effect. Remove '
+            "what is not meant.",
+            config.capacity_key,
+            " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
+            "has" if len(written) == 2 else "have",
+        )
+
+
+def _advise_on_pool(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> None:
+    """Compare the pool with one request of `max_model_len`, and, if all is stored, with the GPU's.
+
+    Lazy mode stores what the GPU evicts, so that there a smaller pool adds to the GPU's.
+    """
+    block_bytes = compat.block_bytes(kv_cache_config)
+
+    def blocks(count: int) -> str:
+        return f"{count} blocks ({format_bytes(count * block_bytes)})"
+
+    num_request = compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    num_gpu = int(kv_cache_config.num_blocks) - 1  # vLLM keeps its null block
+    larger = []
+    if num_slots < num_request:
+        larger.append(
+            f"a request of max_model_len ({vllm_config.model_config.max_model_len} tokens) needs "
+            f"{blocks(num_request)}, so that one cannot come back as a whole"
+        )
+    if num_slots < num_gpu and not config.lazy_offload:
+        larger.append(
+            f"the GPU's own pool has {blocks(num_gpu)}, so that the host keeps little that the "
+            "GPU does not have"
+        )
+    if larger:
+        num_wanted = max(num_request, 0 if config.lazy_offload else num_gpu)
+        logger.warning(
+            'The host pool is small: "%s" gives each rank %s; %s. Give more: at least %s.',
+            config.capacity_key,
+            blocks(num_slots),
+            "; ".join(larger),
+            _value(config, num_wanted, block_bytes),
+        )
+
+
+def _value(config: OffloadConfig, num_blocks: int, block_bytes: int) -> str:
+    """Return the value of the key that counts which gives each rank so many blocks."""
+    if config.capacity_key == "num_cpu_blocks":
+        return str(num_blocks)
+    num_shares = config.world_size if config.capacity_key == "cpu_bytes_to_use" else 1
+    size_mib = -(-num_blocks * block_bytes * num_shares // (1 << 20))
+    return f'"{size_mib}MiB"'

@@ -1,0 +1,146 @@
+"""What stands around our settings, in a KVTransferConfig that names us: defaults and refusals.
+
+vLLM demands a `kv_role` of every connector, though ours has only one; it ends a request whose load
+fails unless `kv_load_failure_policy` says otherwise; and it knows neither our settings nor our
+name's other spellings. `complete` is for what a user has written, before vLLM reads it; `settle` is
+for the object that vLLM has made of it. Both are for configurations of other connectors too, which
+they leave as they are.
+
+Source: vLLM 0.32.0, vllm/config/kv_transfer.py, v1/core/sched/scheduler.py and
+distributed/kv_transfer/kv_connector/v1/multi_connector.py.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from safe_offload.config import VALID_KEYS, OffloadConfig
+from safe_offload.errors import ConfigError
+from safe_offload.settings import shown
+
+CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"
+CONNECTOR_MODULE: Final = "safe_offload.connector"
+DEFAULT_KV_ROLE: Final = "kv_both"
+DEFAULT_FAILURE_POLICY: Final = "recompute"
+
+_MULTI_CONNECTOR: Final = "MultiConnector"
+_POLICY_KEY: Final = "kv_load_failure_policy"
+_EXTRA_KEY: Final = "kv_connector_extra_config"
+# Above what vLLM's SimpleCPUOffloadConnector has in common with our name, 0.88.
+_SPELLING_CUTOFF: Final = 0.9
+
+
+def complete(written: Mapping[str, object]) -> dict[str, object]:
+    """Return what a user has written, with a failure policy if it may be filled in.
+
+    The scheduler reads the policy of the outermost configuration only. So under MultiConnector it
+    is filled in if all connectors are ours. Beside another connector it would change what becomes
+    of the other one's failures too; then vLLM's default stays, and the connector warns about it.
+
+    Raises:
+        ConfigError: our name is misspelt, or a setting of ours stands beside it.
+    """
+    completed = dict(written)
+    _require_spelling(written)
+    children = children_of(written)
+    is_ours_alone = written.get("kv_connector") == CONNECTOR_NAME or (
+        bool(children) and all(is_ours(child) for child in children)
+    )
+    if written.get("kv_connector") == CONNECTOR_NAME:
+        _require_settings_inside(written)
+    if is_ours_alone:
+        completed.setdefault(_POLICY_KEY, DEFAULT_FAILURE_POLICY)
+    return completed
+
+
+def settle(config: Any) -> None:
+    """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
+
+    Our children under MultiConnector are checked here too, since vLLM reads them only in the
+    processes that have the model. Each is told the outer failure policy, the one that counts.
+
+    Raises:
+        ConfigError: a setting or the role cannot be used.
+    """
+    if config.kv_connector == CONNECTOR_NAME:
+        if config.kv_role is None:
+            config.kv_role = DEFAULT_KV_ROLE
+        _require_role(config.kv_role)
+        OffloadConfig.from_extra_config(config.kv_connector_extra_config, world_size=1)
+        return
+    children = children_of(vars(config))
+    for child in children:
+        complete(child)
+    if not any(is_ours(child) for child in children):
+        return
+    _require_role(config.kv_role)
+    for child in filter(is_ours, children):
+        _require_role(child.get("kv_role"))
+        extra: Any = child.get(_EXTRA_KEY)
+        OffloadConfig.from_extra_config(extra, world_size=1)
+    policy = {_POLICY_KEY: config.kv_load_failure_policy}
+    config.kv_connector_extra_config = {
+        **config.kv_connector_extra_config,
+        "connectors": [{**child, **policy} if is_ours(child) else child for child in children],
+    }
+
+
+def is_ours(written: Mapping[str, object]) -> bool:
+    """Return whether this is a configuration of our connector itself."""
+    return written.get("kv_connector") == CONNECTOR_NAME
+
+
+def children_of(written: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Return what MultiConnector is to consist of; nothing for any other connector."""
+    extra = written.get(_EXTRA_KEY)
+    if written.get("kv_connector") != _MULTI_CONNECTOR or not isinstance(extra, Mapping):
+        return []
+    children = extra.get("connectors")
+    if not isinstance(children, list) or not all(isinstance(c, Mapping) for c in children):
+        return []  # vLLM says what is wrong with it
+    return children
+
+
+def _require_spelling(written: Mapping[str, object]) -> None:
+    """Refuse a name that no connector has and that is nearly ours."""
+    name = written.get("kv_connector")
+    if not isinstance(name, str) or name == CONNECTOR_NAME:
+        return
+    if written.get("kv_connector_module_path") not in (None, CONNECTOR_MODULE):
+        return
+    ratio = difflib.SequenceMatcher(None, name.casefold(), CONNECTOR_NAME.casefold()).ratio()
+    if ratio < _SPELLING_CUTOFF:
+        return
+    raise ConfigError(
+        f"kv_connector = {shown(name)}: there is no such connector. "
+        f'Fix: write "kv_connector": "{CONNECTOR_NAME}".'
+    )
+
+
+def _require_settings_inside(written: Mapping[str, object]) -> None:
+    """Refuse a setting that stands beside `kv_connector`."""
+    misplaced = {key: written[key] for key in VALID_KEYS if key in written}
+    for key, value in misplaced.items():
+        extra = written.get(_EXTRA_KEY)
+        extra = {**(extra if isinstance(extra, Mapping) else {}), **misplaced}
+        fixed = {"kv_connector": CONNECTOR_NAME, _EXTRA_KEY: extra}
+        raise ConfigError(
+            f'"{key}" = {shown(value)} stands beside "kv_connector", where vLLM does not know it. '
+            f"Fix: write {json.dumps(fixed, default=repr)}."
+        )
+
+
+def _require_role(role: object) -> None:
+    """Refuse the one role with which blocks would be written twice.
+
+    A load may go into a block as soon as vLLM has freed it. As long as a step in flight may still
+    write it, vLLM frees no block, but only for a configuration that may load (`is_kv_consumer`).
+    """
+    if role == "kv_producer":
+        raise ConfigError(
+            'kv_role = "kv_producer": this connector loads as well as stores, and vLLM would hand '
+            "out blocks that a step in flight still writes. "
+            f'Allowed: "{DEFAULT_KV_ROLE}". Fix: write "kv_role": "{DEFAULT_KV_ROLE}", which '
+            "produces too; without MultiConnector it may be left out."
+        )

@@ -1,0 +1,122 @@
+"""Settings that work and are hardly what was meant: what is said, with which numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from safe_offload import compat, start_advice
+from safe_offload.config import OffloadConfig
+from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
+
+FULL = EngineShape(groups=("full@16",), num_blocks=101, max_model_len=640)
+NUM_REQUEST = 40
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged, whatever vLLM does with its loggers."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.levelname == "WARNING"
+            messages.append(record.getMessage())
+
+    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start_advice")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def advise(
+    num_slots: int, shape: EngineShape = FULL, role: str = "kv_both", **extra: Any
+) -> tuple[Any, Any]:
+    config, cache = make_config(shape), make_kv_cache_config(shape)
+    config.kv_transfer_config.kv_role = role
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    settings = OffloadConfig.from_extra_config(extra, world_size=4)
+    start_advice.advise(config, cache, settings, num_slots)
+    return config, cache
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_another_role_is_said_to_change_nothing(said, role):
+    advise(100, role=role)
+    assert len(said) == (role != "kv_both")
+    assert all('kv_role "kv_consumer" changes nothing' in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"cpu_bytes_to_use": "1GiB"}, None),
+        ({"num_cpu_blocks": 7}, None),
+        (
+            {"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 7},
+            '"num_cpu_blocks" counts, "cpu_bytes_to_use" has no effect',
+        ),
+        (
+            {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
+            '"cpu_bytes_to_use_per_rank" counts, "cpu_bytes_to_use" has no effect',
+        ),
+        (
+            {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
+            '"num_cpu_blocks" counts, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use" have no',
+        ),
+    ],
+)
+def test_of_several_sizes_the_one_that_counts_is_named(said, extra, expected):
+    advise(100, **extra)
+    assert len(said) == (expected is not None)
+    assert all(str(expected) in message for message in said)
+
+
+def test_a_pool_of_the_gpus_size_is_not_small(said):
+    advise(100)
+    assert said == []
+
+
+def test_a_pool_smaller_than_the_gpus_is_said_with_both_numbers(said):
+    _, cache = advise(99, num_cpu_blocks=99)
+    (message,) = said
+    assert '"num_cpu_blocks" gives each rank 99 blocks' in message
+    assert "the GPU's own pool has 100 blocks" in message
+    assert "max_model_len" not in message
+    assert "at least 100." in message
+    assert compat.block_bytes(cache) > 0
+    assert " KiB)" in message
+
+
+def test_in_lazy_mode_the_host_adds_to_the_gpu(said):
+    advise(NUM_REQUEST, lazy_offload=True)
+    assert said == []
+
+
+def test_a_pool_smaller_than_the_longest_request_is_said_with_both_numbers(said):
+    _, cache = advise(NUM_REQUEST - 1, lazy_offload=True)
+    (message,) = said
+    size_mib = -(-NUM_REQUEST * 4 * compat.block_bytes(cache) // (1 << 20))
+    assert '"cpu_bytes_to_use" gives each rank 39 blocks' in message
+    assert "max_model_len (640 tokens) needs 40 blocks" in message
+    assert f'at least "{size_mib}MiB"' in message, "of all four ranks"
+
+
+def test_a_sliding_window_needs_no_more_than_its_window(said):
+    """Groups of a hybrid model are counted as vLLM counts them."""
+    shape = EngineShape(groups=("full@16", "window:64@16"), num_blocks=101, max_model_len=640)
+    config, cache = advise(100, shape, lazy_offload=True)
+    num_blocks = compat.num_blocks_of_longest_request(config, cache)
+    assert NUM_REQUEST < num_blocks < 2 * NUM_REQUEST
+    assert said == []
+    advise(num_blocks - 1, shape, lazy_offload=True)
+    assert f"needs {num_blocks} blocks" in said[0]
+
+
+def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
+    monkeypatch.setattr(start_advice, "_advise_on_role", None)
+    advise(1)
+    assert said == []
