@@ -293,4 +293,4 @@ def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, 
         assert report.main(["--model", "some/model", "--output", str(folder)]) == status
         path = Path(capsys.readouterr().out.splitlines()[-1])
         assert path.is_relative_to(folder)
-        assert "# safe_offload on a GPU" in path.read_text()
+        assert "# GPU report of safe_offload" in path.read_text()

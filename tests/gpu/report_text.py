@@ -77,7 +77,7 @@ def render(facts: Facts, results: Sequence[Result]) -> str:
     """Return the whole report; the ends of the logs share what room is left."""
     num_passed = sum(result.done is Done.PASSED for result in results)
     head = [
-        f"# safe_offload on a GPU: {facts.headline}",
+        f"# GPU report of safe_offload: {facts.headline}",
         "",
         f"{num_passed} of {len(results)} parts passed.",
         "",
