@@ -36,7 +36,7 @@ COMPAT_PACKAGE_0.33.0 := vllm
 COMPAT_PACKAGE = $(COMPAT_PACKAGE_$(VLLM))
 COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
-COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py \
+COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
 .PHONY: help venv demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu needs-model soak \
