@@ -56,6 +56,7 @@ MAX_TRANSFER_TIMEOUT_S: Final = 3600
 
 EVICTION_POLICIES: Final = ("lru", "slru")
 COPY_PATHS: Final = ("auto", "batch", "kernel", "each")
+SELF_TESTS: Final = ("on", "off")
 
 CapacityKey = Literal["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "num_cpu_blocks"]
 
@@ -69,6 +70,7 @@ VALID_KEYS: Final = (
     "max_inflight_bytes",
     "copy_threads",
     "copy_path",
+    "self_test",
     "transfer_timeout_s",
     "verify",
     "check_invariants",
@@ -118,6 +120,7 @@ class OffloadConfig:
         max_inflight_bytes: bytes of copies that one worker may have under way at a time.
         copy_threads: threads that copy, in the CPU backend.
         copy_path: how the GPU backend copies; "auto" chooses by the lengths of the ranges.
+        self_test: prove that copies are right when vLLM has allocated its KV cache.
         transfer_timeout_s: a transfer that has not been started by then fails; one that was started
             and has not ended by then is overdue.
         verify_every: one in so many loaded slots is compared with the checksum of what was stored
@@ -134,6 +137,7 @@ class OffloadConfig:
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
     copy_threads: int = DEFAULT_COPY_THREADS
     copy_path: str = "auto"
+    self_test: bool = True
     transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
     verify_every: int = 0
     verify_invariants: bool = False
@@ -194,6 +198,7 @@ class OffloadConfig:
                 else DEFAULT_COPY_THREADS
             ),
             copy_path=read_choice(settings, "copy_path", COPY_PATHS),
+            self_test=read_choice(settings, "self_test", SELF_TESTS) == "on",
             transfer_timeout_s=(
                 read_seconds(settings, "transfer_timeout_s", maximum=MAX_TRANSFER_TIMEOUT_S)
                 if "transfer_timeout_s" in settings

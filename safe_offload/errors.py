@@ -47,6 +47,10 @@ class DeviceError(SafeOffloadError):
     """A call that the driver of a GPU refused, by its name and the driver's own word for it."""
 
 
+class CaptureError(DeviceError):
+    """A call that the driver refused because a CUDA graph is being captured; it may work later."""
+
+
 class InvariantError(SafeOffloadError):
     """One of the numbered promises I1 to I8 does not hold: a defect of safe_offload itself.
 

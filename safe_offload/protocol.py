@@ -131,11 +131,16 @@ class BadSlots:
 
 @dataclass(frozen=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """What settled on the workers since the last step; travels as vLLM's worker metadata."""
+    """What settled on the workers since the last step; travels as vLLM's worker metadata.
+
+    Attributes:
+        lost_ranks: ranks that cannot copy and never will, told once.
+    """
 
     outcomes: tuple[Outcome, ...] = ()
     capacities: tuple[Capacity, ...] = ()
     bad_slots: tuple[BadSlots, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -149,4 +154,5 @@ class StepReport(KVConnectorWorkerMetadata):
             self.outcomes + other.outcomes,
             self.capacities + other.capacities,
             self.bad_slots + other.bad_slots,
+            self.lost_ranks + other.lost_ranks,
         )

@@ -28,7 +28,7 @@ from safe_offload.bench.transfer_report import (
 from safe_offload.bench.transfer_rigs import CpuRig, CudaStopwatch, GpuRig, Rig, TimedCopy
 from safe_offload.config import format_bytes
 from safe_offload.errors import ConfigError
-from safe_offload.worker.backends.device import TorchDevice
+from safe_offload.worker.backends.device import Device
 from safe_offload.worker.host_memory import available_host_bytes
 
 DEVICES = ("cpu", "cuda")
@@ -190,7 +190,7 @@ def _make_gpu_rig(case: Case) -> Rig:
         storage = torch.empty(case.size_bytes, dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(f"{case}: {error}. Fix: a smaller --max-bytes") from error
-    return GpuRig(case, storage, TorchDevice(device), CudaStopwatch())
+    return GpuRig(case, storage, Device(device), CudaStopwatch())
 
 
 def _gpu_name() -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from safe_offload.bench.transfer_grid import Case, Traffic, Way
-from safe_offload.errors import DeviceError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
@@ -185,17 +185,13 @@ class GpuRig(Rig):
         self.stopwatch = stopwatch
         self.backend = GpuBackend(device, storage.data_ptr(), self.layout, self.host)
         self._streams: dict[Direction, Any] = {}
-        self._events: dict[Direction, Any] = {}
         try:
             self._wait_until_locked()
-            device.driver.bind_thread()
             for direction in Direction:
                 self._streams[direction] = device.make_stream()
-                self._events[direction] = device.make_event()
         except BaseException:
             self.close()
             raise
-        self._start = device.make_event()
 
     def ways(self, traffic: Traffic) -> dict[Way, TimedCopy]:
         """See `Rig`."""
@@ -219,8 +215,6 @@ class GpuRig(Rig):
 
     def close(self) -> None:
         """See `Rig`."""
-        for stream in self._streams.values():
-            self.device.driver.destroy_stream(stream.cuda_stream)
         self._streams.clear()
         super().close()
 
@@ -233,13 +227,11 @@ class GpuRig(Rig):
                     "fix: a smaller --max-bytes"
                 )
             time.sleep(PAUSE_S)
-        try:
-            self.device.driver.device_address(self.host.tensor.data_ptr())
-        except DeviceError as error:
+        if self.backend.is_pageable:
             raise SafeOffloadError(
-                f"the driver does not page-lock {self.host.size_bytes} bytes ({error}); "
+                f"the driver does not page-lock {self.host.size_bytes} bytes; "
                 "fix: ulimit -l unlimited, or a smaller --max-bytes"
-            ) from error
+            )
 
     def _time_ours(self, copies: Sequence[Copy]) -> float:
         compute = self.device.compute_stream()
@@ -256,13 +248,14 @@ class GpuRig(Rig):
         """The same order as in `_time_ours`, on streams and by events of our own."""
         compute = self.device.compute_stream()
         self.stopwatch.start(compute)
-        self._start.record(compute)
+        start = self.device.record(compute)
+        ends = []
         for direction in directions:
-            self._streams[direction].wait_event(self._start)
+            self._streams[direction].wait_event(start)
             give(direction)
-            self._events[direction].record(self._streams[direction])
-        for direction in directions:
-            compute.wait_event(self._events[direction])
+            ends.append(self.device.record(self._streams[direction]))
+        for end in ends:
+            compute.wait_event(end)
         self.stopwatch.stop(compute)
         return self.stopwatch.elapsed_s()
 

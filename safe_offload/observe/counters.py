@@ -43,6 +43,10 @@ class Count(enum.StrEnum):
         "overdue_transfers",
         "Transfers that were started and had not ended at their deadline.",
     )
+    COPY_PATH_DEMOTIONS = (
+        "copy_path_demotions",
+        "Ways to copy that were left for a slower one because they failed.",
+    )
     CHECKSUM_MISMATCHES = (
         "checksum_mismatches",
         "Host slots whose bytes changed while they were kept; they are not used again.",

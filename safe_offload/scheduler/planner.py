@@ -301,6 +301,9 @@ class Planner:
                 self._stores.settle(store)
         for capacity in report.capacities:
             self._ranks.add_capacity(capacity)
+        for rank in report.lost_ranks:
+            self._ranks.lose(rank, "no way to copy passed its self-test")
+            self._is_disabled = True
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
         """Note what one rank has reported; returns the transfer if it was the last rank."""

@@ -82,8 +82,14 @@ class Ranks:
         if failure is FailureReason.COPY_FAILED:
             self._num_failed_in_a_row[rank] += 1
         num_failed = self._num_failed_in_a_row[rank]
-        is_dead = failure is FailureReason.NOT_RUNNING
-        if self.has_dead or not (is_dead or num_failed >= FAILED_IN_A_ROW_MAX):
+        if failure is FailureReason.NOT_RUNNING:
+            self.lose(rank, "its transfer engine has ended")
+        elif num_failed >= FAILED_IN_A_ROW_MAX:
+            self.lose(rank, f"{num_failed} transfers in a row failed")
+
+    def lose(self, rank: int, why: str) -> None:
+        """Give up on a rank that will never copy again, and say so once."""
+        if self.has_dead:
             return
         self.has_dead = True
         logger.error(
@@ -91,9 +97,7 @@ class Ranks:
             "misses: nothing is stored or loaded until the server is restarted. The log of that "
             "rank says why.",
             rank,
-            "its transfer engine has ended"
-            if is_dead
-            else f"{num_failed} transfers in a row failed",
+            why,
         )
 
     def _is_worth_a_line(self, reason: FailureReason) -> bool:

@@ -388,8 +388,12 @@ class SimBackend:
         digests = (blake2b(repr(words).encode(), digest_size=8).digest() for words in slots)
         return np.array([int.from_bytes(digest) for digest in digests], dtype=np.uint64)
 
-    def close(self) -> None:
-        """See `Backend.close`."""
+    def end_copies(self) -> None:
+        """See `Backend.end_copies`."""
         if not self._is_closed:
             self._is_closed = True
             self.device.finish_all()
+
+    def close(self) -> None:
+        """See `Backend.close`; there is nothing to free."""
+        self.end_copies()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
@@ -32,14 +32,15 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
-from safe_offload.worker.backends.base import Backend, Direction
+from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
 from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.device import TorchDevice
-from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker.backends.device import Device
+from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.checksums import require_xxhash
 from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.page_lock import SLAB_BYTES
+from safe_offload.worker.self_test import Rows, SelfTest, TorchRows
 from safe_offload.worker.threads import on_other_cores
 
 if TYPE_CHECKING:
@@ -53,6 +54,36 @@ SLEEP_TIMEOUT_S = 30.0
 POLL_S = 0.001
 
 
+def open_backend(
+    storage: Any, device: torch.device, layout: HostLayout, host: HostMemory, config: OffloadConfig
+) -> tuple[ProvableBackend, Rows]:
+    """Return the backend for a KV cache, and the blocks that it copies.
+
+    Raises:
+        ConfigError: there is none for its device.
+    """
+    address, geometry = storage.data_ptr(), layout.geometry
+    try:
+        if device.type == "cpu":
+            backend = CpuBackend(address, layout, host, config.copy_threads)
+            return backend, TorchRows(storage, device, geometry)
+        if device.type == "cuda":  # torch's word for ROCm too
+            path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
+            gpu = Device(device)
+            rows = TorchRows(storage, device, geometry, gpu.bind_thread)
+            return GpuBackend(gpu, address, layout, host, path), rows
+        problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
+    except DeviceError as error:
+        problem = f"the GPU's driver cannot be used: {error}"
+    host.close()
+    raise ConfigError(f"{problem}. Fix: remove --kv-transfer-config on this machine.")
+
+
+OpenBackend = Callable[
+    [Any, "torch.device", HostLayout, HostMemory, OffloadConfig], tuple[ProvableBackend, Rows]
+]
+
+
 class WorkerBridge:
     """The worker side of one rank.
 
@@ -62,6 +93,7 @@ class WorkerBridge:
         rank: from 0 to the number of ranks of this engine.
         num_ranks_on_host: ranks that share this machine's memory.
         is_child: vLLM has started this process for the worker.
+        open_backend: makes the copies for a KV cache.
     """
 
     def __init__(
@@ -72,12 +104,17 @@ class WorkerBridge:
         rank: int,
         num_ranks_on_host: int,
         is_child: bool = False,
+        open_backend: OpenBackend = open_backend,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._num_ranks_on_host = num_ranks_on_host
         self._is_child = is_child
+        self._open_backend = open_backend
+        self._backend: ProvableBackend | None = None
+        self._num_told_demotions = 0
+        self._is_lost = False
         self._engine: TransferEngine | None = None
         self._plan: StepPlan = EMPTY_PLAN
         self._loads: tuple[Transfer, ...] = ()
@@ -116,7 +153,7 @@ class WorkerBridge:
         host = self._take_host_memory(layout)
         is_bound = device.type == "cpu" and self._is_child
         with on_other_cores() if is_bound else contextlib.nullcontext():
-            backend = _make_backend(device, self._storage.data_ptr(), layout, host, self._config)
+            backend, rows = self._open_backend(self._storage, device, layout, host, self._config)
             engine = TransferEngine(
                 backend,
                 self._config.max_inflight_bytes,
@@ -124,6 +161,13 @@ class WorkerBridge:
                 verify_every=self._config.verify_every,
             )
             engine.start()
+        if self._config.self_test:
+            test = SelfTest(engine, backend, rows, host.tensor.numpy(), layout)
+            if not test.run():
+                engine.close()
+                self._is_lost = True
+                return
+        self._backend = backend
         self.attach(engine)
         logger.info(
             "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",
@@ -247,16 +291,23 @@ class WorkerBridge:
             if num_slots > self._num_told_slots:
                 self._num_told_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
-        if not (self._outcomes or capacities or self._bad_slots):
+        lost, self._is_lost = (self._rank,) if self._is_lost else (), False
+        if not (self._outcomes or capacities or self._bad_slots or lost):
             return None
-        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots))
+        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots), lost)
         self._outcomes, self._bad_slots = [], []
         return report
 
     def take_counts(self) -> dict[str, int]:
         """What happened on this rank since the last call that no report tells."""
-        num_overdue = self._engine.take_num_overdue() if self._engine is not None else 0
-        return {Count.OVERDUE_TRANSFERS: num_overdue} if num_overdue else {}
+        counts: dict[str, int] = {}
+        if self._engine is not None:
+            counts[Count.OVERDUE_TRANSFERS] = self._engine.take_num_overdue()
+        if self._backend is not None:
+            num_demotions = self._backend.num_demotions
+            counts[Count.COPY_PATH_DEMOTIONS] = num_demotions - self._num_told_demotions
+            self._num_told_demotions = num_demotions
+        return {name: count for name, count in counts.items() if count}
 
     def end(self) -> None:
         """clear_connector_metadata: whatever no hook has started will never be."""
@@ -321,23 +372,3 @@ def _one_storage(caches: Iterable[torch.Tensor | list[torch.Tensor]]) -> tuple[A
             "several. vLLM 0.32 and later use one; please report the model and the vLLM version."
         )
     return storage, tensors[0].device
-
-
-def _make_backend(
-    device: torch.device,
-    base_address: int,
-    layout: HostLayout,
-    host: HostMemory,
-    config: OffloadConfig,
-) -> Backend:
-    try:
-        if device.type == "cpu":
-            return CpuBackend(base_address, layout, host, config.copy_threads)
-        if device.type == "cuda":  # torch's word for ROCm too
-            path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
-            return GpuBackend(TorchDevice(device), base_address, layout, host, path)
-        problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
-    except DeviceError as error:
-        problem = f"the GPU's driver cannot be used: {error}"
-    host.close()
-    raise ConfigError(f"{problem}. Fix: remove --kv-transfer-config on this machine.")

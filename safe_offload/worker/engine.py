@@ -45,6 +45,9 @@ T = TypeVar("T")
 FENCE_TIMEOUT_S = 10.0
 """A store that has not read its source by then is given up, so that the engine is not held up."""
 
+FREE_TIMEOUT_S = 60.0
+"""Unlocking and freeing host memory is given up by then; the process's end does the rest."""
+
 
 class TransferEngine:
     """Runs transfers on a thread of its own.
@@ -162,13 +165,18 @@ class TransferEngine:
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel what has not been issued, wait for the rest, end the thread, free the memory.
 
+        Args:
+            timeout_s: for the copies. Freeing memory takes longer the more of it is page-locked.
+
         Returns:
             False if a copy did not end in time; its thread is left behind, as a daemon.
         """
         if self._thread.is_alive() and self._closing is not None:
             self._call(self._closing.set)
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            if not self._wait(self._ended, timeout_s):
+                return False
+            self._thread.join(FREE_TIMEOUT_S)
+        return True
 
     def _fence(self, completion: Completion, timeout_s: float) -> bool:
         try:
@@ -223,7 +231,7 @@ class TransferEngine:
         try:
             if self._verifier is not None:
                 self._verifier.close()  # it reads the memory that the backend frees
-            self._backend.close()
+            self._backend.end_copies()
         except Exception:
             logger.exception("The copies of this worker could not be ended in good order")
         finally:
@@ -231,6 +239,10 @@ class TransferEngine:
             for job in list(self._jobs.values()):
                 job.decided.set()
             self._started.set()
+        try:
+            self._backend.close()
+        except Exception:
+            logger.exception("The host memory of this worker could not be freed in good order")
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -340,7 +352,8 @@ class TransferEngine:
             "Transfer %d (%s, %d bytes) was started and has not ended within %g s. Until it ends, "
             "the request or the host memory that it belongs to waits for it. If it does not end, "
             "look for a hanging device or a machine that swaps (dmesg, nvidia-smi, vmstat) and "
-            'restart the server; if copies are only slow, raise "transfer_timeout_s".',
+            'restart the server, on a GPU with another "copy_path"; if copies are only slow, raise '
+            '"transfer_timeout_s".',
             transfer_id,
             job.copy.direction.value,
             job.size_bytes,

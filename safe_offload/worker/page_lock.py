@@ -1,8 +1,16 @@
 """Page-locking host memory in place, slab by slab, on a thread of its own.
 
 Locking touches every page: 128 GiB take the better part of a minute, and the engine must not wait
-for it. So slabs become usable one after the other. A driver that refuses the first slab leaves the
-memory pageable, which is slower and works; one that refuses a later slab leaves a smaller pool.
+for it. So the first slab is locked at once and the others one after the other in the background. A
+driver that refuses the first slab leaves the memory pageable, which is slower and works; one that
+refuses a later slab leaves a smaller pool.
+
+vLLM captures CUDA graphs meanwhile. A call that is unsafe in a capture, as page-locking is, fails
+then and can invalidate the capture, which ends the engine (vllm#45850, #46933): not from a thread
+whose capture mode is relaxed, which `Device.bind_thread` sees to. Should the driver refuse all the
+same because of a capture, the slab is tried again later.
+
+Source: CUDA Driver API 12.8, cuThreadExchangeStreamCaptureMode.
 """
 
 from __future__ import annotations
@@ -12,14 +20,20 @@ import threading
 import time
 
 from safe_offload.config import format_bytes
-from safe_offload.errors import DeviceError
+from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
-from safe_offload.worker.backends.driver import Driver
+from safe_offload.worker import placement
+from safe_offload.worker.backends.device import Device
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SLAB_BYTES = 512 << 20
 """About what is locked by one call: locked in a fraction of a second, long enough for long runs."""
+PAUSE_S = 0.005
+"""Between slabs: the driver lets other threads wait while it locks (vllm#54578)."""
+RETRY_S = 0.1
+"""Until a slab is tried again that was refused because of a capture."""
+FIRST_SLAB_TIMEOUT_S = 60.0
 
 FIX = (
     "Fix: raise the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), "
@@ -30,22 +44,28 @@ FIX = (
 class PageLock:
     """Locks the slabs of a host memory, and unlocks them at the end.
 
+    Its thread alone changes what is below; others read it.
+
     Args:
-        driver: locks; its device is made current in the thread.
+        device: locks.
         address: of the host memory.
         layout: where its slabs are.
+
+    Attributes:
+        is_pageable: the memory is used as it is, because the driver would not lock any of it.
     """
 
-    def __init__(self, driver: Driver, address: int, layout: HostLayout) -> None:
-        self._driver = driver
+    def __init__(self, device: Device, address: int, layout: HostLayout) -> None:
+        self._device = device
         self._address = address
         self._layout = layout
-        self._stopping = threading.Event()
         self._num_locked = 0
         self.is_pageable = False
-        """The memory is used as it is, because the driver would not lock any of it."""
+        self._has_begun = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safe-offload-lock", daemon=True)
         self._thread.start()
+        self._has_begun.wait(FIRST_SLAB_TIMEOUT_S)
 
     @property
     def num_usable_slots(self) -> int:
@@ -58,33 +78,61 @@ class PageLock:
         """Stop locking and unlock everything; nothing may copy any more. A second call is free."""
         self._stopping.set()
         self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._device.bind_thread()
+            self._lock_all()
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._has_begun.set()
+        self._stopping.wait()
+        self._unlock_all()
+
+    def _lock_all(self) -> None:
+        start_s = time.monotonic()
+        node = placement.numa_node_of(self._device.pci_address)
+        problem = "" if node is None else placement.move_thread_to(node)
+        for index in range(self._layout.num_slabs):
+            if not self._lock(index):
+                return
+            self._num_locked = index + 1
+            self._has_begun.set()
+            if self._stopping.wait(PAUSE_S):
+                return
+        logger.info(
+            "Page-locked %s of host memory in %.1f s: %s. The GPU is %s.%s",
+            format_bytes(self._layout.size_bytes),
+            time.monotonic() - start_s,
+            placement.describe(self._address, self._layout.size_bytes),
+            "on no NUMA node that the system tells" if node is None else f"on NUMA node {node}",
+            f" Its cores could not be used to place the memory there: {problem}."
+            if problem
+            else "",
+        )
+
+    def _lock(self, index: int) -> bool:
+        """Lock a slab, however long captures go on; False if `close` was called first."""
+        while True:
+            try:
+                self._device.lock(self._slab(index), self._layout.slab_bytes)
+                return True
+            except CaptureError as error:
+                logger.debug("Page-locking waits for a capture to end: %s", error)
+                if self._stopping.wait(RETRY_S):
+                    return False
+
+    def _unlock_all(self) -> None:
         while self._num_locked:
             self._num_locked -= 1
             try:
-                self._driver.unlock(self._slab(self._num_locked))
+                self._device.unlock(self._slab(self._num_locked))
             except DeviceError as error:
                 logger.warning("A slab of host memory stays page-locked until exit: %s", error)
 
     def _slab(self, index: int) -> int:
         return self._address + index * self._layout.slab_bytes
-
-    def _run(self) -> None:
-        start_s = time.monotonic()
-        try:
-            self._driver.bind_thread()
-            for index in range(self._layout.num_slabs):
-                if self._stopping.is_set():
-                    return
-                self._driver.lock(self._slab(index), self._layout.slab_bytes)
-                self._num_locked = index + 1
-        except Exception as error:
-            self._give_up(error)
-        else:
-            logger.info(
-                "Page-locked %s of host memory in %.1f s.",
-                format_bytes(self._layout.size_bytes),
-                time.monotonic() - start_s,
-            )
 
     def _give_up(self, error: Exception) -> None:
         wanted = format_bytes(self._layout.size_bytes)

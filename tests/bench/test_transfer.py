@@ -19,9 +19,9 @@ from safe_offload.bench.transfer_grid import Case, Traffic, Way
 from safe_offload.bench.transfer_report import render_table
 from safe_offload.bench.transfer_rigs import CpuRig, GpuRig
 from safe_offload.cli import main
-from safe_offload.errors import DeviceError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from safe_offload.worker.backends.base import Direction
-from tests.worker.backends.fake_device import FakeDevice, FakeDriver, FakeStream
+from tests.worker.backends.fake_device import FakeGpu, FakeStream
 
 TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]
 
@@ -53,16 +53,17 @@ MakeGpuRig = Callable[..., GpuRig]
 
 @pytest.fixture
 def make_gpu_rig() -> Iterator[MakeGpuRig]:
-    devices: list[FakeDevice] = []
+    gpus: list[FakeGpu] = []
 
-    def make(case: Case, **options: Any) -> GpuRig:
-        devices.append(FakeDevice(**options))
+    def make(case: Case, num_lockable: int = 1) -> GpuRig:
+        gpus.append(FakeGpu())
+        gpus[-1].num_lockable = num_lockable
         storage = torch.empty(case.size_bytes, dtype=torch.uint8)
-        return GpuRig(case, storage, devices[-1], FakeStopwatch())
+        return GpuRig(case, storage, gpus[-1].open(), FakeStopwatch())
 
     yield make
-    for device in devices:
-        device.close()
+    for gpu in gpus:
+        gpu.close()
 
 
 class FakeVllmCopies(ModuleType):
@@ -243,10 +244,6 @@ def test_a_way_of_vllm_that_does_not_work_here_is_said_to_be_missing(
     assert "not measured: vLLM batch (ModuleNotFoundError" in render_table(report)
 
 
-def test_a_driver_that_does_not_lock_is_an_error_with_a_fix(make_gpu_rig, monkeypatch) -> None:
-    def refuse(self: object, address: int) -> int:
-        raise DeviceError("cuMemHostGetDevicePointer_v2: not locked")
-
-    monkeypatch.setattr(FakeDriver, "device_address", refuse)
+def test_a_driver_that_does_not_lock_is_an_error_with_a_fix(make_gpu_rig) -> None:
     with pytest.raises(SafeOffloadError, match="ulimit -l"):
-        make_gpu_rig(Case(4096, 4, 2))
+        make_gpu_rig(Case(4096, 4, 2), num_lockable=0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from safe_offload.worker.backends.gpu import CopyPath
+from safe_offload.worker.backends.base import CopyPath
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.backends.contract import BackendContract, MakeSubject
 
@@ -56,6 +56,5 @@ def test_a_gpu_has_what_the_fast_paths_need(make_torch_subject):
     from tests.worker.backends.contract import GEOMETRIES
 
     subject = make_torch_subject(GEOMETRIES["layers outermost"], 31)
-    assert subject.backend._driver.has_batch
-    assert subject.backend._can_launch()
-    assert not subject.backend._lock.is_pageable
+    assert subject.backend.paths == tuple(CopyPath)
+    assert not subject.backend.is_pageable

@@ -10,10 +10,8 @@ import pytest
 
 from safe_offload.errors import DeviceError, TransferError
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.driver import Driver
-from safe_offload.worker.backends.gpu import CopyPath
-from safe_offload.worker.backends.ranges import RangeTable
+from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.backends.device import Device
 from safe_offload.worker.engine import TransferEngine
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS
@@ -23,19 +21,16 @@ LAYERS = GEOMETRIES["layers outermost"]
 ILLEGAL_KERNEL = """
 import asyncio
 from safe_offload.errors import TransferError
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.gpu import CopyPath
+from safe_offload.worker.backends.base import CopyPath, Direction
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.backends.contract import GEOMETRIES
 
 subject = TorchSubject(GEOMETRIES["layers outermost"], 31, CopyPath.KERNEL)
+subject.backend.use((CopyPath.KERNEL,))
 buffer = subject.backend._segments
-buffer.host[:] = 1 << 20
+buffer[0][:] = 1 << 20
 stream = subject.stream(Direction.LOAD)
-size_bytes = buffer.host.nbytes
-subject.backend._driver.copy(
-    buffer.device_address, buffer.host_address, size_bytes, stream.cuda_stream
-)
+subject.device.upload(buffer, stream)
 stream.synchronize()
 
 async def fails() -> None:
@@ -53,24 +48,62 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.EACH])
-async def test_an_address_that_the_driver_refuses_fails_one_copy_only(path):
-    subject = TorchSubject(LAYERS, NUM_SLOTS, path)
-    good = subject.backend._table
-    subject.backend._table = RangeTable(0x10, 0x10, subject.layout)
+REFUSED = """
+import asyncio
+from safe_offload.errors import TransferError
+from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.backends.ranges import RangeTable
+from tests.gpu.torch_gpu import TorchSubject
+from tests.worker.backends.contract import GEOMETRIES
+
+subject = TorchSubject(GEOMETRIES["layers outermost"], 31, CopyPath.BATCH)
+good = subject.backend._table
+subject.backend._table = RangeTable(0x10, subject.host.tensor.data_ptr(), subject.layout)
+
+async def run() -> None:
+    try:
+        await subject.copy(Direction.STORE, [1], [1])
+    except TransferError as error:
+        print("failed:", error)
+    subject.backend._table = good
+    await subject.copy(Direction.STORE, [1], [1])
+
+asyncio.run(run())
+subject.end()
+print("alive")
+"""
+
+
+def test_an_address_that_the_driver_refuses_fails_one_copy_only():
+    """In a child: a driver that takes the address for pageable memory reads it, and crashes."""
+    child = run_child(REFUSED)
+    assert child.stdout.count("failed:") == 1, child.stderr
+    assert child.stdout.rstrip().endswith("alive"), child.stderr
+
+
+async def test_a_call_that_is_refused_fails_one_copy_and_leaves_its_path(monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise DeviceError("refused by the test")
+
+    subject = TorchSubject(LAYERS, NUM_SLOTS, CopyPath.BATCH)
+    monkeypatch.setattr(subject.device.driver, "copy_batch", refuse)
     with pytest.raises(TransferError) as caught:
         await subject.copy(Direction.STORE, [1], [1])
     assert caught.value.reason is FailureReason.COPY_FAILED
-    subject.backend._table = good
+    assert subject.backend.paths == (CopyPath.EACH,)
     await subject.copy(Direction.STORE, [1], [1])
     subject.end()
 
 
+def run_child(source: str) -> subprocess.CompletedProcess[str]:
+    """Run Python of its own, which may crash."""
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_a_kernel_that_goes_astray_fails_every_copy_and_leaves_the_process_alive():
     """The device is lost to the process then (CUDA: cudaErrorIllegalAddress is sticky)."""
-    child = subprocess.run(
-        [sys.executable, "-c", ILLEGAL_KERNEL], capture_output=True, text=True, timeout=120
-    )
+    child = run_child(ILLEGAL_KERNEL)
     assert child.stdout.count("failed:") == 2, child.stderr
     assert child.stdout.rstrip().endswith("alive"), child.stderr
     assert child.returncode == 0
@@ -89,12 +122,12 @@ def test_shutdown_in_the_middle_of_copies_ends_them_all():
 
 
 async def test_memory_that_the_driver_does_not_lock_is_used_as_it_is(monkeypatch):
-    def refuse(self: Driver, address: int, size_bytes: int) -> None:
+    def refuse(self: Device, address: int, size_bytes: int) -> None:
         raise DeviceError("refused by the test")
 
-    monkeypatch.setattr(Driver, "lock", refuse)
+    monkeypatch.setattr(Device, "lock", refuse)
     subject = TorchSubject(LAYERS, NUM_SLOTS)
-    assert subject.backend._lock.is_pageable
+    assert subject.backend.is_pageable
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [1, 5, 6], [2, 9, 10])
     for block, slot in ((1, 2), (5, 9), (6, 10)):

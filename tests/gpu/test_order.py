@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from safe_offload.layout import Segment, make_geometry
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.gpu import CopyPath
+from safe_offload.worker.backends.base import CopyPath, Direction
 from tests.gpu.torch_gpu import TorchSubject, sleep_on
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS, ROW_BYTES = 64, 64, 4, 16 << 10

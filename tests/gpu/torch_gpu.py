@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.sim.vllm_setup import EngineShape
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.device import TorchDevice
-from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.backends.device import Device
+from safe_offload.worker.backends.driver import load_library
+from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.backends.contract import PATIENCE_S, Bytes, Subject
 from tests.worker.machines import SLOTS_PER_SLAB, make_storage
@@ -34,7 +36,7 @@ class Gate:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         is_hip = torch.version.hip is not None
-        library = ctypes.CDLL("libamdhip64.so" if is_hip else "libcuda.so.1")
+        library = load_library(is_hip=is_hip)
         arguments = (
             ctypes.c_void_p(stream.cuda_stream),
             ctypes.c_void_p(self._flag.data_ptr()),
@@ -66,15 +68,14 @@ class TorchSubject(Subject):
         self.layout = HostLayout(geometry, num_slots, min(slots_per_slab, num_slots))
         self.storage = torch.zeros(size_bytes + 64, dtype=torch.uint8, device="cuda:0")
         self.host = HostMemory.allocate(self.layout.size_bytes)
+        self.device = Device(self.storage.device)
         self.backend = GpuBackend(
-            TorchDevice(self.storage.device),
-            self.storage.data_ptr(),
-            self.layout,
-            self.host,
-            path,
+            self.device, self.storage.data_ptr(), self.layout, self.host, path
         )
         self._gates: list[Gate] = []
-        self.backend._lock._thread.join(PATIENCE_S)
+        end_s = time.monotonic() + PATIENCE_S
+        while self.backend.num_usable_slots < num_slots and time.monotonic() < end_s:
+            time.sleep(0.001)
 
     def stream(self, direction: Direction) -> torch.cuda.Stream:
         """On which the backend copies."""
@@ -119,7 +120,7 @@ class TorchMachine:
         self.storage = make_storage(shape).cuda(0)
         layout = HostLayout(geometry, num_slots, SLOTS_PER_SLAB)
         host = HostMemory.allocate(layout.size_bytes)
-        device = TorchDevice(self.storage.device)
+        device = Device(self.storage.device)
         self.backend = GpuBackend(device, self.storage.data_ptr(), layout, host, path)
 
     def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:

@@ -264,7 +264,12 @@ def break_device(rig: Rig) -> None:
     rig.devices[1].is_broken = True
 
 
-@pytest.mark.parametrize("death", [kill_loop, break_device])
+def fail_self_test(rig: Rig) -> None:
+    output = KVConnectorOutput(kv_connector_worker_meta=StepReport(lost_ranks=(1,)))
+    rig.connector.update_connector_output(output)
+
+
+@pytest.mark.parametrize("death", [kill_loop, break_device, fail_self_test])
 def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
     make_rig: MakeRig,
     errors: list[str],

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.engine import TransferEngine
 
 PATIENCE_S = 20.0
@@ -85,8 +85,10 @@ class FakeBackend:
 
     slot_bytes = SLOT_BYTES
     num_slots = num_usable_slots = 1_000_000
+    paths = (CopyPath.EACH,)
 
     def __init__(self) -> None:
+        self.num_demotions = 0
         self.issued: list[FakeCompletion] = []
         self.fenced: list[int] = []
         self.on_mark: Callable[[], Any] | None = None
@@ -134,14 +136,17 @@ class FakeBackend:
             self.on_checksums(slot_ids.tolist())
         return np.array([self.slots.get(i, 0) for i in slot_ids.tolist()], dtype=np.uint64)
 
-    def close(self) -> None:
-        """See `Backend.close`: waits for the copies that run."""
+    def end_copies(self) -> None:
+        """See `Backend.end_copies`: waits for the copies that run."""
         self.closing.set()
         if self.on_close is not None:
             self.on_close()
         for completion in self.issued:
             if not completion.future.cancel():
                 completion.future.exception(PATIENCE_S)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
         self.is_closed = True
 
     # ---- what the test does --------------------------------------------------------------------

@@ -11,11 +11,11 @@ import torch
 
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.sim.vllm_setup import EngineShape
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
-from tests.worker.backends.fake_device import FakeDevice
+from tests.worker.backends.fake_device import FakeGpu
 from tests.worker.tensor_core import NUM_LAYERS, PATIENCE_S
 
 DELAY_S_MAX = 0.01
@@ -69,15 +69,15 @@ class ThreadMachine:
         path: CopyPath | None = None,
     ) -> None:
         self.storage = make_storage(shape)
-        self._device = FakeDevice()
+        self._gpu = FakeGpu()
         layout = HostLayout(geometry, num_slots, SLOTS_PER_SLAB)
         host = HostMemory.allocate(layout.size_bytes)
-        self.backend = GpuBackend(self._device, self.storage.data_ptr(), layout, host, path)
+        self.backend = GpuBackend(self._gpu.open(), self.storage.data_ptr(), layout, host, path)
 
     def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:
         done = threading.Event()
-        self._device.compute.enqueue(operation)
-        self._device.compute.enqueue(done.set)
+        self._gpu.compute.enqueue(operation)
+        self._gpu.compute.enqueue(done.set)
 
         def wait() -> None:
             assert done.wait(PATIENCE_S)
@@ -85,11 +85,11 @@ class ThreadMachine:
         return wait
 
     def delay(self, where: Direction | None, amount: float) -> None:
-        stream = self._device.compute if where is None else self.backend._lanes[where].stream
+        stream = self._gpu.compute if where is None else self.backend._lanes[where].stream
         stream.enqueue(lambda: threading.Event().wait(amount * DELAY_S_MAX))
 
     def to_device(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers)
 
     def close(self) -> None:
-        self._device.close()
+        self._gpu.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
+from safe_offload.observe.counters import Count
 from safe_offload.protocol import (
     EMPTY_PLAN,
     BadSlots,
@@ -21,10 +23,13 @@ from safe_offload.protocol import (
     StepPlan,
     StepReport,
     Transfer,
+    ids_of,
 )
 from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.bridge import WorkerBridge
+from safe_offload.worker.host_memory import HostMemory
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, flush, transfer
 
 PAGE = 48
@@ -165,11 +170,60 @@ def worker(make_worker: Callable[..., Worker]) -> Worker:
 
 
 def faked(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
-    """Register a worker with a backend whose copies the test ends."""
+    """Register a worker with a backend whose copies the test ends, so that nothing tests itself."""
     backend = FakeBackend()
-    monkeypatch.setattr(bridge_module, "_make_backend", lambda *args: backend)
+    config = dataclasses.replace(worker.bridge._config, self_test=False)
+    monkeypatch.setattr(worker.bridge, "_config", config)
+    monkeypatch.setattr(worker.bridge, "_open_backend", lambda *args: (backend, None))
     worker.register()
     return backend
+
+
+# ---- the self-test -------------------------------------------------------------------------------
+
+
+def test_copies_are_tested_before_vllm_serves_and_leave_the_kv_cache_as_it_was(make_worker, caplog):
+    worker = make_worker()
+    for block in range(BLOCKS):
+        worker.write_block(block, 10 * block)
+    with caplog.at_level("INFO"):
+        worker.register()
+    assert "The self-test of the copies took" in caplog.text
+    assert [worker.read_block(block)[0] for block in range(BLOCKS)] == [
+        10 * block for block in range(BLOCKS)
+    ]
+
+
+def test_the_self_test_can_be_switched_off(make_worker, caplog):
+    with caplog.at_level("INFO"):
+        make_worker(extra={"self_test": "off"}).register()
+    assert "self-test" not in caplog.text
+
+
+def test_a_rank_whose_copies_are_wrong_says_once_that_it_is_lost_and_gives_its_memory_back(
+    make_worker, monkeypatch, caplog
+):
+    monkeypatch.setattr(cpu, "_move_each", lambda ranges: None)
+    monkeypatch.setattr(cpu, "find_move", lambda: cpu._move_each)
+    freed = []
+    monkeypatch.setattr(HostMemory, "close", lambda host: freed.append(host.size_bytes))
+    worker = make_worker().register()
+    assert freed
+    assert "No way to copy KV cache passed the self-test" in caplog.text
+    store = Transfer(1, ids_of([1]), ids_of([1]))
+    worker.step(StepPlan(stores_after_forward=(store,)))
+    worker.step(EMPTY_PLAN)
+    assert [report.lost_ranks for report in worker.reports] == [(RANK,)]
+    assert worker.outcomes() == {1: FailureReason.NOT_RUNNING}
+    assert not any(report.capacities for report in worker.reports)
+
+
+def test_ways_to_copy_that_were_left_are_counted_once(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    backend.num_demotions = 2
+    assert worker.bridge.take_counts() == {Count.COPY_PATH_DEMOTIONS: 2}
+    assert worker.bridge.take_counts() == {}
 
 
 # ---- a step ------------------------------------------------------------------------------------

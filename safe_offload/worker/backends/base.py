@@ -23,6 +23,17 @@ class Direction(enum.Enum):
     """GPU blocks to host slots."""
 
 
+class CopyPath(enum.Enum):
+    """How the bytes of a copy are moved; a path that fails is left for the one below it."""
+
+    KERNEL = "kernel"
+    """One kernel launch: multiprocessors do it."""
+    BATCH = "batch"
+    """One call for all ranges: the copy engines of a GPU do it."""
+    EACH = "each"
+    """One call for each range."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Whole blocks to or from whole slots.
@@ -99,8 +110,29 @@ class Backend(Protocol):
         Called on threads of its own, not after `close`.
         """
 
-    def close(self) -> None:
-        """Wait for copies that have started, start no other, free the host memory.
+    def end_copies(self) -> None:
+        """Wait for copies that have started, and start no other.
 
         Copies that have been issued and not started fail. A second call does nothing.
         """
+
+    def close(self) -> None:
+        """End the copies and free the host memory, which may take a while.
+
+        A second call does nothing.
+        """
+
+
+class ProvableBackend(Backend, Protocol):
+    """A backend with several ways to copy, which can be tried one by one (worker/self_test.py).
+
+    Attributes:
+        paths: ways to copy that are in use.
+        num_demotions: how often a path was left because it failed.
+    """
+
+    paths: tuple[CopyPath, ...]
+    num_demotions: int
+
+    def use(self, paths: tuple[CopyPath, ...]) -> None:
+        """Copy by some of its paths only; called while nothing is being copied."""

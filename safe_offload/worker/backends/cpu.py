@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
-from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
@@ -60,7 +60,7 @@ class CpuCompletion:
 
 
 class CpuBackend:
-    """See `Backend`.
+    """See `Backend` and `ProvableBackend`: the compiled loop, then the interpreted one.
 
     Args:
         base_address: of the KV cache's storage, in bytes.
@@ -77,11 +77,20 @@ class CpuBackend:
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
-        self._move = find_move()
+        self._moves = {CopyPath.BATCH: find_move(), CopyPath.EACH: _move_each}
+        if self._moves[CopyPath.BATCH] is _move_each:
+            del self._moves[CopyPath.BATCH]
+        self.num_demotions = 0
+        self.use(tuple(self._moves))
         self._threads = {
             direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
         }
+
+    def use(self, paths: tuple[CopyPath, ...]) -> None:
+        """See `ProvableBackend.use`."""
+        self.paths = paths
+        self._move = self._moves[paths[0]]
 
     def mark(self) -> None:
         """Nothing to mark: what the engine computed is in memory when a hook is called."""
@@ -109,13 +118,17 @@ class CpuBackend:
         """See `Backend.checksums`."""
         return self._checksums.of(slot_ids)
 
-    def close(self) -> None:
-        """See `Backend.close`."""
+    def end_copies(self) -> None:
+        """See `Backend.end_copies`."""
         # All queues first: one direction must not go on while the other is waited for.
         for executor in self._threads.values():
             executor.shutdown(wait=False, cancel_futures=True)
         for executor in self._threads.values():
             executor.shutdown(wait=True)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self.end_copies()
         self._host.close()
 
     def _run(self, copy: Copy) -> None:
@@ -124,7 +137,7 @@ class CpuBackend:
 
 @functools.cache
 def find_move() -> Callable[[Ranges], None]:
-    """How to move ranges: by the compiled loop, if it was compiled when we were installed."""
+    """Return the compiled loop, the interpreted one if it was not compiled at installation."""
     try:
         spec = importlib.util.find_spec(MOVE_MODULE)
         if spec is None or spec.origin is None:

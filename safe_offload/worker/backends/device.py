@@ -1,87 +1,125 @@
-"""What the GPU backend needs of a device, and how torch, cupy and the driver give it.
+"""One GPU as the backend uses it: torch, cupy and the driver behind one face.
 
-Streams and events are torch's, because the stream that they order against is torch's. The one
-kernel is compiled and launched by cupy, which does it for CUDA and HIP alike; without cupy there
-is no kernel, and copies go through the driver alone.
+Streams, events, buffers and page-locking are torch's. The one kernel is compiled and launched by
+cupy, which does it for CUDA and HIP alike; without cupy there is no kernel, and copies go through
+the driver alone.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-from dataclasses import dataclass
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from safe_offload.worker.backends import row_kernel
-from safe_offload.worker.backends.driver import Driver, load_driver
+from safe_offload.worker.backends.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.backends.row_kernel import RowArguments
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def record(self, stream: Any) -> None:
-        """Move the point to what the stream has been given so far."""
-
-    def synchronize(self) -> None:
-        """Let the calling thread sleep until the point has been passed, the lock released."""
+LOCK_PORTABLE_AND_MAPPED = 3
+"""cudaHostRegisterPortable and cudaHostRegisterMapped; HIP's flags are the same."""
 
 
-class Stream(Protocol):
-    """Work that the device does in order.
+class ThreadState(threading.local):
+    """What was done for the calling thread."""
 
-    Attributes:
-        cuda_stream: the driver's handle, under torch's name for it.
-    """
-
-    cuda_stream: int
-
-    def wait_event(self, event: Any) -> None:
-        """What the stream is given from now on is done behind the event, on the device."""
+    is_bound = False
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Page-locked host memory with a partner of the same size on the device.
+class Device:
+    """One GPU. Every method raises `DeviceError`, or what torch or cupy raise, if it is refused.
+
+    Args:
+        device: of the KV cache, with its index.
+        torch_module: torch, or what stands in for it.
+        library: of the driver; None loads the one that torch uses.
+        import_cupy: returns cupy; raises ImportError where it is not installed.
 
     Attributes:
-        host: shape (n,), int64.
-        host_address: of `host`.
-        device_address: of the partner.
-        owners: what keeps both alive.
+        driver: what torch and cupy do not offer.
+        pci_address: such as "0000:07:00.0", empty where torch does not tell it.
+
+    Raises:
+        DeviceError: its driver cannot be used.
     """
 
-    host: npt.NDArray[np.int64]
-    host_address: int
-    device_address: int
-    owners: tuple[object, ...]
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        torch_module: Any = torch,
+        library: Any = None,
+        import_cupy: Callable[[], Any] = lambda: importlib.import_module("cupy"),
+    ) -> None:
+        self._device = device
+        self._torch = torch_module
+        self._cuda = torch_module.cuda
+        self._import_cupy = import_cupy
+        self._thread = ThreadState()
+        is_hip = torch_module.version.hip is not None
+        properties = self._cuda.get_device_properties(device)
+        library = library or load_library(is_hip=is_hip)
+        self.driver: Driver = (
+            HipDriver(library, properties.gcnArchName) if is_hip else CudaDriver(library)
+        )
+        self.pci_address = _pci_address(properties)
+        self._probe = self._cuda.Stream(device)
+        self._kernel: Any = None
 
+    def bind_thread(self) -> None:
+        """Let the calling thread use the device, also while another one captures a graph.
 
-class Device(Protocol):
-    """One GPU.
+        For threads of ours only: vLLM's own keep their capture mode. The second call is free.
+        """
+        if self._thread.is_bound:
+            return
+        self.driver.relax_thread()
+        self._cuda.set_device(self._device)
+        # In a new thread torch takes device 0 for the current one and does nothing. A call of the
+        # runtime binds it, which the driver's own calls need (pytorch/pytorch#155668).
+        self._probe.query()
+        self._thread.is_bound = True
 
-    Attributes:
-        driver: its calls.
-    """
+    def compute_stream(self) -> Any:
+        """Return the stream that the calling thread gives its work to."""
+        return self._cuda.current_stream(self._device)
 
-    driver: Driver
+    def make_stream(self) -> Any:
+        """Make a stream beside the compute stream.
 
-    def compute_stream(self) -> Stream:
-        """The stream that the engine gives its work to, asked on the engine's thread."""
+        It comes from torch's pool of 32. Should somebody else be given the same one, the two only
+        wait for one another. Its priority is the lowest and the default.
+        """
+        return self._cuda.Stream(self._device)
 
-    def make_stream(self) -> Stream:
-        """A stream of the lowest priority that nobody else uses."""
+    def record(self, stream: Any) -> Any:
+        """Return an event at the end of what a stream has been given; waiting for it sleeps."""
+        event = self._cuda.Event(enable_timing=False, blocking=True)
+        event.record(stream)
+        return event
 
-    def make_event(self) -> Event:
-        """An event without timing, whose `synchronize` sleeps."""
+    def make_buffer(self, num_words: int, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make room for ids on their way to the device.
 
-    def make_buffer(self, num_words: int) -> Buffer:
-        """A buffer for `num_words` numbers of 8 bytes."""
+        torch's allocator hands device memory on in the order of the stream it was made on, so no
+        other stream may use it.
+
+        Returns:
+            Page-locked host memory, then device memory: shape (num_words,), int64.
+        """
+        host = self._torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        with self._cuda.stream(stream):
+            return host, self._torch.empty(num_words, dtype=torch.int64, device=self._device)
+
+    def upload(self, buffer: tuple[torch.Tensor, torch.Tensor], stream: Any) -> None:
+        """Copy the host memory of a buffer to its device memory, in the stream's order."""
+        host, partner = buffer
+        self.driver.copy(partner.data_ptr(), host.data_ptr(), host.nbytes, stream.cuda_stream)
 
     def load_kernel(self, word_bytes: int) -> bool:
         """Compile the row kernel for words of a size.
@@ -89,53 +127,8 @@ class Device(Protocol):
         Returns:
             False, with the reason logged, if it cannot be had.
         """
-
-    def launch(self, arguments: RowArguments, stream: Stream) -> None:
-        """Launch the row kernel."""
-
-
-class TorchDevice:
-    """See `Device`.
-
-    Args:
-        device: of the KV cache; the calling thread has used it.
-
-    Raises:
-        DeviceError: its driver cannot be used.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            # A call of the runtime's, so that the device is current for the driver too.
-            torch.cuda.current_stream(device).query()
-            self.driver = load_driver(is_hip=torch.version.hip is not None)
-        self._kernel: Any = None
-        self._cupy_streams: dict[int, Any] = {}
-
-    def compute_stream(self) -> Any:
-        """See `Device`."""
-        return torch.cuda.current_stream(self._device)
-
-    def make_stream(self) -> Any:
-        """See `Device`; not one of torch's pool, which hands the same stream to several users."""
-        return torch.cuda.ExternalStream(self.driver.make_stream(), self._device)
-
-    def make_event(self) -> Any:
-        """See `Device`."""
-        return torch.cuda.Event(enable_timing=False, blocking=True)
-
-    def make_buffer(self, num_words: int) -> Buffer:
-        """See `Device`."""
-        host = torch.empty(num_words, dtype=torch.int64, pin_memory=True)
-        partner = torch.empty(num_words, dtype=torch.int64, device=self._device)
-        return Buffer(host.numpy(), host.data_ptr(), partner.data_ptr(), (host, partner))
-
-    def load_kernel(self, word_bytes: int) -> bool:
-        """See `Device`."""
         try:
-            import cupy
-
+            cupy = self._import_cupy()
             source = row_kernel.make_source(word_bytes)
             with cupy.cuda.Device(self._device.index):
                 kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
@@ -154,22 +147,36 @@ class TorchDevice:
         return True
 
     def launch(self, arguments: RowArguments, stream: Any) -> None:
-        """See `Device`."""
-        found = self._cupy_streams.get(stream.cuda_stream)
-        if found is None:
-            found = _cupy_stream(stream, self._device.index)
-            self._cupy_streams[stream.cuda_stream] = found
-        with found:
+        """Launch the row kernel."""
+        with self._import_cupy().cuda.Stream.from_external(stream):
             self._kernel(
                 (row_kernel.NUM_BLOCKS,), (row_kernel.THREADS_PER_BLOCK,), arguments.as_scalars()
             )
 
+    def sees(self, address: int) -> bool:
+        """Whether kernels find locked memory under the host's own address."""
+        attributes = self._import_cupy().cuda.runtime.pointerGetAttributes(address)
+        return bool(attributes.devicePointer == address)
 
-def _cupy_stream(stream: Any, device_index: int | None) -> Any:
-    """A stream of torch's, for cupy."""
-    import cupy
+    def lock(self, address: int, size_bytes: int) -> None:
+        """Page-lock host memory in place, mapped for the device."""
+        register = self._cuda.cudart().cudaHostRegister
+        status = register(address, size_bytes, LOCK_PORTABLE_AND_MAPPED)
+        self.driver.check("cudaHostRegister", int(status))
 
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+        status = self._cuda.cudart().cudaHostUnregister(address)
+        self.driver.check("cudaHostUnregister", int(status))
+
+
+def _pci_address(properties: Any) -> str:
     try:
-        return cupy.cuda.Stream.from_external(stream)
-    except (AttributeError, TypeError):  # cupy before 14, or a torch without the protocol
-        return cupy.cuda.ExternalStream(stream.cuda_stream, device_index)
+        domain, bus, slot = (
+            properties.pci_domain_id,
+            properties.pci_bus_id,
+            properties.pci_device_id,
+        )
+    except AttributeError:
+        return ""
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

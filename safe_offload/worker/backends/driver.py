@@ -1,36 +1,48 @@
-"""The calls of the CUDA and HIP drivers that torch and cupy do not offer.
+"""The calls of the CUDA and HIP drivers that neither torch nor cupy offers.
 
-Batched copies, page-locking in place, streams that nobody shares. They go through `ctypes`, which
-lets other threads run during each call; the Python bindings of CUDA turn arrays of descriptors into
-lists, which costs more than the copy. Both drivers have the same face here.
+Batched copies, copies between plain addresses, and the capture mode of a thread. They go through
+`ctypes`, which lets other threads run during each call. CUDA's Python bindings turn arrays of
+descriptors into lists, which costs more than the copy, and HIP has none. Streams, events,
+allocations and page-locking are torch's (`device.py`).
 
 Source: CUDA Driver API 12.8, sections Memory Management, Stream Management and Driver Entry Point
-Access; HIP 7.1 runtime API, the same sections.
+Access (cuda.h); HIP 7.1 runtime API, the same sections (hip_runtime_api.h).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from safe_offload.errors import DeviceError
+import numpy as np
+
+from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.ranges import Ranges
 
 DESCRIPTORS_MAX = 8192
-"""Ranges of one batched copy: HIP faults beyond (vllm#53860), CUDA hung at 50,000 (vllm#49276)."""
+"""Ranges of one batched copy: HIP faults beyond (vllm#43018), CUDA hung at 50,000 (vllm#49276)."""
 
-STREAM_NON_BLOCKING = 1
-LOCK_PORTABLE_AND_MAPPED = 3
+CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed."""
+CAPTURE_UNSUPPORTED = 900
+"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, hipErrorStreamCaptureUnsupported."""
 COPY_ANY_TO_ANY = 4
 """hipMemcpyDefault: the addresses say where the memory is."""
 
 CUDA_BATCH_VERSION = 12080
 """CUDA version whose `cuMemcpyBatchAsync` is asked for; 13.0 changed its arguments."""
-HIP_VERSION_OF_ATTRIBUTES = (7, 13)
-"""HIP runtimes before it refuse attributes (vLLM 0.32.0, simple_kv_offload/cuda_mem_ops.py)."""
+HIP_BATCH_VERSIONS = range(71_300_000, 80_000_000)
+"""HIP runtimes, as they number themselves, whose `hipMemcpyBatchAsync` is used: 7.13 to 7.x.
+
+ROCm 7.2.1 to 7.2.3 only loop over single copies, and refuse attributes. The arguments of the call
+may change (ROCm/rocm-systems#9098), so a new major version has to be looked at first.
+"""
+HIP_BATCH_CORRUPTS = ("gfx908",)
+"""Batched device-to-host copies corrupt memory on an MI100 (ROCm/rocm-systems#11662)."""
 
 # When a source may be read: see CUmemcpySrcAccessOrder.
 IN_STREAM_ORDER, AT_ANY_TIME = 1, 3
@@ -40,7 +52,7 @@ SOURCE_ORDER = {
     Direction.LOAD: AT_ANY_TIME,
 }
 
-HIP_LIBRARIES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
+HIP_NAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 
 
 class _Location(ctypes.Structure):
@@ -68,48 +80,54 @@ _BATCH_TYPE = ctypes.CFUNCTYPE(
 class Driver:
     """A driver's calls, under one name for both.
 
-    Every method raises `DeviceError` if the driver refuses the call.
+    Every method raises `DeviceError` if the driver refuses the call, and its kind `CaptureError` if
+    a CUDA graph is being captured.
 
     Args:
-        library: the loaded library; the calling thread has made the device current.
+        library: the loaded library.
 
     Attributes:
         name: for messages.
         has_batch: whether `copy_batch` works: not with a driver that is too old.
+
+    Raises:
+        DeviceError: the library lacks a call that is needed.
     """
 
     name: str
-    _names: Mapping[str, str]
-    """What each call is named in the library."""
-    _num_attributes = 1
+    _copy_name: str
+    _mode_name: str
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        lowest = _int()
-        highest = _int()
-        self._call("priorities", ctypes.byref(lowest), ctypes.byref(highest))
-        self._priority = lowest.value
+        self._copy = self._find(self._copy_name)
+        self._exchange_mode = self._find(self._mode_name)
         self._batch = self._find_batch()
         self.has_batch = self._batch is not None
+        # One entry for each range: some drivers are said to read that many (vllm#53860).
+        self._first_ranges = np.zeros(DESCRIPTORS_MAX, dtype=np.uint64)
 
-    def bind_thread(self) -> None:
-        """Make the device current in the calling thread; costs next to nothing the second time."""
-        raise NotImplementedError
+    def relax_thread(self) -> None:
+        """Let the calling thread call the driver while another one captures a graph.
 
-    def make_stream(self) -> int:
-        """A stream of the lowest priority that nobody else uses; returns its handle."""
-        stream = _pointer()
-        arguments = _uint(STREAM_NON_BLOCKING), _int(self._priority)
-        self._call("make_stream", ctypes.byref(stream), *arguments)
-        return int(stream.value or 0)
+        Until then a call such as page-locking fails and can invalidate the capture of any thread.
 
-    def destroy_stream(self, stream: int) -> None:
-        """Give a stream back; what it still has to do is done."""
-        self._call("destroy_stream", _pointer(stream))
+        `CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)`, CUDA 10.1;
+        `hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode *mode)`, ROCm 4.3.
+        """
+        mode = _int(CAPTURE_RELAXED)
+        self.check(self._mode_name, self._exchange_mode(ctypes.byref(mode)))
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Copy one range in the stream's order. With pageable memory it may wait."""
-        self._call("copy", _pointer(target), _pointer(source), _size(size_bytes), _pointer(stream))
+        """Copy one range in the stream's order. With pageable memory it may wait.
+
+        torch copies tensors, and making two for each range takes several times the call's time.
+
+        `CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream
+        hStream)`, CUDA 4.0.
+        """
+        arguments = _pointer(target), _pointer(source), _size(size_bytes), _pointer(stream)
+        self.check(self._copy_name, self._copy(*arguments))
 
     def copy_each(self, ranges: Ranges, stream: int) -> None:
         """Copy range by range."""
@@ -122,10 +140,14 @@ class Driver:
         """Copy all ranges by as few calls as the driver stands, in no order among them.
 
         The arrays may be used again when this returns.
+
+        `CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t
+        count, CUmemcpyAttributes *attrs, size_t *attrsIdxs, size_t numAttrs, size_t *failIdx,
+        CUstream hStream)`, CUDA 12.8; `hipMemcpyBatchAsync` takes the same, ROCm 7.1.
         """
         assert self._batch is not None
         attributes = _CopyAttributes(source_order=SOURCE_ORDER[direction])
-        first, failed = _size(0), _size(0)
+        failed = _size(0)
         for start in range(0, len(ranges), DESCRIPTORS_MAX):
             status = self._batch(
                 _pointer(ranges.targets[start:].ctypes.data),
@@ -133,27 +155,31 @@ class Driver:
                 _pointer(ranges.lengths[start:].ctypes.data),
                 _size(min(DESCRIPTORS_MAX, len(ranges) - start)),
                 ctypes.byref(attributes),
-                ctypes.byref(first),
-                _size(self._num_attributes),
+                _pointer(self._first_ranges.ctypes.data),
+                _size(1),
                 ctypes.byref(failed),
                 _pointer(stream),
             )
-            self._check("batched copy", status)
+            self.check("batched copy", status)
 
-    def lock(self, address: int, size_bytes: int) -> None:
-        """Page-lock memory in place, mapped for the device."""
-        flags = _uint(LOCK_PORTABLE_AND_MAPPED)
-        self._call("lock", _pointer(address), _size(size_bytes), flags)
+    def check(self, what: str, status: int) -> None:
+        """Raise what a status means, unless it means success.
 
-    def unlock(self, address: int) -> None:
-        """Undo `lock`."""
-        self._call("unlock", _pointer(address))
+        Args:
+            what: was called.
+            status: what it returned; the numbers of the runtime are those of the driver.
+        """
+        if status:
+            kind = CaptureError if status == CAPTURE_UNSUPPORTED else DeviceError
+            raise kind(f"{what}: {(self._describe(status) or b'error').decode()} ({status})")
 
-    def device_address(self, address: int) -> int:
-        """The address under which kernels find locked memory."""
-        found = _pointer()
-        self._call("device_address", ctypes.byref(found), _pointer(address), _uint(0))
-        return int(found.value or 0)
+    def _find(self, name: str) -> Callable[..., int]:
+        try:
+            found: Callable[..., int] = getattr(self._library, name)
+        except AttributeError as error:
+            fix = "expected CUDA 12.0 or ROCm 6.0, or later"
+            raise DeviceError(f"this driver has no {name}; {fix}") from error
+        return found
 
     def _find_batch(self) -> Callable[..., int] | None:
         raise NotImplementedError
@@ -161,55 +187,23 @@ class Driver:
     def _describe(self, status: int) -> bytes | None:
         raise NotImplementedError
 
-    def _call(self, what: str, *arguments: object) -> None:
-        name = self._names[what]
-        try:
-            function = getattr(self._library, name)
-        except AttributeError as error:
-            fix = "expected CUDA 12.0 or ROCm 6.0, or later"
-            raise DeviceError(f"this driver has no {name}; {fix}") from error
-        self._check(name, function(*arguments))
-
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            text = (self._describe(status) or b"error").decode()
-            raise DeviceError(f"{name}: {text} ({status})")
-
 
 class CudaDriver(Driver):
     """libcuda; see `Driver`."""
 
     name = "CUDA"
-    _names = MappingProxyType(
-        {
-            "priorities": "cuCtxGetStreamPriorityRange",
-            "make_stream": "cuStreamCreateWithPriority",
-            "destroy_stream": "cuStreamDestroy_v2",
-            "copy": "cuMemcpyAsync",
-            "lock": "cuMemHostRegister_v2",
-            "unlock": "cuMemHostUnregister",
-            "device_address": "cuMemHostGetDevicePointer_v2",
-            "get_context": "cuCtxGetCurrent",
-            "set_context": "cuCtxSetCurrent",
-            "find": "cuGetProcAddress_v2",
-        }
-    )
-
-    def __init__(self, library: Any) -> None:
-        super().__init__(library)
-        self._context = _pointer()
-        self._call("get_context", ctypes.byref(self._context))
-
-    def bind_thread(self) -> None:
-        """See `Driver`."""
-        self._call("set_context", self._context)
+    _copy_name = "cuMemcpyAsync"
+    _mode_name = "cuThreadExchangeStreamCaptureMode"
 
     def _find_batch(self) -> Callable[..., int] | None:
-        """Look the call up by version: under this name newer drivers export other arguments."""
+        """Look the call up by version: under this name newer drivers export other arguments.
+
+        `CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion, cuuint64_t
+        flags, CUdriverProcAddressQueryResult *symbolStatus)`, CUDA 12.0.
+        """
         address, found = _pointer(), _int()
         try:
-            self._call(
-                "find",
+            status = self._find("cuGetProcAddress_v2")(
                 b"cuMemcpyBatchAsync",
                 ctypes.byref(address),
                 _int(CUDA_BATCH_VERSION),
@@ -218,81 +212,81 @@ class CudaDriver(Driver):
             )
         except DeviceError:
             return None
-        return _BATCH_TYPE(address.value) if address.value else None
+        return _BATCH_TYPE(address.value) if address.value and not status else None
 
     def _describe(self, status: int) -> bytes | None:
+        """`CUresult cuGetErrorName(CUresult error, const char **pStr)`, CUDA 6.0."""
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(_int(status), ctypes.byref(text))
         return text.value
 
 
 class HipDriver(Driver):
-    """libamdhip64; see `Driver`."""
+    """libamdhip64; see `Driver`.
+
+    Args:
+        library: the loaded library.
+        architecture: of the device, such as "gfx942:sramecc+:xnack-".
+    """
 
     name = "HIP"
-    _names = MappingProxyType(
-        {
-            "priorities": "hipDeviceGetStreamPriorityRange",
-            "make_stream": "hipStreamCreateWithPriority",
-            "destroy_stream": "hipStreamDestroy",
-            "copy": "hipMemcpyAsync",
-            "lock": "hipHostRegister",
-            "unlock": "hipHostUnregister",
-            "device_address": "hipHostGetDevicePointer",
-            "get_device": "hipGetDevice",
-            "set_device": "hipSetDevice",
-            "version": "hipRuntimeGetVersion",
-        }
-    )
+    _copy_name = "hipMemcpyAsync"
+    _mode_name = "hipThreadExchangeStreamCaptureMode"
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, architecture: str = "") -> None:
+        self._architecture = architecture.partition(":")[0]
         super().__init__(library)
-        self._device, version = _int(), _int()
-        self._call("get_device", ctypes.byref(self._device))
-        self._call("version", ctypes.byref(version))
-        # 7.13.0 is written 71300000.
-        major, minor = version.value // 10_000_000, version.value // 100_000 % 100
-        self._num_attributes = int((major, minor) >= HIP_VERSION_OF_ATTRIBUTES)
-
-    def bind_thread(self) -> None:
-        """See `Driver`."""
-        self._call("set_device", self._device)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """See `Driver`."""
+        """See `Driver`.
+
+        `hipError_t hipMemcpyAsync(void *dst, const void *src, size_t sizeBytes, hipMemcpyKind kind,
+        hipStream_t stream)`, ROCm 1.6.
+        """
         arguments = _size(size_bytes), _int(COPY_ANY_TO_ANY), _pointer(stream)
-        self._call("copy", _pointer(target), _pointer(source), *arguments)
+        self.check(self._copy_name, self._copy(_pointer(target), _pointer(source), *arguments))
 
     def _find_batch(self) -> Callable[..., int] | None:
+        """`hipError_t hipRuntimeGetVersion(int *runtimeVersion)`, ROCm 1.6."""
+        version = _int()
         try:
-            found: Callable[..., int] = self._library.hipMemcpyBatchAsync
-        except AttributeError:  # before ROCm 7.1
+            self._find("hipRuntimeGetVersion")(ctypes.byref(version))
+            found = self._find("hipMemcpyBatchAsync")
+        except DeviceError:  # before ROCm 7.1
             return None
-        return found
+        is_sound = version.value in HIP_BATCH_VERSIONS
+        return found if is_sound and self._architecture not in HIP_BATCH_CORRUPTS else None
 
     def _describe(self, status: int) -> bytes | None:
+        """`const char *hipGetErrorName(hipError_t hip_error)`, ROCm 1.6."""
         describe = self._library.hipGetErrorName
         describe.restype = ctypes.c_char_p
         text: bytes | None = describe(_int(status))
         return text
 
 
-def load_driver(*, is_hip: bool) -> Driver:
-    """The driver of the calling thread's device.
+def load_library(*, is_hip: bool, maps_path: Path = Path("/proc/self/maps")) -> Any:
+    """Load the driver that torch uses.
+
+    A second copy of HIP's runtime in the process would know nothing of torch's device. So the file
+    that is mapped already is loaded by its own path, whatever it is named; only if there is none
+    are names tried, those with a version first.
 
     Args:
         is_hip: whether torch was built for HIP; CUDA otherwise.
+        maps_path: the memory map of this process.
 
     Raises:
-        DeviceError: it cannot be loaded, or is too old.
+        DeviceError: it cannot be loaded.
     """
+    stem, names = ("libamdhip64", HIP_NAMES) if is_hip else ("libcuda", ("libcuda.so.1",))
+    mapped = re.search(
+        rf"/\S*/{stem}(?:-[^/\s]*)?\.so[^/\s]*$", maps_path.read_text(), re.MULTILINE
+    )
     problems = []
-    # torch has mapped the library already, so that any of its names will do.
-    for name in HIP_LIBRARIES if is_hip else ("libcuda.so.1",):
+    for name in (mapped[0], *names) if mapped else names:
         try:
-            library = ctypes.CDLL(name)
+            return ctypes.CDLL(name)
         except OSError as error:
             problems.append(str(error))
-        else:
-            return HipDriver(library) if is_hip else CudaDriver(library)
     raise DeviceError("the device's driver could not be loaded: " + "; ".join(problems))

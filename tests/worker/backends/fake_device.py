@@ -1,32 +1,46 @@
-"""A GPU of threads: streams that do their work in order and late, events, a driver, the kernel.
+"""A GPU of threads, as torch, cupy and the driver's library show it.
 
 Device memory is host memory. Each stream is a thread, so that what is not ordered really races. The
-row kernel is the real one, its source compiled by the C++ compiler and run thread by thread.
+row kernel is the real one, its source compiled by the C++ compiler and run thread by thread. What
+has hidden defects of GPU code is modelled too: contexts and capture modes belong to threads, calls
+that are unsafe in a capture are refused and invalidate it, allocations know their stream and may be
+used until they are freed, driver calls can be refused, and libraries lack symbols.
+
+Source: CUDA C++ Programming Guide 12.8, CUDA Graphs, Prohibited and Unhandled Operations; CUDA
+Driver API 12.8, cuThreadExchangeStreamCaptureMode; torch 2.13, c10/cuda/CUDAFunctions.cpp.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import queue
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import astuple
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
+import torch
 
-from safe_offload.errors import DeviceError
-from safe_offload.worker.backends import row_kernel
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.device import Buffer
-from safe_offload.worker.backends.driver import Driver
-from safe_offload.worker.backends.ranges import Ranges
-from safe_offload.worker.backends.row_kernel import RowArguments
+from safe_offload.worker.backends.device import Device
+from safe_offload.worker.backends.driver import (
+    _BATCH_TYPE,
+    CAPTURE_RELAXED,
+    CAPTURE_UNSUPPORTED,
+    IN_STREAM_ORDER,
+)
+from safe_offload.worker.self_test import Bytes, Rows
 
 PATIENCE_S = 20.0
+INDEX = 1
+"""Of the device: a thread that has not chosen one would use device 0."""
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT = 1, 2, 201
 
 CPP_PRELUDE = """
 #define __global__
@@ -52,11 +66,11 @@ extern "C" void launch(
 
 
 @functools.cache
-def compile_kernel(word_bytes: int) -> Callable[..., None]:
+def compile_kernel(kernel_source: str) -> Callable[..., None]:
     """The row kernel as a function of the host."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        source.write_text(CPP_PRELUDE + row_kernel.make_source(word_bytes) + CPP_LAUNCH)
+        source.write_text(CPP_PRELUDE + kernel_source + CPP_LAUNCH)
         command = ["g++", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-fno-strict-aliasing"]
         subprocess.run([*command, str(source), "-o", str(library)], check=True)
         launch = ctypes.CDLL(str(library)).launch
@@ -66,23 +80,34 @@ def compile_kernel(word_bytes: int) -> Callable[..., None]:
     return launch
 
 
-class FakeStream:
-    """See `Stream`; a thread."""
+def value(argument: Any) -> Any:
+    """What a ctypes argument holds."""
+    return getattr(argument, "value", argument)
 
-    def __init__(self, handle: int) -> None:
+
+class FakeStream:
+    """A stream as torch shows it; a thread."""
+
+    def __init__(self, gpu: FakeGpu, handle: int) -> None:
         self.cuda_stream = handle
+        self.gpu = gpu
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def enqueue(self, operation: Callable[[], object]) -> None:
-        """Do something behind everything so far."""
+        """Do something after everything so far."""
         self._work.put(operation)
 
     def wait_event(self, event: FakeEvent) -> None:
         point = event.point
         assert point is not None, "waiting for an event that was never recorded does nothing"
+        self.gpu.runtime_call("wait_event")
         self.enqueue(lambda: point.wait(PATIENCE_S))
+
+    def query(self) -> bool:
+        self.gpu.runtime_call("query", is_unsafe=True)
+        return True
 
     def synchronize(self) -> None:
         """Wait until everything so far is done."""
@@ -101,127 +126,455 @@ class FakeStream:
 
 
 class FakeEvent:
-    """See `Event`."""
+    """An event as torch shows it."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, gpu: FakeGpu) -> None:
         self.point: threading.Event | None = None
-        self._device = device
+        self._gpu = gpu
 
     def record(self, stream: FakeStream) -> None:
+        self._gpu.runtime_call("record")
         self.point = threading.Event()
         stream.enqueue(self.point.set)
 
     def synchronize(self) -> None:
         assert self.point is not None
+        self._gpu.runtime_call("synchronize", is_unsafe=True)
         assert self.point.wait(PATIENCE_S)
-        if self._device.is_broken:
+        if self._gpu.is_broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-class FakeDriver(Driver):
-    """See `Driver`.
+class Capture:
+    """A CUDA graph that is being captured.
 
     Attributes:
-        calls: names of the copying calls so far.
-        num_lockable: calls of `lock` that succeed.
-        locked: address and size of what is locked.
+        invalidated_by: the first unsafe call of a thread that was not relaxed.
     """
 
-    name = "fake"
-
-    def __init__(self, *, has_batch: bool = True) -> None:
-        self.has_batch = has_batch
-        self.streams: dict[int, FakeStream] = {}
-        self.calls: list[str] = []
-        self.num_lockable = 1 << 30
-        self.locked: dict[int, int] = {}
-        self.refuses_copies = False
-        self.may_lock = threading.Event()
-        self.may_lock.set()
-        self.device_offset = 0
-        self.bound_threads: set[int] = set()
-
-    def bind_thread(self) -> None:
-        self.bound_threads.add(threading.get_ident())
-
-    def make_stream(self) -> int:
-        handle = len(self.streams) + 1
-        self.streams[handle] = FakeStream(handle)
-        return handle
-
-    def destroy_stream(self, stream: int) -> None:
-        self.streams[stream].end()
-
-    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        assert threading.get_ident() in self.bound_threads or size_bytes < 4096
-        self.calls.append("copy")
-        self._move(target, source, size_bytes, stream)
-
-    def copy_batch(self, ranges: Ranges, direction: Direction, stream: int) -> None:
-        self.calls.append("copy_batch")
-        if self.refuses_copies:
-            raise DeviceError("batched copy: CUDA_ERROR_INVALID_VALUE (1)")
-        for target, source, length in zip(
-            ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
-        ):
-            self._move(target, source, length, stream)
-
-    def lock(self, address: int, size_bytes: int) -> None:
-        assert self.may_lock.wait(PATIENCE_S)
-        if len(self.locked) >= self.num_lockable:
-            raise DeviceError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
-        self.locked[address] = size_bytes
-
-    def unlock(self, address: int) -> None:
-        del self.locked[address]
-
-    def device_address(self, address: int) -> int:
-        return address + self.device_offset
-
-    def _move(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        self.streams[stream].enqueue(lambda: ctypes.memmove(target, source, size_bytes))
+    invalidated_by = ""
 
 
-class FakeDevice:
-    """See `Device`.
+class ThreadState(threading.local):
+    """What the driver keeps for each thread."""
+
+    device = 0
+    has_context = False
+    capture_mode = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL
+    is_in_pool = False
+    stream: FakeStream | None = None
+    cupy_stream: FakeStream | None = None
+
+
+class FakeGpu:
+    """One GPU. The thread that makes it has used it already, as vLLM's has.
+
+    Args:
+        missing: symbols that the driver's library lacks.
+        is_hip: HIP instead of CUDA.
+        hip_version: as the runtime numbers itself.
+        architecture: of a HIP device.
+        has_cupy: whether cupy is installed.
 
     Attributes:
         compute: the compute stream.
+        calls: names of the copying calls so far.
+        refused: calls that fail, with their status: copy, copy_batch, launch, lock, empty.
+        num_lockable: calls of `lock` that succeed.
+        locked: address and size of what is locked.
+        may_lock, may_unlock: held back while they are not set, the first lock excepted.
+        delay_s: how long every copy takes.
+        corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
+        device_offset: between a host address and the one that kernels see.
+        violations: what a real device would have taken for an access of freed or foreign memory.
+        pooled: sizes of device memory that was allocated from the pool of a caller (`pool`).
     """
 
-    def __init__(self, *, has_batch: bool = True, has_kernel: bool = True) -> None:
-        self.driver = FakeDriver(has_batch=has_batch)
-        self.compute = FakeStream(0)
+    def __init__(
+        self,
+        *missing: str,
+        is_hip: bool = False,
+        hip_version: int = 71_300_000,
+        architecture: str = "gfx942:sramecc+:xnack-",
+        has_cupy: bool = True,
+    ) -> None:
+        self.calls: list[str] = []
+        self.refused: dict[str, int] = {}
+        self.num_lockable = 1 << 30
+        self.locked: dict[int, int] = {}
+        self.may_lock, self.may_unlock = threading.Event(), threading.Event()
+        self.may_lock.set()
+        self.may_unlock.set()
+        self.corrupted: set[tuple[str, bool]] = set()
         self.is_broken = False
-        self._has_kernel = has_kernel
-        self._launch: Callable[..., None] | None = None
+        self.delay_s = 0.0
+        self.device_offset = 0
+        self.violations: list[str] = []
+        self.pooled: list[int] = []
+        self.capture: Capture | None = None
+        self.streams: dict[int, FakeStream] = {}
+        self.missing = missing
+        self.is_hip = is_hip
+        self.hip_version = hip_version
+        self.has_cupy = has_cupy
+        self.thread = ThreadState()
+        self.thread.device, self.thread.has_context = INDEX, True
+        self.allocations: dict[int, tuple[int, FakeStream]] = {}
+        self._kept: list[Any] = []
+        self.compute = self.make_stream()
+        self.properties = SimpleNamespace(
+            gcnArchName=architecture, pci_domain_id=0, pci_bus_id=7, pci_device_id=0
+        )
+        self.torch = make_torch(self)
+        self.library = (FakeHip if is_hip else FakeCuda)(self)
 
-    def compute_stream(self) -> FakeStream:
-        return self.compute
-
-    def make_stream(self) -> FakeStream:
-        return self.driver.streams[self.driver.make_stream()]
-
-    def make_event(self) -> FakeEvent:
-        return FakeEvent(self)
-
-    def make_buffer(self, num_words: int) -> Buffer:
-        host, partner = np.zeros((2, num_words), np.int64)
-        return Buffer(host, host.ctypes.data, partner.ctypes.data, (host, partner))
-
-    def load_kernel(self, word_bytes: int) -> bool:
-        if self._has_kernel:
-            self._launch = compile_kernel(word_bytes)
-        return self._has_kernel
-
-    def launch(self, arguments: RowArguments, stream: FakeStream) -> None:
-        self.driver.calls.append("launch")
-        launch = self._launch
-        assert launch is not None
-        shape = row_kernel.NUM_BLOCKS, row_kernel.THREADS_PER_BLOCK
-        stream.enqueue(lambda: launch(*shape, *astuple(arguments)))
+    def open(self) -> Device:
+        """The device as the backend uses it."""
+        return Device(
+            torch.device("cuda", INDEX),
+            torch_module=self.torch,
+            library=self.library,
+            import_cupy=self.import_cupy,
+        )
 
     def close(self) -> None:
-        """End the compute stream."""
-        self.compute.end()
+        """End all streams."""
+        for stream in self.streams.values():
+            stream.end()
+
+    def make_stream(self) -> FakeStream:
+        handle = len(self.streams) + 1
+        self.streams[handle] = FakeStream(self, handle)
+        return self.streams[handle]
+
+    def synchronize(self) -> None:
+        """Wait until every stream has done everything so far."""
+        for stream in list(self.streams.values()):
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[Capture]:
+        """A graph is being captured, in torch's and vLLM's mode: global."""
+        self.capture = Capture()
+        try:
+            yield self.capture
+        finally:
+            self.capture = None
+
+    @contextlib.contextmanager
+    def pool(self) -> Iterator[None]:
+        """What the calling thread allocates comes from a pool, as in vLLM's sleep mode."""
+        self.thread.is_in_pool = True
+        try:
+            yield
+        finally:
+            self.thread.is_in_pool = False
+
+    # ---- what every call meets -----------------------------------------------------------------
+
+    def status(self, name: str, *, is_unsafe: bool = False) -> int:
+        """What a call is answered for reasons of its thread, or because a test wants it refused."""
+        is_relaxed = self.thread.capture_mode == CAPTURE_RELAXED
+        if is_unsafe and self.capture is not None and not is_relaxed:
+            self.capture.invalidated_by = self.capture.invalidated_by or name
+            return CAPTURE_UNSUPPORTED
+        return self.refused.get(name, 0)
+
+    def driver_call(self, name: str, *, is_unsafe: bool = False) -> int:
+        """A call of the driver: it needs a context."""
+        if not self.thread.has_context:
+            return INVALID_CONTEXT
+        return self.status(name, is_unsafe=is_unsafe)
+
+    def runtime_call(self, name: str, *, is_unsafe: bool = False, raises: bool = True) -> int:
+        """A call of the runtime: it takes the context of the thread's device, which may be 0."""
+        self.thread.has_context = True
+        if self.thread.device != INDEX:
+            self.violations.append(f"{name} on device {self.thread.device}")
+        status = self.status(name, is_unsafe=is_unsafe)
+        if status and raises:
+            raise RuntimeError(f"CUDA error {status} in {name}")
+        return status
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: Any = None, **_: Any) -> torch.Tensor:
+        """Memory of the device, or of the host if none is named; never given to anybody twice."""
+        tensor = torch.zeros(size, dtype=dtype)
+        if device is not None:
+            self.runtime_call("empty", is_unsafe=True)
+            if self.thread.is_in_pool:
+                self.pooled.append(tensor.nbytes)
+        self._kept.append(tensor.untyped_storage())  # so that no address comes twice
+        address = tensor.data_ptr()
+        self.allocations[address] = (tensor.nbytes, self.thread.stream or self.compute)
+        weakref.finalize(tensor, self.allocations.pop, address)
+        return tensor
+
+    def is_allocated(self, address: int) -> bool:
+        """Whether a buffer lies there."""
+        return any(a <= address < a + size for a, (size, _) in list(self.allocations.items()))
+
+    def is_locked(self, address: int) -> bool:
+        """Whether page-locked memory lies there."""
+        return any(a <= address < a + size for a, size in list(self.locked.items()))
+
+    def check_use(self, address: int, stream: FakeStream | None = None) -> None:
+        """Note it if an address of ours is not allocated, or belongs to another stream."""
+        for start, (size_bytes, owner) in list(self.allocations.items()):
+            if start <= address < start + size_bytes:
+                if stream is not None and owner is not stream:
+                    self.violations.append("a buffer is used on another stream than its own")
+                return
+        self.violations.append("a buffer is used after it was freed")
+
+    def finish(self, name: str, is_store: bool, target: int) -> None:
+        """End a copy, and change a byte that it has written if that is wanted."""
+        if (name, is_store) in self.corrupted:
+            byte = ctypes.c_uint8.from_address(target)
+            byte.value ^= 0x80
+
+    # ---- page-locking, as torch shows it -------------------------------------------------------
+
+    def host_register(self, address: int, size_bytes: int, flags: int) -> int:
+        assert flags == 3
+        if self.locked:
+            assert self.may_lock.wait(PATIENCE_S)
+        status = self.runtime_call("lock", is_unsafe=True, raises=False)
+        if not status and len(self.locked) >= self.num_lockable:
+            status = OUT_OF_MEMORY
+        if not status:
+            self.locked[address] = size_bytes
+        return status
+
+    def host_unregister(self, address: int) -> int:
+        assert self.may_unlock.wait(PATIENCE_S)
+        if status := self.runtime_call("unlock", is_unsafe=True, raises=False):
+            return status
+        del self.locked[address]
+        return 0
+
+    # ---- cupy ----------------------------------------------------------------------------------
+
+    def import_cupy(self) -> Any:
+        """See `Device`."""
+        if not self.has_cupy:
+            raise ImportError("No module named 'cupy'")
+        stream = SimpleNamespace(from_external=self._cupy_stream)
+        runtime = SimpleNamespace(
+            pointerGetAttributes=lambda address: SimpleNamespace(
+                devicePointer=address + self.device_offset if self.locked else 0
+            )
+        )
+        cuda = SimpleNamespace(
+            Device=lambda index: contextlib.nullcontext(), Stream=stream, runtime=runtime
+        )
+        return SimpleNamespace(RawKernel=functools.partial(FakeKernel, self), cuda=cuda)
+
+    @contextlib.contextmanager
+    def _cupy_stream(self, stream: FakeStream) -> Iterator[None]:
+        self.thread.cupy_stream = stream
+        yield
+        self.thread.cupy_stream = None
+
+
+class FakeKernel:
+    """cupy's RawKernel."""
+
+    def __init__(self, gpu: FakeGpu, source: str, name: str) -> None:
+        self._gpu = gpu
+        self._source = source
+
+    def compile(self) -> None:
+        self._gpu.runtime_call("compile", is_unsafe=True)
+        compile_kernel(self._source)
+
+    def __call__(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        gpu, stream = self._gpu, self._gpu.thread.cupy_stream
+        assert stream is not None
+        gpu.calls.append("launch")
+        gpu.runtime_call("launch")
+        numbers = [int(argument) for argument in arguments]
+        launch, ids = compile_kernel(self._source), numbers[1:3]
+
+        def run() -> None:
+            time.sleep(gpu.delay_s)
+            for address in ids:
+                gpu.check_use(address, stream)
+            launch(grid[0], block[0], *numbers)
+            self._finish(numbers)
+
+        stream.enqueue(run)
+
+    def _finish(self, numbers: list[int]) -> None:
+        """See `FakeGpu.finish`."""
+        segments, block_ids, slot_ids, *_, slots_per_slab, slab_bytes, is_store = numbers
+        words = (ctypes.c_uint64 * 4).from_address(segments)
+        block, slot = (ctypes.c_int64.from_address(ids).value for ids in (block_ids, slot_ids))
+        slab, row = divmod(slot, slots_per_slab)
+        in_slot = words[2] + slab * slab_bytes + row * words[3]
+        target = in_slot if is_store else words[0] + block * words[1]
+        self._gpu.finish("launch", bool(is_store), target)
+
+
+class FakeLibrary:
+    """Functions of a driver's library under their own names."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in self._gpu.missing or not hasattr(type(self), f"do_{name}"):
+            raise AttributeError(name)
+        return getattr(self, f"do_{name}")
+
+    def copy(self, target: Any, source: Any, size_bytes: Any, stream: Any) -> int:
+        gpu, lane = self._gpu, self._gpu.streams[value(stream)]
+        gpu.calls.append("copy")
+        if status := gpu.driver_call("copy"):
+            return status
+        numbers = value(target), value(source), value(size_bytes)
+        is_upload = gpu.is_allocated(numbers[0]) or gpu.is_allocated(numbers[1])
+
+        def run() -> None:
+            time.sleep(gpu.delay_s)
+            if is_upload:
+                gpu.check_use(numbers[0], lane)
+                gpu.check_use(numbers[1])
+            ctypes.memmove(*numbers)
+            if not is_upload:
+                gpu.finish("copy", gpu.is_locked(numbers[0]), numbers[0])
+
+        lane.enqueue(run)
+        return 0
+
+    def batch(self, targets, sources, sizes, count, attributes, firsts, num, failed, stream) -> int:
+        gpu = self._gpu
+        gpu.calls.append("copy_batch")
+        if status := gpu.driver_call("copy_batch"):
+            return status
+        assert value(num) == 1
+        assert not any((ctypes.c_uint64 * value(count)).from_address(value(firsts)))
+        pointer = getattr(attributes, "_obj", None)
+        address = value(attributes) if pointer is None else ctypes.addressof(pointer)
+        is_store = ctypes.c_uint.from_address(address).value == IN_STREAM_ORDER
+        words = [
+            list((ctypes.c_uint64 * value(count)).from_address(value(a)))
+            for a in (targets, sources, sizes)
+        ]
+
+        def run() -> None:
+            time.sleep(gpu.delay_s)
+            for numbers in zip(*words, strict=True):
+                ctypes.memmove(*numbers)
+            gpu.finish("copy_batch", is_store, words[0][0])
+
+        gpu.streams[value(stream)].enqueue(run)
+        return 0
+
+    def exchange_mode(self, mode: Any) -> int:
+        mode._obj.value, self._gpu.thread.capture_mode = (
+            self._gpu.thread.capture_mode,
+            mode._obj.value,
+        )
+        return 0
+
+
+class FakeCuda(FakeLibrary):
+    """libcuda."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__(gpu)
+        self._batch = _BATCH_TYPE(self.batch)
+
+    def do_cuGetProcAddress_v2(self, name, address, version, flags, found):
+        assert (name, value(version)) == (b"cuMemcpyBatchAsync", 12080)
+        if "cuMemcpyBatchAsync" in self._gpu.missing:
+            return 500
+        address._obj.value = ctypes.cast(self._batch, ctypes.c_void_p).value
+        return 0
+
+    def do_cuMemcpyAsync(self, *arguments):
+        return self.copy(*arguments)
+
+    def do_cuThreadExchangeStreamCaptureMode(self, mode):
+        return self.exchange_mode(mode)
+
+    def do_cuGetErrorName(self, status, text):
+        text._obj.value = b"CUDA_ERROR_FAKE"
+        return 0
+
+
+class FakeHip(FakeLibrary):
+    """libamdhip64."""
+
+    def do_hipMemcpyAsync(self, target, source, size_bytes, kind, stream):
+        assert value(kind) == 4
+        return self.copy(target, source, size_bytes, stream)
+
+    def do_hipMemcpyBatchAsync(self, *arguments):
+        return self.batch(*arguments)
+
+    def do_hipThreadExchangeStreamCaptureMode(self, mode):
+        return self.exchange_mode(mode)
+
+    def do_hipRuntimeGetVersion(self, version):
+        version._obj.value = self._gpu.hip_version
+        return 0
+
+    @property
+    def do_hipGetErrorName(self):
+        return lambda status: b"hipErrorFake"
+
+
+class FakeRows:
+    """See `Rows`: what is done to blocks is done in the order of the compute stream."""
+
+    def __init__(self, gpu: FakeGpu, device: Device, rows: Rows) -> None:
+        self._gpu = gpu
+        self._device = device
+        self._rows = rows
+
+    def bind_thread(self) -> None:
+        self._device.bind_thread()
+        self._gpu.synchronize()
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        self._gpu.compute.synchronize()
+        return self._rows.read(block_ids)
+
+    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
+        write = self._rows.prepare(block_ids, content)
+        return lambda: self._gpu.compute.enqueue(write)
+
+
+def make_torch(gpu: FakeGpu) -> Any:
+    """torch, as far as a device uses it."""
+
+    def set_device(device: torch.device) -> None:
+        # As torch does: nothing if it is the current one, which in a new thread is device 0.
+        if gpu.thread.device != device.index:
+            gpu.thread.device, gpu.thread.has_context = device.index, True
+
+    @contextlib.contextmanager
+    def use_stream(stream: FakeStream) -> Iterator[None]:
+        before, gpu.thread.stream = gpu.thread.stream, stream
+        yield
+        gpu.thread.stream = before
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=gpu.host_register, cudaHostUnregister=gpu.host_unregister
+    )
+    cuda = SimpleNamespace(
+        Stream=lambda device: gpu.make_stream(),
+        Event=lambda **_: FakeEvent(gpu),
+        stream=use_stream,
+        set_device=set_device,
+        current_stream=lambda device: gpu.thread.stream or gpu.compute,
+        cudart=lambda: cudart,
+        get_device_properties=lambda device: gpu.properties,
+        synchronize=lambda device=None: gpu.synchronize(),
+    )
+    version = SimpleNamespace(hip="7.13" if gpu.is_hip else None)
+    return SimpleNamespace(cuda=cuda, version=version, empty=gpu.empty)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,9 +15,11 @@ import pytest
 from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
-from safe_offload.worker.backends import gpu
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.gpu import CopyPath, GpuBackend
+from safe_offload.worker import page_lock
+from safe_offload.worker.backends import gpu as gpu_backend
+from safe_offload.worker.backends.base import Copy, CopyPath, Direction
+from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.backends.contract import (
     GEOMETRIES,
@@ -26,7 +31,7 @@ from tests.worker.backends.contract import (
     MakeSubject,
     Subject,
 )
-from tests.worker.backends.fake_device import FakeDevice
+from tests.worker.backends.fake_device import FakeGpu
 
 SLOTS_PER_SLAB = 7
 
@@ -40,15 +45,16 @@ class FakeGpuSubject(Subject):
         num_slots: int,
         *,
         path: CopyPath | None = None,
-        device: FakeDevice | None = None,
+        gpu: FakeGpu | None = None,
         slots_per_slab: int = SLOTS_PER_SLAB,
     ) -> None:
         size_bytes = max(segment.end_bytes(geometry.num_blocks) for segment in geometry.segments)
         self.layout = HostLayout(geometry, num_slots, min(slots_per_slab, num_slots))
-        self.device = device or FakeDevice()
+        self.gpu = gpu or FakeGpu()
         self.host = HostMemory.allocate(self.layout.size_bytes)
         self._memory = np.zeros(size_bytes + 64 + 16, np.uint8)
         self.storage = self._memory[-self._memory.ctypes.data % 16 :][: size_bytes + 64]
+        self.device = self.gpu.open()
         self.backend = GpuBackend(
             self.device, self.storage.ctypes.data, self.layout, self.host, path
         )
@@ -56,14 +62,18 @@ class FakeGpuSubject(Subject):
 
     def wait_until_locked(self) -> None:
         """Wait until every slab that can be locked is."""
-        self.backend._lock._thread.join(PATIENCE_S)
+        end_s = time.monotonic() + PATIENCE_S
+        while self.backend.num_usable_slots < self.layout.num_slots and time.monotonic() < end_s:
+            if len(self.gpu.locked) >= self.gpu.num_lockable:
+                return
+            time.sleep(0.001)
 
     def read_storage(self) -> Bytes:
-        self.device.compute.synchronize()
+        self.gpu.compute.synchronize()
         return self.storage.copy()
 
     def write_storage(self, content: Bytes) -> None:
-        self.device.compute.enqueue(lambda: np.copyto(self.storage, content))
+        self.gpu.compute.enqueue(lambda: np.copyto(self.storage, content))
 
     def read_host(self) -> Bytes:
         return self.host.tensor.numpy().copy()
@@ -78,17 +88,26 @@ class FakeGpuSubject(Subject):
         return released.set
 
     def is_host_memory_free(self) -> bool:
-        return self.host.is_closed and not self.device.driver.locked
+        return self.host.is_closed and not self.gpu.locked
 
     def end(self) -> None:
-        self.device.driver.may_lock.set()
+        self.gpu.may_lock.set()
         for released in self._releases:
             released.set()
         self.backend.close()
-        self.device.close()
+        self.gpu.close()
+        assert self.gpu.violations == []
 
 
 MakeGpu = Callable[..., FakeGpuSubject]
+
+
+@pytest.fixture(autouse=True)
+def _quick_locking(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Small slabs are many, and the system takes long to say where they lie."""
+    monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
+    if "is_logged" not in request.node.name:
+        monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
 
 
 @pytest.fixture
@@ -141,14 +160,34 @@ class TestChosenByLength(BackendContract):
         return make_gpu
 
 
+@pytest.mark.parametrize("path", CopyPath)
+class TestDuringCapture(BackendContract):
+    """vLLM captures graphs while memory is locked, and may capture again later."""
+
+    @pytest.fixture
+    def make_subject(self, make_gpu: MakeGpu, path: CopyPath) -> Iterator[MakeSubject]:
+        gpus: list[FakeGpu] = []
+        with contextlib.ExitStack() as captures:
+
+            def make(geometry: Geometry, count: int) -> FakeGpuSubject:
+                gpus.append(FakeGpu())
+                captures.enter_context(gpus[-1].capturing())
+                return make_gpu(geometry, count, path=path, gpu=gpus[-1])
+
+            yield make
+            for gpu in gpus:
+                assert gpu.capture is not None
+                assert gpu.capture.invalidated_by == ""
+
+
 # ---- which way ---------------------------------------------------------------------------------
 
 
 def calls_of(subject: FakeGpuSubject, direction: Direction, blocks: list[int]) -> set[str]:
     """What the driver is asked to do for one copy, apart from the upload of ids."""
-    subject.device.driver.calls.clear()
+    subject.gpu.calls.clear()
     asyncio.run(subject.copy(direction, blocks, list(range(len(blocks)))))
-    calls = subject.device.driver.calls
+    calls = subject.gpu.calls
     return set(calls[1:] if "launch" in calls else calls)
 
 
@@ -179,72 +218,133 @@ def test_the_kernel_takes_many_short_loads_and_the_copy_engine_the_rest(make_gpu
 
 
 def test_a_driver_without_the_batched_call_copies_one_by_one(make_gpu):
-    subject = make_gpu(device=FakeDevice(has_batch=False))
+    subject = make_gpu(gpu=FakeGpu("cuMemcpyBatchAsync"))
     assert calls_of(subject, Direction.STORE, MANY) == {"copy"}
 
 
 def test_without_a_kernel_everything_is_batched(make_gpu):
     for path in (None, CopyPath.KERNEL):
-        subject = make_gpu(device=FakeDevice(has_kernel=False), path=path)
+        subject = make_gpu(gpu=FakeGpu(has_cupy=False), path=path)
         assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
 
 
 def test_no_kernel_where_host_memory_has_another_address(make_gpu):
-    subject = make_gpu(path=CopyPath.KERNEL)
-    subject.device.driver.device_offset = 1 << 40
+    gpu = FakeGpu()
+    gpu.device_offset = 1 << 40
+    subject = make_gpu(gpu=gpu, path=CopyPath.KERNEL)
     assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
 
 
 # ---- locking -----------------------------------------------------------------------------------
 
 
-def test_slots_become_usable_slab_by_slab(make_gpu):
-    device = FakeDevice()
-    device.driver.may_lock.clear()
-    subject = make_gpu(device=device, waits=False)
-    assert subject.backend.num_usable_slots == 0
+def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(make_gpu):
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, waits=False)
+    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
     assert subject.backend.num_slots == NUM_SLOTS
-    device.driver.may_lock.set()
+    gpu.may_lock.set()
     subject.wait_until_locked()
     assert subject.backend.num_usable_slots == NUM_SLOTS
-    assert len(device.driver.locked) == subject.layout.num_slabs == 5
-    assert set(device.driver.locked.values()) == {subject.layout.slab_bytes}
+    assert len(gpu.locked) == subject.layout.num_slabs == 5
+    assert set(gpu.locked.values()) == {subject.layout.slab_bytes}
+
+
+def test_locking_in_the_background_does_not_invalidate_a_capture(make_gpu):
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, waits=False)
+    with gpu.capturing() as capture:
+        gpu.may_lock.set()
+        subject.wait_until_locked()
+    assert capture.invalidated_by == ""
+    assert subject.backend.num_usable_slots == NUM_SLOTS
+
+
+def test_a_slab_that_is_refused_because_of_a_capture_is_tried_again(make_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(page_lock, "RETRY_S", 0.001)
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, waits=False)
+    gpu.refused["lock"] = 900
+    gpu.may_lock.set()
+    time.sleep(0.05)
+    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
+    del gpu.refused["lock"]
+    subject.wait_until_locked()
+    assert subject.backend.num_usable_slots == NUM_SLOTS
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_what_was_locked_and_how_it_lies_is_logged(make_gpu, caplog):
+    with caplog.at_level("INFO"):
+        make_gpu(num_slots=SLOTS_PER_SLAB).backend.close()
+    assert "Page-locked" in caplog.text
+    assert "in huge pages" in caplog.text
 
 
 async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
-    device = FakeDevice()
-    device.driver.num_lockable = 0
-    subject = make_gpu(device=device)
+    gpu = FakeGpu()
+    gpu.num_lockable = 0
+    subject = make_gpu(gpu=gpu)
     assert subject.backend.num_usable_slots == NUM_SLOTS
     assert "Fix: raise the limit for locked memory" in caplog.text
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [3], [30])
-    assert set(device.driver.calls[-3:]) == {"copy"}, "the copy engines cannot reach it by batch"
+    assert set(gpu.calls[-3:]) == {"copy"}, "the copy engines cannot reach it by batch"
     for in_storage, in_host in subject.ranges(3, 30):
         host[in_host] = storage[in_storage]
     np.testing.assert_array_equal(subject.read_host(), host)
 
 
 def test_a_driver_that_stops_locking_leaves_a_smaller_pool(make_gpu, caplog):
-    device = FakeDevice()
-    device.driver.num_lockable = 2
-    subject = make_gpu(device=device)
-    assert subject.backend.num_usable_slots == 2 * SLOTS_PER_SLAB
-    assert "and then refused (cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2))" in caplog.text
+    gpu = FakeGpu()
+    gpu.num_lockable = 2
+    subject = make_gpu(gpu=gpu)
     subject.backend.close()
+    assert "and then refused (cudaHostRegister: CUDA_ERROR_FAKE (2))" in caplog.text
     assert subject.is_host_memory_free()
 
 
 def test_closing_ends_the_locking(make_gpu):
-    device = FakeDevice()
-    device.driver.may_lock.clear()
-    subject = make_gpu(device=device, waits=False)
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, waits=False)
     closing = threading.Thread(target=subject.backend.close, daemon=True)
     closing.start()
-    device.driver.may_lock.set()
+    gpu.may_lock.set()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert subject.is_host_memory_free()
+
+
+def test_a_thread_that_never_used_the_device_can_close(make_gpu):
+    """Otherwise memory would be unmapped while it is still registered."""
+    subject = make_gpu()
+    subject.gpu.violations.clear()
+    closing = threading.Thread(target=subject.backend.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert subject.is_host_memory_free()
+    assert subject.gpu.violations == []
+
+
+def test_slow_unlocking_is_not_taken_for_a_copy_that_hangs(make_gpu):
+    subject = make_gpu()
+    engine = TransferEngine(subject.backend, 1 << 20)
+    engine.start()
+    subject.gpu.may_unlock.clear()
+    threading.Timer(0.3, subject.gpu.may_unlock.set).start()
+    assert engine.close(timeout_s=0.1)
+    assert subject.is_host_memory_free()
+
+
+def test_nothing_on_the_device_comes_from_the_memory_that_vllm_gives_up_in_a_sleep(make_gpu):
+    gpu = FakeGpu()
+    with gpu.pool():
+        make_gpu(gpu=gpu, path=CopyPath.KERNEL)
+    assert gpu.pooled == []
 
 
 # ---- order -------------------------------------------------------------------------------------
@@ -255,7 +355,7 @@ async def test_a_copy_waits_for_the_compute_stream_as_it_was_when_it_was_submitt
     subject, direction
 ):
     released = threading.Event()
-    subject.device.compute.enqueue(lambda: released.wait(PATIENCE_S))
+    subject.gpu.compute.enqueue(lambda: released.wait(PATIENCE_S))
     behind = subject.issue(direction, [1], [1])
     done = asyncio.ensure_future(behind.wait())
     await asyncio.sleep(0)
@@ -267,8 +367,8 @@ async def test_a_copy_waits_for_the_compute_stream_as_it_was_when_it_was_submitt
 async def test_what_the_compute_stream_is_given_later_does_not_hold_up_a_copy(subject):
     released = threading.Event()
     mark = subject.backend.mark()
-    subject.device.compute.enqueue(lambda: released.wait(PATIENCE_S))
-    copy = gpu.Copy(Direction.STORE, np.array([1]), np.array([1]))
+    subject.gpu.compute.enqueue(lambda: released.wait(PATIENCE_S))
+    copy = Copy(Direction.STORE, np.array([1]), np.array([1]))
     await asyncio.wait_for(subject.backend.issue(copy, mark).wait(), PATIENCE_S)
     released.set()
 
@@ -282,7 +382,7 @@ async def test_a_fence_holds_the_compute_stream_and_not_the_host(subject, is_fen
         assert subject.backend.fence(completion, 0.0)
     overwritten = threading.Event()
     subject.write_storage(storage ^ 0xFF)
-    subject.device.compute.enqueue(overwritten.set)
+    subject.gpu.compute.enqueue(overwritten.set)
     if not is_fenced:
         assert overwritten.wait(PATIENCE_S)
     assert overwritten.is_set() is not is_fenced
@@ -293,51 +393,93 @@ async def test_a_fence_holds_the_compute_stream_and_not_the_host(subject, is_fen
     assert np.array_equal(subject.read_host(), host) is is_fenced
 
 
-async def test_events_and_buffers_are_used_again(make_gpu):
+async def test_a_long_prompt_is_copied_by_several_launches(make_gpu, monkeypatch):
+    """A launch keeps its multiprocessors from the forward until it ends."""
     subject = make_gpu(path=CopyPath.KERNEL)
-    made = [0, 0]
-    make_event, make_buffer = subject.device.make_event, subject.device.make_buffer
-
-    def count_event():
-        made[0] += 1
-        return make_event()
-
-    def count_buffer(num_words):
-        made[1] += 1
-        return make_buffer(num_words)
-
-    subject.device.make_event, subject.device.make_buffer = count_event, count_buffer
-    for _ in range(20):
-        await subject.copy(Direction.LOAD, [1, 2], [1, 2])
-        await subject.copy(Direction.STORE, [1, 2], [1, 2])
-    assert made[0] <= 4
-    assert made[1] == 2
+    monkeypatch.setattr(gpu_backend.row_kernel, "LAUNCH_BYTES", 4 * subject.backend.slot_bytes)
+    storage, host = subject.fill(5)
+    blocks, slots = list(range(1, 12)), list(range(20, 9, -1))
+    await subject.copy(Direction.STORE, blocks, slots)
+    assert subject.gpu.calls.count("launch") == 3
+    for block, slot in zip(blocks, slots, strict=True):
+        for in_storage, in_host in subject.ranges(block, slot):
+            host[in_host] = storage[in_storage]
+    np.testing.assert_array_equal(subject.read_host(), host)
 
 
 # ---- failures ----------------------------------------------------------------------------------
 
 
-async def test_a_copy_that_the_driver_refuses_has_failed_when_nothing_of_it_runs(make_gpu):
-    subject = make_gpu(path=CopyPath.BATCH)
+CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
+
+
+@pytest.mark.parametrize("path", CopyPath)
+async def test_a_copy_that_is_refused_has_failed_when_nothing_of_it_runs(make_gpu, path):
+    subject = make_gpu(path=path)
     release = subject.hold(Direction.STORE)
-    subject.device.driver.refuses_copies = True
+    subject.gpu.refused[CALLS[path]] = 1
     completion = subject.issue(Direction.STORE, [1], [1])
     assert not completion.future.done()
     release()
-    with pytest.raises(TransferError, match="CUDA_ERROR_INVALID_VALUE") as caught:
+    with pytest.raises(TransferError, match=path.value) as caught:
         await asyncio.wait_for(completion.wait(), PATIENCE_S)
     assert caught.value.reason is FailureReason.COPY_FAILED
-    subject.device.driver.refuses_copies = False
+    subject.gpu.refused.clear()
     await subject.copy(Direction.STORE, [1], [1])
 
 
+async def test_the_ids_of_a_launch_that_is_refused_stay_until_their_upload_is_over(make_gpu):
+    subject = make_gpu(path=CopyPath.KERNEL)
+    release = subject.hold(Direction.LOAD)
+    subject.gpu.refused["launch"] = 1
+    completion = subject.issue(Direction.LOAD, [1], [1])
+    gc.collect()
+    release()
+    with pytest.raises(TransferError):
+        await asyncio.wait_for(completion.wait(), PATIENCE_S)
+    assert subject.gpu.violations == []
+
+
+async def test_ids_lie_in_memory_of_the_stream_that_uses_them(make_gpu):
+    subject = make_gpu(path=CopyPath.KERNEL)
+    for direction in Direction:
+        await subject.copy(direction, [1, 2], [3, 4])
+    assert subject.gpu.violations == []
+
+
+async def test_a_path_that_fails_is_left_for_the_next_and_the_last_one_is_kept(make_gpu, caplog):
+    subject = make_gpu(path=CopyPath.KERNEL)
+    left = list(CopyPath)
+    for path in CopyPath:
+        assert subject.backend.paths == tuple(left)
+        subject.gpu.refused[CALLS[path]] = 1
+        with pytest.raises(TransferError, match=path.value):
+            await subject.copy(Direction.LOAD, [1], [1])
+        left.remove(path)
+    assert subject.backend.paths == (CopyPath.EACH,)
+    assert subject.backend.num_demotions == 2
+    assert caplog.text.count("from now on, which may be slower") == 2
+    assert 'A copy by "kernel" failed (CUDA error 1 in launch). Copies go by "batch"' in caplog.text
+    subject.gpu.refused.clear()
+    await subject.copy(Direction.LOAD, [1], [1])
+
+
+async def test_a_copy_that_is_refused_because_of_a_capture_leaves_its_path_in_use(make_gpu):
+    subject = make_gpu(path=CopyPath.BATCH)
+    subject.gpu.refused["copy_batch"] = 900
+    with pytest.raises(TransferError, match="900"):
+        await subject.copy(Direction.LOAD, [1], [1])
+    assert subject.backend.paths == (CopyPath.BATCH, CopyPath.EACH)
+    assert subject.backend.num_demotions == 0
+
+
 async def test_an_error_of_the_device_fails_the_copy_and_not_the_thread(subject):
-    subject.device.is_broken = True
+    subject.gpu.is_broken = True
     for _ in range(3):
         with pytest.raises(TransferError, match="illegal memory access") as caught:
             await subject.copy(Direction.LOAD, [1], [1])
         assert caught.value.reason is FailureReason.COPY_FAILED
-    subject.device.is_broken = False
+    subject.gpu.is_broken = False
     await subject.copy(Direction.LOAD, [1], [1])
 
 

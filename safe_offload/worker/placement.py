@@ -1,0 +1,105 @@
+"""Where host memory lies: near which GPU, in pages of which size.
+
+A page lies on the NUMA node of the core that touches it first, and page-locking touches. So the
+thread that locks moves to the cores of the GPU's node; a pool on the other socket has about half
+the link (vllm#30492). Nothing here fails: what cannot be had is said in the log.
+
+Source: Linux, Documentation/ABI/testing/sysfs-bus-pci (numa_node), sysfs-devices-node (cpulist),
+Documentation/filesystems/proc.rst (smaps), numa(7) (numa_maps).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+SYSTEM = Path("/sys")
+PROCESS = Path("/proc/self")
+
+
+def numa_node_of(pci_address: str, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of a device on the PCI bus, None where there is only one or none."""
+    try:
+        node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
+        cores_of(node, system)
+    except (OSError, ValueError):
+        return None
+    return node
+
+
+def cores_of(node: int, system: Path = SYSTEM) -> set[int]:
+    """Return the cores of a NUMA node.
+
+    Raises:
+        OSError: there is no such node.
+        ValueError: the system's list of cores cannot be read.
+    """
+    cores: set[int] = set()
+    listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    for part in filter(None, listed.split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def move_thread_to(node: int, system: Path = SYSTEM) -> str:
+    """Let the calling thread run on the cores of a NUMA node only.
+
+    Returns:
+        Why that could not be had, empty if it could.
+    """
+    try:
+        os.sched_setaffinity(0, cores_of(node, system))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def describe(address: int, size_bytes: int, process: Path = PROCESS) -> str:
+    """Say which pages a range of touched memory has got, such as "100 % in huge pages"."""
+    end = address + size_bytes
+    return ", ".join([_huge_share(address, end, process), *_node_shares(address, end, process)])
+
+
+def _huge_share(address: int, end: int, process: Path) -> str:
+    try:
+        text = (process / "smaps").read_text()
+    except OSError:
+        return "page size unknown"
+    size = huge = 0
+    is_inside = False
+    for line in text.splitlines():
+        if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(number, 16) for number in header.groups())
+            is_inside = first < end and last > address
+        elif is_inside and line.startswith(("Rss:", "AnonHugePages:")):
+            number = int(line.split()[1])
+            if line.startswith("Rss:"):
+                size += number
+            else:
+                huge += number
+    return f"{_percent(huge, size)} in huge pages"
+
+
+def _node_shares(address: int, end: int, process: Path) -> list[str]:
+    try:
+        lines = (process / "numa_maps").read_text().splitlines()
+    except OSError:
+        return []
+    pages: Counter[int] = Counter()
+    for line in lines:
+        first, *fields = line.split()
+        if address <= int(first, 16) < end:
+            for field in fields:
+                if found := re.fullmatch(r"N(\d+)=(\d+)", field):
+                    pages[int(found[1])] += int(found[2])
+    total = sum(pages.values())
+    return [
+        f"{_percent(count, total)} on NUMA node {node}" for node, count in sorted(pages.items())
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part // whole if whole else 0} %"

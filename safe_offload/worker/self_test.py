@@ -1,0 +1,295 @@
+"""Proof that copies are right on this machine, before vLLM serves.
+
+No way to copy is trusted because its code was read. When the KV cache is registered there is
+nothing in it yet, so each way is tried on the real memory: patterns go from blocks to slots and
+from slots to blocks, neighbours and scattered ones, and a store is overtaken by a fenced overwrite.
+Every byte is compared, those beside the copies too, and the blocks get back what was in them. A way
+that fails is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from safe_offload.errors import TransferError
+from safe_offload.layout import Geometry, HostLayout
+from safe_offload.protocol import FailureReason, Transfer, ids_of
+from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
+from safe_offload.worker.engine import TransferEngine
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Bytes = npt.NDArray[np.uint8]
+
+TIMEOUT_S = 30.0
+"""A device that has not copied a few blocks by then hangs."""
+POLL_S = 0.0002
+PAIRS_MAX = 8
+PATTERN_BYTES = 16 << 20
+"""About what one pattern has at most; two blocks at least."""
+STORES_BEFORE_FENCE = 4
+"""They keep the copy engine busy, so that an overwrite without a fence would come first."""
+
+
+class Rows(Protocol):
+    """The blocks of a KV cache as rows of bytes, in the order of the calling thread's work."""
+
+    def bind_thread(self) -> None:
+        """Let the calling thread use the memory, after all that was done to it so far."""
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """Return the bytes of blocks; shape (n, slot_bytes)."""
+
+    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
+        """Return what overwrites blocks, without waiting, when it is called."""
+
+
+class TorchRows:
+    """See `Rows`.
+
+    Args:
+        storage: of the KV cache.
+        device: that it is on.
+        geometry: of the blocks.
+        bind_thread: to a GPU; None for host memory.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        device: torch.device,
+        geometry: Geometry,
+        bind_thread: Callable[[], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._bind_thread = bind_thread
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self._rows = [
+            flat.as_strided(
+                (geometry.num_blocks, s.length_bytes), (s.stride_bytes, 1), s.offset_bytes
+            )
+            for s in geometry.segments
+        ]
+
+    def bind_thread(self) -> None:
+        """See `Rows`."""
+        if self._bind_thread is not None:
+            self._bind_thread()
+            torch.cuda.synchronize(self._device)
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """See `Rows`."""
+        ids = torch.tensor(block_ids, device=self._device)
+        return np.concatenate([rows[ids].cpu().numpy() for rows in self._rows], axis=1)
+
+    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
+        """See `Rows`."""
+        ids = torch.tensor(block_ids, device=self._device)
+        lengths = [rows.shape[1] for rows in self._rows]
+        parts = torch.from_numpy(content).to(self._device).split(lengths, dim=1)
+
+        def write() -> None:
+            for rows, part in zip(self._rows, parts, strict=True):
+                rows[ids] = part
+
+        return write
+
+
+class SelfTest:
+    """Tries every way to copy of a backend.
+
+    Args:
+        engine: running, with nothing to do; its calls are made on a thread of the test's own.
+        backend: of the engine.
+        rows: the blocks.
+        host: the host memory, shape (size_bytes,), uint8.
+        layout: where blocks and slots lie.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        backend: ProvableBackend,
+        rows: Rows,
+        host: Bytes,
+        layout: HostLayout,
+    ) -> None:
+        self._engine = engine
+        self._backend = backend
+        self._rows = rows
+        self._host = host
+        self._layout = layout
+        self._random = np.random.default_rng(0)
+        self._last_id = 0
+        self._sound: list[CopyPath] = []
+        self._problems: dict[CopyPath, str] = {}
+
+    def run(self, timeout_s: float = TIMEOUT_S) -> bool:
+        """Let the backend use the ways that passed; False if there is none."""
+        start_s = time.monotonic()
+        self._deadline_s = start_s + timeout_s
+        # A thread of its own: it may hang with the device, and what it allocates on a GPU must not
+        # come from the pool that vLLM takes the KV cache from, which is gone while it sleeps.
+        thread = threading.Thread(target=self._try_all, name="safe-offload-self-test", daemon=True)
+        thread.start()
+        thread.join(timeout_s + 1.0)
+        if thread.is_alive():
+            self._sound = []
+        elapsed_s = time.monotonic() - start_s
+        for path, problem in self._problems.items():
+            logger.error(
+                'Copies by "%s" are not used: the self-test failed. %s', path.value, problem
+            )
+        if not self._sound:
+            logger.error(
+                "No way to copy KV cache passed the self-test within %.0f s. The connector goes on "
+                "as a cache that always misses, and vLLM serves without it. Fix: look for a device "
+                "that hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), update the driver, "
+                "or "
+                'try another "copy_path". Please report it.',
+                timeout_s,
+            )
+            return False
+        self._backend.use(tuple(self._sound))
+        logger.info(
+            "The self-test of the copies took %.2f s. Passed: %s.",
+            elapsed_s,
+            ", ".join(path.value for path in self._sound),
+        )
+        return True
+
+    def _try_all(self) -> None:
+        try:
+            self._choose()
+            self._rows.bind_thread()
+            self._try_each()
+        except Exception:
+            logger.exception("The self-test of the copies broke off")
+            self._sound = []
+
+    def _try_each(self) -> None:
+        before = self._rows.read(self._watched_blocks)
+        for path in self._backend.paths:
+            self._backend.use((path,))
+            try:
+                self._try()
+                self._sound.append(path)
+            except Exception as error:
+                self._problems[path] = str(error)
+            if time.monotonic() > self._deadline_s:
+                return
+        self._rows.prepare(self._watched_blocks, before)()
+        self._rows.read(self._watched_blocks[:1])  # and wait for it
+
+    def _choose(self) -> None:
+        """Choose blocks and slots: a run of neighbours first, then scattered ones."""
+        num_blocks, num_slots = self._layout.geometry.num_blocks, self._engine.num_usable_slots
+        num_pairs = max(2, min(PAIRS_MAX, PATTERN_BYTES // self._backend.slot_bytes))
+        blocks, slots = _spread(num_blocks, num_pairs), _spread(num_slots, num_pairs)
+        count = min(len(blocks), len(slots))
+        self._blocks, self._slots = blocks[:count], slots[:count]
+        self._watched_blocks = _with_neighbours(self._blocks, num_blocks)
+        self._watched_slots = _with_neighbours(self._slots, num_slots)
+        # Which rows of a pattern for all that is watched are those that are copied.
+        self._block_rows = [self._watched_blocks.index(block) for block in self._blocks]
+        self._slot_rows = [self._watched_slots.index(slot) for slot in self._slots]
+
+    def _try(self) -> None:
+        """Try the way in use.
+
+        Raises:
+            TransferError: a byte is wrong, or a copy failed or did not end.
+        """
+        blocks, slots = self._noise(self._watched_blocks), self._noise(self._watched_slots)
+        self._rows.prepare(self._watched_blocks, blocks)()
+        self._write_slots(slots)
+        self._wait([self._submit(Direction.STORE)])
+        slots[self._slot_rows] = blocks[self._block_rows]
+        self._compare("store", slots, self._read_slots())
+
+        blocks = self._noise(self._watched_blocks)
+        self._rows.prepare(self._watched_blocks, blocks)()
+        self._wait([self._submit(Direction.LOAD)])
+        blocks[self._block_rows] = slots[self._slot_rows]
+        self._compare("load", blocks, self._rows.read(self._watched_blocks))
+
+        stored = blocks[self._block_rows]
+        overwrite = self._rows.prepare(self._blocks, self._noise(self._blocks))
+        self._write_slots(self._noise(self._watched_slots))
+        ids = [self._submit(Direction.STORE) for _ in range(STORES_BEFORE_FENCE)]
+        self._engine.fence(tuple(ids))
+        overwrite()
+        self._wait(ids)
+        self._compare("fenced store", stored, self._read_slots()[self._slot_rows])
+
+    def _noise(self, ids: Sequence[int]) -> Bytes:
+        """Return bytes that were not used before; shape (n, slot_bytes)."""
+        return self._random.integers(0, 256, (len(ids), self._backend.slot_bytes), dtype=np.uint8)
+
+    def _submit(self, direction: Direction) -> int:
+        self._last_id -= 1  # the scheduler side counts up from zero
+        pairs = ids_of(self._blocks), ids_of(self._slots)
+        self._engine.submit(direction, Transfer(self._last_id, *pairs))
+        return self._last_id
+
+    def _wait(self, transfer_ids: Sequence[int]) -> None:
+        left = set(transfer_ids)
+        while left:
+            for transfer_id, failure in self._engine.drain():
+                left.discard(transfer_id)
+                if failure is not None:
+                    raise TransferError(failure, "the copy failed; the log says why")
+            if time.monotonic() > self._deadline_s:
+                raise TransferError(FailureReason.TIMED_OUT, "the copy did not end")
+            time.sleep(POLL_S)
+
+    def _views(self) -> list[list[Bytes]]:
+        """Return every part of every watched slot."""
+        return [
+            [
+                self._host[offset : offset + length]
+                for offset, length in self._layout.ranges_of(slot)
+            ]
+            for slot in self._watched_slots
+        ]
+
+    def _read_slots(self) -> Bytes:
+        return np.stack([np.concatenate(parts) for parts in self._views()])
+
+    def _write_slots(self, content: Bytes) -> None:
+        for parts, row in zip(self._views(), content, strict=True):
+            start = 0
+            for part in parts:
+                part[:] = row[start : start + len(part)]
+                start += len(part)
+
+    def _compare(self, what: str, expected: Bytes, found: Bytes) -> None:
+        num_wrong = int(np.count_nonzero(expected != found))
+        if num_wrong:
+            raise TransferError(
+                FailureReason.COPY_FAILED, f"{what}: {num_wrong} of {expected.size} bytes are wrong"
+            )
+
+
+def _spread(count: int, num_wanted: int) -> list[int]:
+    """Return a run of neighbours, then single ids from the end, of the ids below `count`.
+
+    Block 0 is left out where there are enough: vLLM keeps it as its null block.
+    """
+    first = min(1, count - 1)
+    run = list(range(first, count))[: (num_wanted + 1) // 2]
+    single = list(range(count - 1, run[-1] + 1, -2))
+    return (run + single)[:num_wanted]
+
+
+def _with_neighbours(ids: Sequence[int], count: int) -> list[int]:
+    """Return ids and those beside them, sorted."""
+    return sorted({i for j in ids for i in (j - 1, j, j + 1) if 0 <= i < count})

@@ -1,0 +1,185 @@
+"""No way to copy is used that has not proven itself on the memory that it will copy."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from safe_offload.layout import Geometry, HostLayout
+from safe_offload.worker import page_lock
+from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.self_test import SelfTest, TorchRows
+from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS, _layers_outermost
+from tests.worker.backends.fake_device import FakeGpu, FakeRows
+
+LAYERS = GEOMETRIES["layers outermost"]
+CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
+
+
+@dataclass
+class Bench:
+    """A backend, its engine, and the test of it."""
+
+    backend: Any
+    engine: TransferEngine
+    storage: torch.Tensor
+    test: SelfTest
+
+
+def make_storage(geometry: Geometry) -> torch.Tensor:
+    """A KV cache of noise, at an address that every way to copy takes."""
+    size_bytes = max(segment.end_bytes(geometry.num_blocks) for segment in geometry.segments)
+    return torch.from_numpy(np.random.default_rng(7).integers(0, 256, size_bytes, np.uint8))
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    benches: list[Bench] = []
+
+    def make(
+        gpu: FakeGpu | None = None,
+        geometry: Geometry = LAYERS,
+        num_slots: int = NUM_SLOTS,
+        verify_every: int = 0,
+    ) -> Bench:
+        storage = make_storage(geometry)
+        cpu = torch.device("cpu")
+        rows: Any = TorchRows(storage.untyped_storage(), cpu, geometry)
+        backend: Any
+        layout = HostLayout(geometry, num_slots, num_slots)
+        host = HostMemory.allocate(layout.size_bytes)
+        if gpu is None:
+            backend = CpuBackend(storage.data_ptr(), layout, host)
+        else:
+            device = gpu.open()
+            backend = GpuBackend(device, storage.data_ptr(), layout, host, CopyPath.KERNEL)
+            rows = FakeRows(gpu, device, rows)
+        engine = TransferEngine(backend, 1 << 30, verify_every=verify_every)
+        engine.start()
+        test = SelfTest(engine, backend, rows, host.tensor.numpy(), layout)
+        benches.append(Bench(backend, engine, storage, test))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        assert bench.engine.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
+    gpu = FakeGpu()
+    yield gpu
+    gpu.close()
+    assert gpu.violations == []
+
+
+def test_every_way_of_a_sound_device_passes_and_one_line_says_how_long_it_took(make, gpu, caplog):
+    bench = make(gpu)
+    before = bench.storage.clone()
+    with caplog.at_level("INFO"):
+        assert bench.test.run()
+    assert bench.backend.paths == tuple(CopyPath)
+    assert caplog.text.count("The self-test of the copies took") == 1
+    assert "Passed: kernel, batch, each." in caplog.text
+    gpu.compute.synchronize()
+    assert torch.equal(bench.storage, before), "the blocks have got back what was in them"
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("path", CopyPath)
+def test_a_way_that_corrupts_one_word_in_one_direction_is_left_out_and_no_other(
+    make, gpu, caplog, path, direction
+):
+    gpu.corrupted = {(CALLS[path], direction is Direction.STORE)}
+    bench = make(gpu)
+    assert bench.test.run()
+    assert bench.backend.paths == tuple(other for other in CopyPath if other is not path)
+    assert f'Copies by "{path.value}" are not used' in caplog.text
+    assert f"COPY_FAILED: {direction.value}: " in caplog.text
+
+
+def test_with_all_ways_corrupt_there_is_none(make, gpu, caplog):
+    gpu.corrupted = {(call, True) for call in CALLS.values()}
+    bench = make(gpu)
+    assert not bench.test.run()
+    assert "No way to copy KV cache passed the self-test" in caplog.text
+
+
+def test_a_call_that_is_refused_leaves_its_way_out(make, gpu):
+    gpu.refused["launch"] = 1
+    bench = make(gpu)
+    assert bench.test.run()
+    assert bench.backend.paths == (CopyPath.BATCH, CopyPath.EACH)
+    assert bench.backend.num_demotions == 0
+
+
+def test_fences_that_order_nothing_are_found(make, gpu, monkeypatch, caplog):
+    monkeypatch.setattr(GpuBackend, "fence", lambda self, completion, timeout_s: True)
+    gpu.delay_s = 0.002
+    bench = make(gpu)
+    assert not bench.test.run()
+    assert caplog.text.count("fenced store: ") == len(CopyPath)
+
+
+def test_a_device_that_hangs_fails_the_test_and_does_not_hang_the_start(make, gpu, caplog):
+    bench = make(gpu)
+    released = threading.Event()
+    bench.backend._lanes[Direction.STORE].stream.enqueue(released.wait)
+    start_s = time.monotonic()
+    assert not bench.test.run(timeout_s=0.3)
+    assert time.monotonic() - start_s < 5.0
+    released.set()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 1), (2, 2), (3, 40), (40, 3)])
+def test_pools_of_a_few_blocks_are_tested_too(make, gpu, num_blocks, num_slots):
+    for device in (None, gpu):
+        bench = make(device, _layers_outermost(num_blocks, 64, 64), num_slots)
+        before = bench.storage.clone()
+        assert bench.test.run()
+        gpu.compute.synchronize()
+        assert torch.equal(bench.storage, before)
+
+
+def test_checksums_of_host_memory_agree_with_the_test(make, gpu, caplog):
+    for device in (None, gpu):
+        assert make(device, verify_every=1).test.run()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_every_layout_passes(make, gpu, geometry):
+    for device in (None, gpu):
+        assert make(device, geometry).test.run()
+
+
+def test_the_compiled_loop_is_left_for_the_interpreted_one_if_it_is_wrong(make, caplog):
+    bench = make()
+    if CopyPath.BATCH not in bench.backend.paths:
+        pytest.skip("the loop was not compiled when this was installed")
+    move = bench.backend._moves[CopyPath.BATCH]
+
+    def spoil(ranges: Any) -> None:
+        move(ranges)
+        ctypes.c_uint8.from_address(int(ranges.targets[-1])).value ^= 1
+
+    bench.backend._moves[CopyPath.BATCH] = spoil
+    assert bench.test.run()
+    assert bench.backend.paths == (CopyPath.EACH,)
+    assert 'Copies by "batch" are not used' in caplog.text
