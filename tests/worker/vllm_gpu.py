@@ -23,7 +23,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safe_offload.worker.self_test import TorchRows
 from vllm.compilation import cuda_graph
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed import parallel_state
@@ -51,6 +50,7 @@ from safe_offload.sim.vllm_setup import (
 from safe_offload.worker import bridge as bridge_module
 from safe_offload.worker import page_lock
 from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.self_test import TorchRows
 from tests.worker.backends.fake_device import INDEX, FakeGpu, FakeRows
 
 HOOKS = (
@@ -427,7 +427,8 @@ class Worker(gpu_worker.Worker):
         self._sleep_saved_draft_buffers: dict[str, Any] = {}
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        return self.machine.gpu.pool()
+        # The memory of the KV cache is there already.
+        return self.machine.gpu.pool() if tag == "runtime" else contextlib.nullcontext()
 
     def _maybe_activate_jit_monitor(self) -> None:
         pass
