@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="llama",
         help=f"{', '.join(get_args(ModelKind))}: a tiny model made on the spot; "
-        "anything else is given to vLLM (default: %(default)s)",
+        "anything else is given to vLLM, and has to fit on a GPU twice (default: %(default)s)",
     )
     add(
         "--prompt-tokens",
