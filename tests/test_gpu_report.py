@@ -89,8 +89,10 @@ def test_what_a_hanging_part_has_started_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STOP_S", 0.5)
     grandchild = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     grandchild += "print('grandchild', __import__('os').getpid(), flush=True); time.sleep(1000)"
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]],"
-    child += " start_new_session=True)"
+    child = "import os, signal, subprocess, sys, time;"
+    child += "signal.signal(signal.SIGINT, lambda *_: os._exit(1));"
+    child += "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);"
+    child += "time.sleep(1000)"
     command = (sys.executable, "-c", child, grandchild)
     report_of([Part("hanging", command, 6.0)], GPU, tmp_path)
     pid = int(re.search(r"grandchild (\d+)", (tmp_path / "hanging.log").read_text()).group(1))
