@@ -1,16 +1,12 @@
 """Page-locking host memory in place, slab by slab, on a thread of its own.
 
-Locking touches every page: 128 GiB take the better part of a minute, and the engine must not wait
-for it. So the first slab is locked at once and the others one after the other in the background. A
-driver that refuses the first slab leaves the memory pageable, which is slower and works; one that
-refuses a later slab leaves a smaller pool.
+Locking touches every page, which takes the better part of a minute for 128 GiB. So the first slab
+is locked at once and the others in the background. A driver that refuses the first slab leaves the
+memory pageable, which is slower and works; one that refuses a later slab leaves a smaller pool.
 
-vLLM captures CUDA graphs meanwhile. A call that is unsafe in a capture, as page-locking is, fails
-then and can invalidate the capture, which ends the engine (vllm#45850, #46933): not from a thread
-whose capture mode is relaxed, which `Device.bind_thread` sees to. Should the driver refuse all the
-same because of a capture, the slab is tried again later.
-
-Source: CUDA Driver API 12.8, cuThreadExchangeStreamCaptureMode.
+vLLM captures CUDA graphs meanwhile. Page-locking is unsafe in a capture: it fails and can end the
+engine (vllm#45850, #46933), unless the thread's capture mode is relaxed (`Device.bind_thread`).
+Should the driver refuse because of a capture all the same, the slab is tried again later.
 """
 
 from __future__ import annotations
@@ -35,11 +31,6 @@ RETRY_S = 0.1
 """Until a slab is tried again that was refused because of a capture."""
 FIRST_SLAB_TIMEOUT_S = 60.0
 
-FIX = (
-    "Fix: raise the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), "
-    'or set a smaller "cpu_bytes_to_use".'
-)
-
 
 class PageLock:
     """Locks the slabs of a host memory, and unlocks them at the end.
@@ -48,8 +39,7 @@ class PageLock:
 
     Args:
         device: locks.
-        address: of the host memory.
-        layout: where its slabs are.
+        address, layout: of the host memory, and where its slabs are.
 
     Attributes:
         is_pageable: the memory is used as it is, because the driver would not lock any of it.
@@ -135,23 +125,15 @@ class PageLock:
         return self._address + index * self._layout.slab_bytes
 
     def _give_up(self, error: Exception) -> None:
-        wanted = format_bytes(self._layout.size_bytes)
-        if self._num_locked == 0:
-            self.is_pageable = True
-            logger.warning(
-                "The driver does not page-lock host memory (%s). All %s are used as they are; "
-                "copies are slower and hold up one another. %s",
-                error,
-                wanted,
-                FIX,
-            )
-        else:
-            locked = format_bytes(self._num_locked * self._layout.slab_bytes)
-            logger.warning(
-                "The driver page-locked %s of %s of host memory and then refused (%s). The cache "
-                "is as large as what is locked. %s",
-                locked,
-                wanted,
-                error,
-                FIX,
-            )
+        self.is_pageable = self._num_locked == 0
+        logger.warning(
+            "The driver page-locked %s of %s of host memory and then refused (%s). %s Fix: raise "
+            "the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), or "
+            'set a smaller "cpu_bytes_to_use".',
+            format_bytes(self._num_locked * self._layout.slab_bytes),
+            format_bytes(self._layout.size_bytes),
+            error,
+            "All of it is used as it is; copies are slower and hold up one another."
+            if self.is_pageable
+            else "The cache is as large as what is locked.",
+        )

@@ -142,6 +142,7 @@ def soak(
         "kv_connector_extra_config": {
             "num_cpu_blocks": 300,
             "transfer_timeout_s": 0.25,
+            "self_test": "off",  # the faults are for copies of requests
             "verify": "load",
         },
     }

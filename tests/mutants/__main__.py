@@ -1,7 +1,8 @@
 """Break our code, line by line, and let the simulator find out.
 
 Each mutant is applied in memory, in a process of its own, and runs seeds until a checker fires. It
-counts as caught if the checker is the one that the mutant's promise names.
+counts as caught if the checker is the one that the mutant's promise names. What the simulator does
+not run, the GPU backend, is left to tests over the stand-in device: one of them must fail.
 
     python -m tests.mutants [--only TEXT] [--seeds 120] [--markdown]
 """
@@ -9,6 +10,7 @@ counts as caught if the checker is the one that the mutant's promise names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.abc
 import importlib.util
 import logging
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 from tests.mutants.catalogue import MUTANTS, Mutant
 
@@ -74,6 +78,8 @@ def hunt(mutant: Mutant, num_seeds: int) -> Outcome:
     for name in [name for name in sys.modules if name.split(".")[0] == "safe_offload"]:
         del sys.modules[name]
     sys.meta_path.insert(0, MutantLoader(mutant))
+    if mutant.tests:
+        return run_tests(mutant)
     from safe_offload.sim.run import run
 
     count = 0
@@ -84,6 +90,15 @@ def hunt(mutant: Mutant, num_seeds: int) -> Outcome:
             if finding is not None:
                 return Outcome(mutant, profile, count, finding.promise, finding.detail)
     return Outcome(mutant, mutant.profiles[-1], count, "none", "survived")
+
+
+def run_tests(mutant: Mutant) -> Outcome:
+    """Run the tests that must notice a mutant."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        status = pytest.main(["-x", "-p", "no:cacheprovider", *mutant.tests])
+    if status is pytest.ExitCode.TESTS_FAILED:
+        return Outcome(mutant, "tests", 0, mutant.promise, "a test failed")
+    return Outcome(mutant, "tests", 0, "none", f"survived, or no test was run ({status!r})")
 
 
 def _hunt_in_child(mutant: Mutant, num_seeds: int, answer: Any) -> None:

@@ -16,6 +16,7 @@ class Mutant:
         new: stands in its place.
         promise: the checker that must catch it (docs/guarantees.md).
         profiles: of the simulator, tried in turn.
+        tests: arguments for pytest, in place of profiles.
     """
 
     name: str
@@ -23,13 +24,16 @@ class Mutant:
     old: str
     new: str
     promise: str
-    profiles: tuple[str, ...]
+    profiles: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
 
 
 _LOADS, _STORES = "scheduler/loads.py", "scheduler/stores.py"
 _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
 _HARVEST, _SOURCES = "scheduler/harvest.py", "scheduler/sources.py"
 _SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/ranks.py"
+_DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
+_GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _GPU_BLOCKS, _WITNESS = "scheduler/gpu_blocks.py", "scheduler/witness.py"
 
 MUTANTS = (
@@ -731,5 +735,54 @@ MUTANTS = (
         "        self.slots = left + slots[start:]",
         "I8",
         ("lazy",),
+    ),
+    # ---- the GPU backend, over the stand-in device ----
+    Mutant(
+        "a thread of ours meets a capture without being relaxed",
+        _DEVICE,
+        "        self.driver.relax_thread()\n",
+        "",
+        "I7",
+        tests=(_GPU_TESTS, "-k", "invalidate_a_capture"),
+    ),
+    Mutant(
+        "a buffer lies in memory of another stream",
+        _DEVICE,
+        "        with self._cuda.stream(stream):\n            return host, ",
+        "        if stream is not None:\n            return host, ",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "memory_of_the_stream_that_uses_them"),
+    ),
+    Mutant(
+        "a buffer is freed before its upload is over",
+        _GPU,
+        "        used.append(buffer)  # before anything is queued that reads or writes it\n",
+        "",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "stay_until_their_upload_is_over"),
+    ),
+    Mutant(
+        "memory is unlocked by a thread that never used the device",
+        "worker/page_lock.py",
+        "            self._device.bind_thread()\n",
+        "",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "never_used_the_device_can_close"),
+    ),
+    Mutant(
+        "a way to copy that fails is used again",
+        _GPU,
+        "            self._demote(path, error)\n",
+        "",
+        "I7",
+        tests=(_GPU_TESTS, "-k", "left_for_the_next"),
+    ),
+    Mutant(
+        "the self-test compares nothing",
+        "worker/self_test.py",
+        "        if num_wrong:\n",
+        "        if False:\n",
+        "I6",
+        tests=("tests/worker/test_self_test.py", "-k", "corrupts_one_word"),
     ),
 )

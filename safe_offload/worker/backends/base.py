@@ -124,11 +124,11 @@ class Backend(Protocol):
 
 
 class ProvableBackend(Backend, Protocol):
-    """A backend with several ways to copy, which can be tried one by one (worker/self_test.py).
+    """A backend whose ways to copy can be tried one by one (worker/self_test.py).
 
     Attributes:
         paths: ways to copy that are in use.
-        num_demotions: how often a path was left because it failed.
+        num_demotions: how often one was left because it failed.
     """
 
     paths: tuple[CopyPath, ...]

@@ -8,7 +8,6 @@ the driver alone.
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,8 @@ from safe_offload.worker.backends import row_kernel
 from safe_offload.worker.backends.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.backends.row_kernel import RowArguments
 
-logger = logging.getLogger(f"vllm.{__name__}")
-
 LOCK_PORTABLE_AND_MAPPED = 3
 """cudaHostRegisterPortable and cudaHostRegisterMapped; HIP's flags are the same."""
-
-
-class ThreadState(threading.local):
-    """What was done for the calling thread."""
-
-    is_bound = False
 
 
 class Device:
@@ -60,7 +51,7 @@ class Device:
         self._torch = torch_module
         self._cuda = torch_module.cuda
         self._import_cupy = import_cupy
-        self._thread = ThreadState()
+        self._thread = threading.local()
         is_hip = torch_module.version.hip is not None
         properties = self._cuda.get_device_properties(device)
         library = library or load_library(is_hip=is_hip)
@@ -76,7 +67,7 @@ class Device:
 
         For threads of ours only: vLLM's own keep their capture mode. The second call is free.
         """
-        if self._thread.is_bound:
+        if "is_bound" in vars(self._thread):
             return
         self.driver.relax_thread()
         self._cuda.set_device(self._device)
@@ -90,11 +81,7 @@ class Device:
         return self._cuda.current_stream(self._device)
 
     def make_stream(self) -> Any:
-        """Make a stream beside the compute stream.
-
-        It comes from torch's pool of 32. Should somebody else be given the same one, the two only
-        wait for one another. Its priority is the lowest and the default.
-        """
+        """Make a stream of the lowest priority, from torch's pool; sharing one costs time only."""
         return self._cuda.Stream(self._device)
 
     def record(self, stream: Any) -> Any:
@@ -104,13 +91,10 @@ class Device:
         return event
 
     def make_buffer(self, num_words: int, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make room for ids on their way to the device.
+        """Return page-locked host memory and device memory, each of shape (num_words,), int64.
 
         torch's allocator hands device memory on in the order of the stream it was made on, so no
         other stream may use it.
-
-        Returns:
-            Page-locked host memory, then device memory: shape (num_words,), int64.
         """
         host = self._torch.empty(num_words, dtype=torch.int64, pin_memory=True)
         with self._cuda.stream(stream):
@@ -121,30 +105,14 @@ class Device:
         host, partner = buffer
         self.driver.copy(partner.data_ptr(), host.data_ptr(), host.nbytes, stream.cuda_stream)
 
-    def load_kernel(self, word_bytes: int) -> bool:
-        """Compile the row kernel for words of a size.
-
-        Returns:
-            False, with the reason logged, if it cannot be had.
-        """
-        try:
-            cupy = self._import_cupy()
-            source = row_kernel.make_source(word_bytes)
-            with cupy.cuda.Device(self._device.index):
-                kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
-                kernel.compile()
-        except Exception as error:
-            # A missing package, a compiler that is not there, a driver that it does not know: all
-            # mean the same, and the copies do not depend on it.
-            logger.warning(
-                "Small blocks are copied without a kernel of their own, which is slower (%s: %s). "
-                "Fix: pip install 'safe-offload[cuda12]' (or cuda13, rocm).",
-                type(error).__name__,
-                error,
+    def load_kernel(self, word_bytes: int) -> None:
+        """Compile the row kernel for words of a size."""
+        cupy = self._import_cupy()
+        with cupy.cuda.Device(self._device.index):
+            self._kernel = cupy.RawKernel(
+                row_kernel.make_source(word_bytes), row_kernel.KERNEL_NAME
             )
-            return False
-        self._kernel = kernel
-        return True
+            self._kernel.compile()
 
     def launch(self, arguments: RowArguments, stream: Any) -> None:
         """Launch the row kernel."""

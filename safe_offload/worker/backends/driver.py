@@ -1,9 +1,7 @@
 """The calls of the CUDA and HIP drivers that neither torch nor cupy offers.
 
-Batched copies, copies between plain addresses, and the capture mode of a thread. They go through
-`ctypes`, which lets other threads run during each call. CUDA's Python bindings turn arrays of
-descriptors into lists, which costs more than the copy, and HIP has none. Streams, events,
-allocations and page-locking are torch's (`device.py`).
+They go through `ctypes`, which lets other threads run during each call. CUDA's Python bindings turn
+arrays of descriptors into lists, which costs more than the copy, and HIP has none.
 
 Source: CUDA Driver API 12.8, sections Memory Management, Stream Management and Driver Entry Point
 Access (cuda.h); HIP 7.1 runtime API, the same sections (hip_runtime_api.h).
@@ -37,12 +35,9 @@ CUDA_BATCH_VERSION = 12080
 """CUDA version whose `cuMemcpyBatchAsync` is asked for; 13.0 changed its arguments."""
 HIP_BATCH_VERSIONS = range(71_300_000, 80_000_000)
 """HIP runtimes, as they number themselves, whose `hipMemcpyBatchAsync` is used: 7.13 to 7.x.
-
-ROCm 7.2.1 to 7.2.3 only loop over single copies, and refuse attributes. The arguments of the call
-may change (ROCm/rocm-systems#9098), so a new major version has to be looked at first.
-"""
+Before, it only loops over single copies; later, its arguments may change (rocm-systems#9098)."""
 HIP_BATCH_CORRUPTS = ("gfx908",)
-"""Batched device-to-host copies corrupt memory on an MI100 (ROCm/rocm-systems#11662)."""
+"""Batched device-to-host copies corrupt memory on an MI100 (rocm-systems#11662)."""
 
 # When a source may be read: see CUmemcpySrcAccessOrder.
 IN_STREAM_ORDER, AT_ANY_TIME = 1, 3
@@ -87,14 +82,12 @@ class Driver:
         library: the loaded library.
 
     Attributes:
-        name: for messages.
         has_batch: whether `copy_batch` works: not with a driver that is too old.
 
     Raises:
         DeviceError: the library lacks a call that is needed.
     """
 
-    name: str
     _copy_name: str
     _mode_name: str
 
@@ -137,9 +130,7 @@ class Driver:
             self.copy(target, source, length, stream)
 
     def copy_batch(self, ranges: Ranges, direction: Direction, stream: int) -> None:
-        """Copy all ranges by as few calls as the driver stands, in no order among them.
-
-        The arrays may be used again when this returns.
+        """Copy all ranges, in no order among them; the arrays may be used again afterwards.
 
         `CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t
         count, CUmemcpyAttributes *attrs, size_t *attrsIdxs, size_t numAttrs, size_t *failIdx,
@@ -163,12 +154,7 @@ class Driver:
             self.check("batched copy", status)
 
     def check(self, what: str, status: int) -> None:
-        """Raise what a status means, unless it means success.
-
-        Args:
-            what: was called.
-            status: what it returned; the numbers of the runtime are those of the driver.
-        """
+        """Raise what a status of `what` means; the runtime's numbers are the driver's."""
         if status:
             kind = CaptureError if status == CAPTURE_UNSUPPORTED else DeviceError
             raise kind(f"{what}: {(self._describe(status) or b'error').decode()} ({status})")
@@ -191,7 +177,6 @@ class Driver:
 class CudaDriver(Driver):
     """libcuda; see `Driver`."""
 
-    name = "CUDA"
     _copy_name = "cuMemcpyAsync"
     _mode_name = "cuThreadExchangeStreamCaptureMode"
 
@@ -222,14 +207,8 @@ class CudaDriver(Driver):
 
 
 class HipDriver(Driver):
-    """libamdhip64; see `Driver`.
+    """libamdhip64, for an architecture such as "gfx942:sramecc+:xnack-"; see `Driver`."""
 
-    Args:
-        library: the loaded library.
-        architecture: of the device, such as "gfx942:sramecc+:xnack-".
-    """
-
-    name = "HIP"
     _copy_name = "hipMemcpyAsync"
     _mode_name = "hipThreadExchangeStreamCaptureMode"
 
@@ -266,11 +245,9 @@ class HipDriver(Driver):
 
 
 def load_library(*, is_hip: bool, maps_path: Path = Path("/proc/self/maps")) -> Any:
-    """Load the driver that torch uses.
+    """Load the driver that torch uses: the file that is mapped, else by name.
 
-    A second copy of HIP's runtime in the process would know nothing of torch's device. So the file
-    that is mapped already is loaded by its own path, whatever it is named; only if there is none
-    are names tried, those with a version first.
+    A second copy of HIP's runtime in the process would know nothing of torch's device.
 
     Args:
         is_hip: whether torch was built for HIP; CUDA otherwise.

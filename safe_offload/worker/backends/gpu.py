@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from safe_offload.errors import CaptureError, TransferError
+from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends import row_kernel
@@ -231,21 +231,25 @@ class GpuBackend:
 
     def _has_kernel(self, base_address: int) -> bool:
         """Compile the kernel and give the device its table of segments, if kernels can be used."""
-        address = self._host.tensor.data_ptr()
-        if not self._device.load_kernel(row_kernel.word_bytes(self._layout, base_address, address)):
-            return False
+        address, stream = self._host.tensor.data_ptr(), self._lanes[Direction.LOAD].stream
         try:
+            self._device.load_kernel(row_kernel.word_bytes(self._layout, base_address, address))
             if not self._device.sees(address):
-                logger.info("Host memory has another address on this device; no kernel is used.")
-                return False
+                raise DeviceError("host memory has another address on the device")
             table = row_kernel.segment_table(self._layout, base_address, address)
-            stream = self._lanes[Direction.LOAD].stream
             self._segments = self._device.make_buffer(table.size, stream)
             self._segments[0].numpy()[:] = table.view(np.int64).ravel()
             self._device.upload(self._segments, stream)
             self._device.record(stream).synchronize()
         except Exception as error:
-            logger.warning("The device could not be told what to copy by a kernel: %s", error)
+            # A missing package or compiler, a driver that it does not know: all mean the same, and
+            # the copies do not depend on it.
+            logger.warning(
+                "Small blocks are copied without a kernel of their own, which is slower (%s: %s). "
+                "Fix: pip install 'safe-offload[cuda12]' (or cuda13, rocm).",
+                type(error).__name__,
+                error,
+            )
             return False
         return True
 
@@ -263,11 +267,12 @@ class GpuBackend:
         lane, driver = self._lanes[copy.direction], self._device.driver
         if path is CopyPath.KERNEL:
             self._launch(copy, lane, used)
-        elif path is CopyPath.BATCH:
-            ranges = self._table.ranges(runs, lane.ranges)
+            return
+        ranges = self._table.ranges(runs, lane.ranges)
+        if path is CopyPath.BATCH:
             driver.copy_batch(ranges, copy.direction, lane.stream.cuda_stream)
         else:
-            driver.copy_each(self._table.ranges(runs, lane.ranges), lane.stream.cuda_stream)
+            driver.copy_each(ranges, lane.stream.cuda_stream)
 
     def _launch(self, copy: Copy, lane: Lane, used: list[Any]) -> None:
         num_pairs = len(copy.block_ids)

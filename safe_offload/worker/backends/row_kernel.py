@@ -25,8 +25,7 @@ THREADS_PER_BLOCK = 256
 NUM_BLOCKS = 12
 """Blocks of a launch: few multiprocessors fill the host link, the rest is left to the forward."""
 LAUNCH_BYTES = 24 << 20
-"""What one launch copies at most, about a millisecond: blocks that run are not preempted, so that
-a whole prompt in one launch would keep its multiprocessors from the forward until it ends."""
+"""What one launch copies at most: its multiprocessors are the forward's again when it ends."""
 PIECE_BYTES = 4096
 
 SOURCE = r"""

@@ -1,11 +1,13 @@
 """Makes copies fail and stall, in every Python process that has this folder in PYTHONPATH.
 
 COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
-two in a hundred raise and one in a hundred takes a second longer.
+two in a hundred raise and one in a hundred takes a second longer. With "corrupt": true every copy
+delivers a wrong byte.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import json
@@ -32,6 +34,9 @@ def break_copies(backend: ModuleType) -> None:
         if draw < faults["fail"] + faults["stall"]:
             threading.Event().wait(faults["stall_s"])
         run(self, copy)
+        if faults.get("corrupt"):
+            target = self._table.ranges(self._table.runs(copy)).targets[0]
+            ctypes.c_uint8.from_address(int(target)).value ^= 1
 
     backend.CpuBackend._run = run_or_not
 

@@ -1,0 +1,52 @@
+"""A real server on a machine whose copies are wrong: it serves, and the host cache is not used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.clients import ask_baseline
+from tests.engine.conftest import GetModel
+from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.http_server import HttpServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+ARGUMENTS = (
+    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
+    *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
+    *("--num-gpu-blocks-override", "60"),
+    *("--kv-transfer-config", '{"kv_connector":"SafeCPUOffloadConnector"}'),
+)
+FAULTS = {"fail": 0.0, "stall": 0.0, "seed": 1, "corrupt": True}
+FAULTY_FOLDER = Path(__file__).with_name("faulty")
+
+
+def test_where_every_copy_is_wrong_requests_are_served_and_nothing_is_stored(
+    model: GetModel, tmp_path: Path
+) -> None:
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": str(FAULTY_FOLDER),
+        "COPY_FAULTS": json.dumps(FAULTS),
+    }
+    prompts = make_prompts(321, "AB")
+    with HttpServer(model("llama"), ARGUMENTS, tmp_path, environment) as server:
+        server.wait_until_healthy()
+        answers = [
+            asyncio.run(ask_baseline(server, list(prompts.values()), num_tokens=4))
+            for _ in range(2)
+        ]
+        metrics = server.metrics()
+        assert server.is_healthy()
+        log = server.log()
+    assert [a.tokens for a in answers[0]] == [a.tokens for a in answers[1]]
+    assert metrics["vllm:safe_offload_is_disabled"] == 1
+    assert metrics["vllm:safe_offload_stored_blocks_total"] == 0
+    assert metrics["vllm:safe_offload_hit_tokens_total"] == 0
+    assert metrics["vllm:safe_offload_contained_errors_total"] == 0
+    assert "No way to copy KV cache passed the self-test" in log
+    assert "Rank 0 cannot copy any more: no way to copy passed its self-test." in log
