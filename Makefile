@@ -3,9 +3,10 @@
 #   PYTHON=python3.12     the interpreter .venv is made with (default: the first of python3, 3.12, 3.11, 3.13 that fits)
 #   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy, PyTorch's index of CPU wheels
 #   PYTEST_ARGS='-x -k …' passed to pytest
-#   GPU_PYTHON=python     the interpreter of `make test-gpu` and `make bench-gpu`; .venv has a torch for the CPU
+#   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-report`; .venv has a torch for the CPU
 #   BENCH_ARGS='--quick'  passed to the benchmark
 #   VLLM=0.33.0           the vLLM of `make test-compat`
+#   MODEL=…               the model of `make gpu-report`; ENGINE_ARGS='…' goes to its `bench engine`
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -16,6 +17,8 @@ PYTEST_ARGS ?=
 VLLM ?=
 GPU_PYTHON ?= python3
 BENCH_ARGS ?=
+MODEL ?=
+ENGINE_ARGS ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -33,11 +36,11 @@ COMPAT_PACKAGE_0.33.0 := vllm
 COMPAT_PACKAGE = $(COMPAT_PACKAGE_$(VLLM))
 COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
-COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py \
+COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
-.PHONY: help venv demo test test-unit test-engine test-gpu test-compat bench-gpu needs-gpu soak mutants known-vllm \
-	check clean distclean
+.PHONY: help venv demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu needs-model soak \
+	mutants known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +71,9 @@ bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: do
 	$(GPU_PYTHON) -m safe_offload.cli bench transfer --device cuda \
 		--json docs/benchmarks/transfer-gpu.json --plot docs/benchmarks/transfer-gpu.png $(BENCH_ARGS)
 
+gpu-report: needs-model ## the tests and benchmarks on a GPU, as one file to attach to an issue: make gpu-report MODEL=…
+	@$(GPU_PYTHON) -m tests.gpu.report --model '$(MODEL)' -- $(ENGINE_ARGS)
+
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
 	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
@@ -82,6 +88,11 @@ needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
 		"$(GPU_PYTHON): torch is missing or sees no GPU, so there is nothing to run. Needed: a machine with a GPU, and" \
 		'vLLM, safe-offload, pytest and matplotlib in one environment. Then: make $(MAKECMDGOALS) GPU_PYTHON=/path/to/python'; exit 1; }
+
+needs-model:
+	@[[ -n '$(MODEL)' ]] || { printf '%s\n' >&2 \
+		'make gpu-report: needs MODEL=, a folder or a name that vLLM takes as a model. It has to fit on the GPU twice.' \
+		'    make gpu-report MODEL=Qwen/Qwen3-4B GPU_PYTHON=/path/to/python'; exit 1; }
 
 known-vllm:
 	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \

@@ -48,15 +48,6 @@ def test_help_names_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompt-tokens" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_tiny_needs_the_size_of_its_pool(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "engine", "--model", "some/model"]) == 1
-    message = capsys.readouterr().err
-    assert "--num-gpu-blocks" in message
-    assert "800 blocks" in message  # 1.6 * 16,000 / 32
-
-
 def test_no_rounds_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--rounds", "0"]) == 1
     assert "--rounds: expected at least 1" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,6 +38,7 @@ from safe_offload.bench.engine_report import (
     draw_plot,
     render_table,
 )
+from safe_offload.bench.engine_sizing import ask_for_sizes
 from safe_offload.bench.engine_watch import (
     PROBE,
     Watched,
@@ -55,6 +56,10 @@ CONNECTOR = "SafeCPUOffloadConnector"
 # Token ids of the prompts: readable bytes of the tiny models, and ordinary tokens of any other.
 _PROMPT_TOKEN_IDS = range(32, 127)
 _START_TIMEOUT_S = 900.0
+_TINY_BLOCK_SIZE = 32
+_DEFAULT_CPU_BYTES = "2GiB"
+_GPU_SHARE = 0.45
+"""Both engines live on one GPU. vLLM's `gpu_memory_utilization` of each, for a model not tiny."""
 KINDS = (FIRST, HOST_HIT, GPU_HIT)
 """What the requests of a round are, with the connector: three, three and one."""
 
@@ -69,12 +74,26 @@ class BenchOptions:
     rounds: int
     pool_ratio: float  # how many prompts the KV pool holds
     num_gpu_blocks: int | None  # overrides pool_ratio
-    block_size: int
+    block_size: int | None  # None: vLLM's choice
     max_num_batched_tokens: int
-    kv_transfer_config: dict[str, Any]
+    cpu_bytes: str | int | None
+    kv_transfer_config: dict[str, Any] | None  # None: this connector with cpu_bytes
     engine_arguments: dict[str, Any]
     answer_timeout_s: float
     seed: int
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the model is made here, so that its sizes are known."""
+        return self.model in get_args(ModelKind)
+
+    @property
+    def connector_config(self) -> dict[str, Any]:
+        """vLLM's `kv_transfer_config`."""
+        if self.kv_transfer_config is not None:
+            return self.kv_transfer_config
+        extra = {"cpu_bytes_to_use": self.cpu_bytes or _DEFAULT_CPU_BYTES}
+        return {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,16 +103,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="llama",
         help=f"{', '.join(get_args(ModelKind))}: a tiny model made on the spot; "
-        "anything else is given to vLLM (default: %(default)s)",
+        "anything else is given to vLLM, and has to fit on a GPU twice (default: %(default)s)",
     )
-    add("--prompt-tokens", type=int, default=16_000, help="length of a prompt (%(default)s)")
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=16_000,
+        help="length of a prompt (%(default)s, or what fits a model that is not tiny)",
+    )
     add("--answer-tokens", type=int, default=16, help="tokens compared per answer (%(default)s)")
     add("--rounds", type=int, default=5, help="rounds per engine, after a warm-up (%(default)s)")
     add("--pool-ratio", type=float, default=1.6, help="prompts the KV pool holds (%(default)s)")
-    add("--num-gpu-blocks", type=int, help="size of the KV pool, for a model that is not tiny")
-    add("--block-size", type=int, default=32, help="tokens in a KV block (%(default)s)")
+    add("--num-gpu-blocks", type=int, help="size of the KV pool, instead of --pool-ratio")
+    add("--block-size", type=int, help="tokens in a KV block (32; vLLM's, if not a tiny model)")
     add("--max-num-batched-tokens", type=int, default=2048, help="prefill chunk (%(default)s)")
-    add("--cpu-bytes", default="2GiB", help="host memory of the connector (%(default)s)")
+    add(
+        "--cpu-bytes",
+        help="host memory of the connector (2GiB, or what four prompts of a model that is not "
+        "tiny take, if that is more)",
+    )
     add(
         "--kv-transfer-config",
         type=json.loads,
@@ -111,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the prompts and the tiny model (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write samples, figures and method here")
     add("--plot", type=Path, metavar="FILE.png", help="draw the figures here")
+    add("--logs", type=Path, metavar="FOLDER", help="keep the engines' logs here")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -118,12 +147,16 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
     options = _read_options(arguments)
-    report = measure(options, print)
+    if arguments.logs:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
+    report = measure(options, print, arguments.logs)
     write_report(report, render_table(report), arguments, draw_plot)
     return 0 if report.num_different_answers == 0 else 1
 
 
-def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
+def measure(
+    options: BenchOptions, say: Callable[[str], None], log_folder: Path | None = None
+) -> EngineReport:
     """Start both engines, run the rounds, stop the engines.
 
     Each round is A, B, C, A, B, C on one engine and then on the other, back to back and with
@@ -134,11 +167,14 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
     Args:
         options: what to measure.
         say: takes one line of progress.
+        log_folder: keeps the engines' logs.
 
     Raises:
         SafeOffloadError: an engine did not start, died, or did not answer in time.
     """
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as folder:
+        log_folder = log_folder or Path(folder)
+        options = _fit_to_model(options, log_folder, say)
         engines = _engine_options(options, Path(folder))
         load_before = os.getloadavg()
         processes: dict[str, EngineProcess] = {}
@@ -146,7 +182,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
             starts: dict[str, Started] = {}
             for name, engine in engines.items():
                 say(f"starting the engine with {name} ...")
-                log_path = Path(folder) / f"{name.replace(' ', '-')}.log"
+                log_path = log_folder / f"{name.replace(' ', '-')}.log"
                 processes[name] = EngineProcess(name, engine, log_path)
                 starts[name] = processes[name].wait_until_started(_START_TIMEOUT_S)
                 say(f"  ready after {starts[name].start_s:.0f} s")
@@ -156,7 +192,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
                 process.stop()
         started = starts[BASELINE]
     return EngineReport(
-        connector=options.kv_transfer_config["kv_connector"],
+        connector=options.connector_config["kv_connector"],
         baseline=BASELINE,
         samples=samples,
         breakdown=breakdown,
@@ -234,23 +270,15 @@ def _make_prompt(options: BenchOptions, round_index: int, which: int) -> tuple[i
 
 
 def _read_options(arguments: argparse.Namespace) -> BenchOptions:
+    is_tiny = arguments.model in get_args(ModelKind)
+    if arguments.block_size is None and is_tiny:
+        arguments.block_size = _TINY_BLOCK_SIZE
     for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
-        if getattr(arguments, name) < 1:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
-    blocks = arguments.pool_ratio * arguments.prompt_tokens / arguments.block_size
-    if arguments.model not in get_args(ModelKind) and arguments.num_gpu_blocks is None:
-        raise ConfigError(
-            f"--model {arguments.model}: for a model that is not tiny, --num-gpu-blocks has to say "
-            f"how large the KV pool is. {arguments.pool_ratio} prompts are {blocks:.0f} blocks if "
-            "the model has one KV cache group"
-        )
     kv_transfer_config = arguments.kv_transfer_config
-    if kv_transfer_config is None:
-        kv_transfer_config = {
-            "kv_connector": CONNECTOR,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": arguments.cpu_bytes},
-        }
-    if "kv_connector" not in kv_transfer_config:
+    if kv_transfer_config is not None and "kv_connector" not in kv_transfer_config:
         raise ConfigError("--kv-transfer-config: expected an object with the key kv_connector")
     return BenchOptions(
         model=arguments.model,
@@ -261,10 +289,35 @@ def _read_options(arguments: argparse.Namespace) -> BenchOptions:
         num_gpu_blocks=arguments.num_gpu_blocks,
         block_size=arguments.block_size,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        cpu_bytes=arguments.cpu_bytes,
         kv_transfer_config=kv_transfer_config,
         engine_arguments=arguments.engine_args,
         answer_timeout_s=arguments.answer_timeout,
         seed=arguments.seed,
+    )
+
+
+def _fit_to_model(
+    options: BenchOptions, log_folder: Path, say: Callable[[str], None]
+) -> BenchOptions:
+    """Return the options with the sizes that a model asks for; a tiny one's are known."""
+    if options.is_tiny or options.num_gpu_blocks is not None:
+        return options
+    say("starting an engine to see what fits the model ...")
+    sizes = ask_for_sizes(
+        _engine_options(options, log_folder)[BASELINE],
+        log_folder / "sizing.log",
+        pool_ratio=options.pool_ratio,
+        num_answer_tokens=options.num_answer_tokens,
+        timeout_s=_START_TIMEOUT_S,
+    )
+    say(f"  prompts of {sizes.num_prompt_tokens:,} tokens, {sizes.num_gpu_blocks:,} blocks")
+    return replace(
+        options,
+        num_prompt_tokens=sizes.num_prompt_tokens,
+        num_gpu_blocks=sizes.num_gpu_blocks,
+        block_size=sizes.block_size,
+        cpu_bytes=options.cpu_bytes or sizes.cpu_bytes,
     )
 
 
@@ -289,7 +342,10 @@ def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOpti
     num_cores = max((os.cpu_count() or 2) - 1, 1)
     binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_cores - 1}")
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": binding}
-    if options.model in get_args(ModelKind):
+    if not options.is_tiny:
+        arguments |= {"gpu_memory_utilization": _GPU_SHARE}
+    else:
+        assert options.block_size is not None
         kind: ModelKind = options.model  # type: ignore[assignment]
         blocks = count_prompt_blocks(
             kind,
@@ -306,8 +362,9 @@ def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOpti
         environment |= {"HF_HUB_OFFLINE": "1"}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
     arguments |= options.engine_arguments
-    with_connector = arguments | {"kv_transfer_config": options.kv_transfer_config}
+    config = options.connector_config
+    with_connector = arguments | {"kv_transfer_config": config}
     return {
         BASELINE: EngineOptions(arguments, environment),
-        options.kv_transfer_config["kv_connector"]: EngineOptions(with_connector, environment),
+        config["kv_connector"]: EngineOptions(with_connector, environment),
     }

@@ -45,6 +45,15 @@ class WorkerProbe:
         """What was recorded since the last call: plain numbers and words, in the order of time."""
         return self._probe.take()
 
+    def kv_cache_bytes(self: Any) -> int:
+        """Return the size of this worker's KV pool.
+
+        Source: `KVCacheTensor.size` in vllm/v1/kv_cache_interface.py (0.32.0), the allocation that
+        all tensors are places in.
+        """
+        tensors = self.model_runner.kv_cache_config.kv_cache_tensors
+        return max(int(tensor.size) for tensor in tensors)
+
     def time_memcpy(self, size_bytes: int, num_pieces: int) -> float:
         """Return the seconds that one thread needs to copy so many bytes, in pieces of one size.
 

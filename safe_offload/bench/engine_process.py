@@ -34,6 +34,8 @@ class EngineOptions:
 
     arguments: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
+    fits_model_len: bool = False
+    """`max_model_len` becomes what the model takes, if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Started:
     start_s: float
     num_gpu_blocks: int
     max_concurrency: float  # requests of max_model_len tokens that the KV pool holds
+    max_model_len: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +163,16 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
         from vllm import LLM
 
         start = time.perf_counter()
-        engine = LLM(**options.arguments)
-        cache_config = engine.llm_engine.vllm_config.cache_config
+        engine = LLM(**_fit_model_len(options))
+        vllm_config = engine.llm_engine.vllm_config
+        cache_config = vllm_config.cache_config
         connection.send(
             Started(
                 start_s=time.perf_counter() - start,
                 num_gpu_blocks=cache_config.num_gpu_blocks or 0,
                 max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
+                max_model_len=vllm_config.model_config.max_model_len,
+                block_size=cache_config.block_size,
             )
         )
         while (call := connection.recv()) is not None:
@@ -178,6 +185,19 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
     except BaseException:
         connection.send(_Died(traceback.format_exc()))
         raise
+
+
+def _fit_model_len(options: EngineOptions) -> dict[str, Any]:
+    """Return vLLM's arguments, `max_model_len` no larger than what the model's config allows."""
+    if not options.fits_model_len:
+        return options.arguments
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = dict(options.arguments)
+    wanted = asked.pop("max_model_len")
+    known = {name: asked[name] for name in asked if name in EngineArgs.__dataclass_fields__}
+    allowed = EngineArgs(**known).create_model_config().max_model_len
+    return asked | {"max_model_len": min(wanted, allowed)}
 
 
 def answer(engine: Any, question: Question) -> Answer:

@@ -1,0 +1,419 @@
+"""vLLM's GPU worker from its start to its end, both model runners: nothing of ours is in its way.
+
+vLLM's own code is driven over the GPU of threads (vllm_gpu.py). Where a step is repeated instead,
+the tests at the end read vLLM's source: they fail when a version does it in another order.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+
+from safe_offload.protocol import FailureReason, StepPlan, Transfer
+from safe_offload.worker.backends.base import Direction
+from tests.worker.backends.fake_device import PATIENCE_S, FakeGpu
+from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
+
+HAS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""From vLLM 0.33 on."""
+MakeWorker = Callable[..., Worker]
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    made = FakeGpu()
+    yield made
+    made.may_lock.set()
+    end_worker()
+    made.close()
+    assert made.violations == []
+    assert made.locked == {}
+
+
+@pytest.fixture(params=[False, True], ids=["V1", "V2"])
+def is_v2(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, is_v2: bool) -> Worker:
+    """A worker of either kind, not started."""
+    return make_worker(monkeypatch, gpu, is_v2=is_v2)
+
+
+def store(transfer_id: int, block: int, slot: int) -> StepPlan:
+    return StepPlan(stores_after_forward=(Transfer(transfer_id, (block,), (slot,)),))
+
+
+def load(transfer_id: int, block: int, slot: int) -> StepPlan:
+    return StepPlan(loads=(Transfer(transfer_id, (block,), (slot,)),))
+
+
+def settle(worker: Worker, *transfer_ids: int) -> dict[int, FailureReason | None]:
+    """Step without a forward until transfers have been reported; returns what became of them."""
+    found = {outcome.transfer_id: outcome.failure for outcome in worker.outcomes}
+    end_s = time.monotonic() + PATIENCE_S
+    while not found.keys() >= set(transfer_ids):
+        assert time.monotonic() < end_s, f"only {found}"
+        for outcome in worker.step(num_tokens=0):
+            found[outcome.transfer_id] = outcome.failure
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+class Turns(threading.Event):
+    """Stands for `FakeGpu.may_lock`: one slab for each turn given, all once it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = threading.Semaphore(0)
+
+    def give(self) -> None:
+        self._turns.release()
+
+    def set(self) -> None:
+        super().set()
+        self.give()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set() or self._turns.acquire(timeout=timeout)
+
+
+def is_all_locked(worker: Worker) -> bool:
+    backend = get_kv_transfer_group()._worker._engine._backend
+    return backend.num_usable_slots == backend.num_slots
+
+
+def trace_of(worker: Worker, action: Callable[[], object]) -> list[str]:
+    """What happens on the machine meanwhile."""
+    worker.machine.trace.clear()
+    action()
+    return list(worker.machine.trace)
+
+
+# ---- start ---------------------------------------------------------------------------------------
+
+
+def test_vllm_registers_first_then_warms_up_then_captures_and_calls_no_other_hook(worker, is_v2):
+    trace = trace_of(worker, worker.start)
+    assert trace[0] == "register_kv_caches"
+    assert trace.count("capture begins") == trace.count("capture ends") == len(GRAPH_SIZES)
+    first_capture = trace.index("capture begins")
+    assert "forward" in trace[:first_capture], "kernels are warmed up before"
+    assert trace[first_capture + 1] == "forward", "and the model runs inside"
+    hooks = [word for word in trace if "_" in word]
+    assert hooks == ["register_kv_caches", *(["reset_capture_state"] if is_v2 else [])]
+
+
+def test_a_profile_of_graphs_before_the_kv_cache_is_there_registers_nothing(worker):
+    worker.model_runner.initialize_kv_cache(worker.machine.kv_cache_config, is_profiling=True)
+    assert not has_kv_transfer_group()
+    assert worker.machine.trace == []
+
+
+def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, gpu):
+    """The first run on a GPU would have ended here: vllm#45850, #46933, #48053."""
+    gpu.may_lock = turns = Turns()
+    nums_locked: list[int] = []
+
+    def lock_one() -> None:
+        before = len(gpu.locked)
+        turns.give()
+        wait_until(lambda: len(gpu.locked) > before or bool(gpu.capture.invalidated_by))
+        nums_locked.append(len(gpu.locked))
+
+    worker.machine.during_capture = lock_one
+    worker.start()
+    assert nums_locked == [2, 3], "the first slab was there before"
+    turns.set()
+    wait_until(lambda: is_all_locked(worker))
+
+
+def test_copies_can_be_used_before_the_whole_pool_is_locked(worker, gpu):
+    gpu.may_lock.clear()
+    worker.start()
+    worker.machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0))
+    assert settle(worker, 1) == {1: None}
+    assert not is_all_locked(worker)
+
+
+def test_registering_leaves_the_kv_cache_as_it_was(worker):
+    """What tries the copies there puts everything back, and has ended when vLLM goes on."""
+    for block in range(40):
+        worker.machine.fill(block, block + 1)
+    worker.initialize_from_config(worker.machine.kv_cache_config)
+    assert [worker.machine.read(block) for block in range(40)] == [{b + 1} for b in range(40)]
+
+
+def test_nothing_of_ours_comes_from_the_memory_that_sleeps_with_the_kv_cache(worker, gpu):
+    """vLLM registers inside of a pool of torch's, which is unmapped while the engine sleeps."""
+    worker.start()
+    assert gpu.pooled == []
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, *GRAPH_SIZES], ids=["eager", "graph 4", "graph 2"])
+def test_what_a_forward_has_written_is_stored_and_comes_back(worker, num_tokens):
+    machine = worker.machine
+    worker.start()
+    machine.forward = lambda: machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0), num_tokens)
+    assert settle(worker, 1) == {1: None}
+    machine.forward = lambda: machine.fill(3, 99)
+    worker.step(load(2, block=3, slot=0), num_tokens)
+    assert settle(worker, 2)[2] is None
+    assert machine.read(3) == {20}
+
+
+def test_a_forward_that_overwrites_what_is_being_stored_comes_after_the_fence(worker, gpu):
+    machine = worker.machine
+    worker.start()
+    machine.fill(2, 20)
+    gpu.delay_s = 0.05
+    worker.step(store(1, block=2, slot=0))
+    machine.forward = lambda: machine.fill(2, 99)
+    worker.step(StepPlan(fences=(1,)))
+    settle(worker, 1)
+    machine.forward = lambda: None
+    worker.step(load(2, block=3, slot=0))
+    settle(worker, 2)
+    assert (machine.read(2), machine.read(3)) == ({99}, {20})
+
+
+def test_the_hooks_of_a_step_in_the_order_of_each_runner(worker, is_v2):
+    worker.start()
+    forward = ["wait_for_layer_load", "forward", "save_kv_layer"]
+    end = ["start_load_kv", "wait_for_save", "get_transfer_results", "build_connector_worker_meta",
+           "clear_connector_metadata"]  # fmt: skip
+    begin = ["handle_preemptions", "bind_connector_metadata"]
+    finish = ["finish_forward"] if is_v2 else []
+    trace = trace_of(worker, worker.step)
+    assert [word for word in trace if word != "update states"] == begin + forward + finish + end
+    trace = trace_of(worker, lambda: worker.step(num_tokens=0))
+    assert [word for word in trace if word != "update states"] == begin + finish + end
+
+
+def test_with_speculative_decoding_stores_wait_for_the_draft(monkeypatch, gpu, is_v2):
+    worker = make_worker(monkeypatch, gpu, is_v2=is_v2, num_draft_tokens=0 if is_v2 else 3)
+    worker.start()
+    if is_v2:
+        worker.model_runner.speculator = object()
+    trace = trace_of(worker, worker.step)
+    assert trace.index("draft") < trace.index("wait_for_save")
+    worker.machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0))
+    settle(worker, 1)
+    worker.step(load(2, block=3, slot=0))
+    assert settle(worker, 2) == {1: None, 2: None}
+    assert worker.machine.read(3) == {20}
+
+
+def test_a_dummy_batch_between_steps_calls_no_hook(worker):
+    """Data parallelism: a rank with nothing to do runs along."""
+    worker.start()
+    worker.step(store(1, block=2, slot=0))
+    trace = trace_of(worker, worker.execute_dummy_batch)
+    assert trace == ["dummy run", "forward"]
+    assert settle(worker, 1) == {1: None}
+
+
+def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu):
+    """As after a change of the number of experts' ranks; the copies neither fail nor disturb."""
+    machine = worker.machine
+    worker.start()
+    wait_until(lambda: is_all_locked(worker))
+    machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0))
+    settle(worker, 1)
+    worker.model_runner.forget_graphs()
+    bridge = get_kv_transfer_group()._worker
+    ids = iter(range(2, 100))
+
+    def copy() -> None:
+        transfer_id = next(ids)
+        bridge._engine.submit(Direction.STORE, Transfer(transfer_id, (2,), (transfer_id,)))
+        wait_until(lambda: transfer_id in dict(bridge._engine.drain()))
+
+    machine.during_capture = copy
+    gpu.delay_s = 0.01
+    worker.model_runner.capture_model()
+    assert next(ids) == 2 + len(GRAPH_SIZES)
+
+
+# ---- sleep ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_SLEEP_HOOKS, reason="vLLM 0.32 tells connectors nothing of its sleep")
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]])
+def test_copies_end_before_the_memory_is_gone_and_go_on_when_it_is_back(worker, tags):
+    machine = worker.machine
+    worker.start()
+    machine.fill(2, 20)
+    # vLLM waits for the device, which has not been given the copy yet.
+    get_kv_transfer_group()._worker._engine._loop.call_soon_threadsafe(time.sleep, 0.3)
+    worker.step(store(1, block=2, slot=0))
+    trace = trace_of(worker, lambda: worker.sleep(level=1))
+    assert trace == ["unregister_kv_caches", "memory gone"]
+    worker.step(load(2, block=3, slot=0), num_tokens=0)
+    worker.step(store(3, block=3, slot=0), num_tokens=0)
+    assert settle(worker, 1, 2, 3) == {
+        1: None,
+        2: FailureReason.CANCELLED,
+        3: FailureReason.CANCELLED,
+    }
+    assert machine.read(3) == {0xEE}, "nothing wrote into memory that is gone"
+    assert trace_of(worker, lambda: worker.wake_up(tags)) == ["memory back", "restore_kv_caches"]
+    worker.step(load(4, block=3, slot=0))
+    assert settle(worker, 4)[4] is None
+    assert machine.read(3) == {20}
+
+
+@pytest.mark.skipif(not HAS_SLEEP_HOOKS, reason="vLLM 0.32 tells connectors nothing of its sleep")
+def test_waking_up_the_weights_alone_does_not_bring_the_kv_cache_back(worker):
+    worker.start()
+    worker.sleep(level=1)
+    assert trace_of(worker, lambda: worker.wake_up(["weights"])) == ["memory back"]
+    worker.step(load(1, block=3, slot=0), num_tokens=0)
+    assert settle(worker, 1) == {1: FailureReason.CANCELLED}
+
+
+@pytest.mark.skipif(HAS_SLEEP_HOOKS, reason="vLLM 0.33 calls hooks")
+def test_the_sleep_of_032_calls_no_hook(worker):
+    """Documented as a limit; when this fails, take it out of the documentation."""
+    worker.start()
+    assert trace_of(worker, lambda: worker.sleep(level=1)) == ["memory gone"]
+
+
+# ---- end -----------------------------------------------------------------------------------------
+
+
+def test_the_connector_ends_before_the_runner_frees_the_memory(worker, gpu, monkeypatch):
+    worker.start()
+    worker.step(store(1, block=2, slot=0))
+    monkeypatch.setattr(
+        type(worker.model_runner), "shutdown", lambda self: self.machine.trace.append("freed")
+    )
+    assert trace_of(worker, worker.shutdown) == ["shutdown", "freed"]
+    assert gpu.locked == {}
+
+
+def test_a_worker_that_ends_while_its_pool_is_being_locked_unlocks_it(worker, gpu):
+    gpu.may_lock.clear()
+    worker.start()
+    gpu.may_lock.set()
+    end_worker()
+    assert gpu.locked == {}
+
+
+# ---- vLLM's source -------------------------------------------------------------------------------
+
+
+def calls_of(function: Callable[..., object], *names: str) -> list[str]:
+    """The calls in a function's source by these names, in order; `self.` and the like left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    found = [ast.unparse(call.func).removeprefix("self.") for call in calls]
+    return [name for name in found if name in names]
+
+
+def test_the_engine_profiles_then_makes_the_kv_cache_then_warms_up():
+    names = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+    names = tuple(f"model_executor.{name}" for name in names)
+    assert calls_of(EngineCore._initialize_kv_caches, *names) == list(names)
+
+
+def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
+    assert calls_of(
+        V1.execute_model,
+        "get_kv_transfer_group().handle_preemptions",
+        "_update_states",
+        "kv_connector_no_forward",
+        "maybe_get_kv_connector_output",
+        "_model_forward",
+    ) == [
+        "get_kv_transfer_group().handle_preemptions",
+        "_update_states",
+        "kv_connector_no_forward",
+        "maybe_get_kv_connector_output",
+        "_model_forward",
+    ]
+    drafting = ("propose_draft_token_ids", "drafter.dummy_run", "finalize_kv_connector")
+    assert calls_of(V1.sample_tokens, *drafting).index("finalize_kv_connector") == (
+        len(calls_of(V1.sample_tokens, *drafting)) - 1
+    )
+
+
+def test_v2_calls_the_connector_around_its_forward_as_is_repeated_here():
+    assert calls_of(
+        V2.execute_model,
+        "kv_connector.pre_forward",
+        "cudagraph_manager.run_fullgraph",
+        "ubatch_runner.run",
+        "cudagraph_manager.run_pw_graph",
+        "model",
+        "kv_connector.finish_forward",
+        "kv_connector.post_forward",
+    ) == [
+        "kv_connector.pre_forward",
+        "cudagraph_manager.run_fullgraph",
+        "kv_connector.pre_forward",
+        "ubatch_runner.run",
+        "cudagraph_manager.run_pw_graph",
+        "model",
+        "kv_connector.finish_forward",
+    ]
+    sampling = ("kv_connector.post_forward", "speculator.propose", "kv_connector.finalize_step")
+    _, *last_rank = calls_of(V2.sample_tokens, *sampling)
+    before_033 = ["speculator.propose", "kv_connector.post_forward"]
+    assert last_rank == (list(sampling) if HAS_SLEEP_HOOKS else before_033)
+
+
+def test_dummy_runs_leave_the_connector_alone():
+    hooks = ("get_kv_transfer_group", "maybe_get_kv_connector_output", "kv_connector_no_forward",
+             "finalize_kv_connector")  # fmt: skip
+    assert calls_of(V1._dummy_run, *hooks) == []
+    disabled = ["kv_connector.set_disabled", "execute_model", "kv_connector.set_disabled"]
+    assert calls_of(V2._dummy_run, *disabled) == disabled
+
+
+def test_vllm_captures_graphs_where_it_is_known_to():
+    """The wrapper and the V2 graphs are driven above; the others are called by the same method."""
+    root = Path(vllm.__file__).parent
+    files = [*(root / "v1").rglob("*.py"), *(root / "compilation").rglob("*.py")]
+    words = ("torch.cuda.graph(", ".capture_begin(")
+    capturing = {
+        str(file.relative_to(root))
+        for file in files
+        if any(word in file.read_text(encoding="utf-8") for word in words)
+    }
+    assert capturing == {
+        "compilation/breakable_cudagraph.py",
+        "compilation/cuda_graph.py",
+        "v1/spec_decode/gemma4.py",  # when its weights are loaded, before there is a KV cache
+        "v1/worker/encoder_cudagraph.py",
+        "v1/worker/gpu/cudagraph_utils.py",
+        "v1/worker/gpu_ubatch_wrapper.py",
+    }
