@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safe_offload import compat
@@ -81,6 +82,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = compat.HOST_HIT_SOURCE
+    _now_s = staticmethod(time.monotonic)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -234,7 +236,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is None:
             return EMPTY_PLAN
         try:
-            plan = self._planner.plan(scheduler_output)
+            plan = self._planner.plan(scheduler_output, self._now_s())
             self._check()
             return plan
         except Exception as error:
@@ -392,8 +394,3 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> OffloadPromMetrics:
         """See KVConnectorBase_V1."""
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @contained(tuple)
-    def take_events(self) -> Iterable[Any]:
-        """None: the host cache publishes no KV events."""
-        return ()
