@@ -82,7 +82,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = compat.HOST_HIT_SOURCE
-    _now_s = staticmethod(time.monotonic)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -93,6 +92,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
+        self._clock = time.monotonic
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -236,7 +236,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is None:
             return EMPTY_PLAN
         try:
-            plan = self._planner.plan(scheduler_output, self._now_s())
+            plan = self._planner.plan(scheduler_output, self._clock())
             self._check()
             return plan
         except Exception as error:
