@@ -39,8 +39,8 @@ COMPAT_VENVS := .venv-compat
 COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
-.PHONY: help venv demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu needs-model soak \
-	mutants known-vllm check clean distclean
+.PHONY: help venv promtool demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+	needs-model soak mutants known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ venv: $(READY) ## set up .venv: vLLM's CPU engine, the tools, this package (a fe
 $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
+
+promtool: venv ## the checker of Prometheus rules, for the tests of examples/observability (a second, once)
+	@.ci/get-promtool '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safe_offload import compat
@@ -94,6 +95,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
+        self._clock = time.monotonic
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -227,7 +229,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is None:
             return EMPTY_PLAN
         try:
-            plan = self._planner.plan(scheduler_output)
+            plan = self._planner.plan(scheduler_output, self._clock())
             self._check()
             return plan
         except Exception as error:
@@ -386,8 +388,3 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> OffloadPromMetrics:
         """See KVConnectorBase_V1."""
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @contained(tuple)
-    def take_events(self) -> Iterable[Any]:
-        """None: the host cache publishes no KV events."""
-        return ()

@@ -14,6 +14,7 @@ import pytest
 
 PROJECT = Path(__file__).parent.parent
 REFUSE = """
+from safe_offload import last_words
 from safe_offload.errors import ConfigError
 from safe_offload.last_words import telling
 
@@ -37,10 +38,11 @@ LINE = "SafeCPUOffloadConnector ended the start: the pool is too small."
 
 
 def run(script: str, **environment: str) -> list[str]:
-    """The lines that a process and its children write."""
+    """The lines that a process and its children write; nobody above it listens."""
+    inherited = {name: value for name, value in os.environ.items() if name != last_words.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", PARENT + script],
-        env=os.environ | {"PYTHONPATH": str(PROJECT)} | environment,
+        env=inherited | {"PYTHONPATH": str(PROJECT)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

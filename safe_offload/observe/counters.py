@@ -11,23 +11,54 @@ from collections import Counter
 
 
 class Count(enum.StrEnum):
-    """What is counted; the value is the metric's name and the docstring its help text."""
+    """What is counted; the value is the name, and the label if there is one.
 
+    Attributes:
+        metric: the metric's name, without what all have in common.
+        doc: its help text.
+        label: that tells this count from others of the same metric, and its value.
+    """
+
+    metric: str
     doc: str
+    label: tuple[str, str] | None
 
-    def __new__(cls, name: str, doc: str) -> Count:
+    def __new__(cls, metric: str, doc: str, label: tuple[str, str] | None = None) -> Count:
+        name = metric if label is None else f'{metric}{{{label[0]}="{label[1]}"}}'
         member = str.__new__(cls, name)
         member._value_ = name
-        member.doc = doc
+        member.metric, member.doc, member.label = metric, doc, label
         return member
 
-    HIT_TOKENS = "hit_tokens", "Tokens that were found on the host and are being loaded."
-    LOADED_BLOCKS = "loaded_blocks", "Blocks that were loaded from the host."
+    HIT_TOKENS = (
+        "hit_tokens",
+        "Tokens that were found on the host and whose load was begun, however it ended.",
+    )
+    LOADED_TOKENS = "loaded_tokens", "Tokens that came from the host: their load ended well."
+    LOADED_BLOCKS = (
+        "loaded_blocks",
+        "Blocks that were loaded from the host, of all KV cache groups.",
+    )
     STORED_BLOCKS = "stored_blocks", "Blocks that were stored on the host and can be hit."
     RESCUED_BLOCKS = (
         "rescued_blocks",
         "Blocks of preempted requests stored before they were reused.",
     )
+    EVICTED_BLOCKS_HIT = (
+        "evicted_blocks",
+        "Blocks overwritten by others, by whether they had ever been loaded.",
+        ("hit", "true"),
+    )
+    EVICTED_BLOCKS_UNHIT = (
+        "evicted_blocks",
+        "Blocks overwritten by others, by whether they had ever been loaded.",
+        ("hit", "false"),
+    )
+    EVICTED_AGE_SECONDS = (
+        "evicted_age_seconds",
+        "Time that the evicted blocks had not been used, all blocks together.",
+    )
+    RESETS = "resets", "Resets of the host cache: nothing stored before is found any more."
     FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
     SKIPPED_BLOCKS = (
         "skipped_blocks",
@@ -90,6 +121,16 @@ def is_milestone(count: int) -> bool:
 
 class Counters(Counter[str]):
     """Counts since the last `take`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._part_s: dict[str, float] = {}
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Count whole seconds, and keep the rest for the next time."""
+        total_s = self._part_s.get(name, 0.0) + seconds
+        self[name] += int(total_s)
+        self._part_s[name] = total_s - int(total_s)
 
     def take(self) -> dict[str, int]:
         """Return what was counted since the last call, and start again from zero."""

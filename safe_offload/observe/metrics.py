@@ -6,9 +6,9 @@ from the start with value 0, so that an alert can be written before the first fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -69,25 +69,41 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters: dict[str, Any] = {
-            str(count): self._make(self._counter_cls, f"{count}_total", count.doc)
-            for count in Count
-        }
+        self._counters: dict[str, Any] = self._make_counters()
         self._gauges: dict[str, Any] = {
-            name: self._make(self._gauge_cls, name, doc, multiprocess_mode="mostrecent")
+            name: self._per_engine(
+                self._make(self._gauge_cls, name, doc, multiprocess_mode="mostrecent")
+            )
             for name, doc in GAUGES.items()
         }
 
-    def _make(self, cls: type[Counter | Gauge] | Any, name: str, doc: str, **kwargs: Any) -> Any:
-        metric = cls(
+    def _make_counters(self) -> dict[str, Any]:
+        """One metric for all counts of its name, which a label tells apart."""
+        made: dict[str, Any] = {}
+        counters: dict[str, Any] = {}
+        for count in Count:
+            names, values = ([count.label[0]], [count.label[1]]) if count.label else ([], [])
+            if count.metric not in made:
+                made[count.metric] = self._make(
+                    self._counter_cls, f"{count.metric}_total", count.doc, names
+                )
+            counters[count] = self._per_engine(made[count.metric], values)
+        return counters
+
+    def _make(
+        self, cls: Any, name: str, doc: str, more_labels: Sequence[str] = (), **kwargs: Any
+    ) -> Any:
+        return cls(
             name=f"vllm:safe_offload_{name}",
             documentation=doc,
-            labelnames=self._labelnames,
+            labelnames=[*self._labelnames, *more_labels],
             **kwargs,
         )
+
+    def _per_engine(self, metric: Any, more_values: Sequence[str] = ()) -> dict[int, Any]:
         return {
-            engine_idx: metric.labels(*labels)
-            for engine_idx, labels in self.per_engine_labelvalues.items()
+            engine_idx: metric.labels(*values, *more_values)
+            for engine_idx, values in self.per_engine_labelvalues.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -24,7 +24,12 @@ class EvictionPolicy(Protocol):
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
+
+    Attributes:
+        now_s: the time, which whoever asks for ages sets.
     """
+
+    now_s: float
 
     def release(self, slots: Sequence[int]) -> None:
         """Nobody leases these filled slots any more.
@@ -54,19 +59,44 @@ class EvictionPolicy(Protocol):
         One that is leased may be among them; what was known of its use is forgotten.
         """
 
+    def take_age_s(self) -> float:
+        """Time since the release of each slot evicted since the last call, all added up."""
+
     def __len__(self) -> int:
         """Evictable slots."""
 
 
-class Lru:
+class _Ages:
+    """How long it is that evicted slots were released: a sum, since a batch has one time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._age_s = 0.0
+
+    def take_age_s(self) -> float:
+        """See `EvictionPolicy`."""
+        age_s, self._age_s = self._age_s, 0.0
+        return age_s
+
+    def _add(self, batches: list[tuple[float, list[int]]]) -> list[int]:
+        """The slots of all batches, whose age is added to the sum."""
+        evicted: list[int] = []
+        for released_s, slots in batches:
+            self._age_s += len(slots) * (self.now_s - released_s)
+            evicted += slots
+        return evicted
+
+
+class Lru(_Ages):
     """The slot goes first that was released longest ago. See `EvictionPolicy`."""
 
     def __init__(self, num_slots: int) -> None:
+        super().__init__()
         self._queue = _Queue(num_slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """See `EvictionPolicy`."""
-        self._queue.append(slots)
+        self._queue.append(slots, self.now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
@@ -74,7 +104,7 @@ class Lru:
 
     def evict(self, count: int) -> list[int]:
         """See `EvictionPolicy`."""
-        return self._queue.take(count)
+        return self._add(self._queue.take(count))
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
@@ -84,7 +114,7 @@ class Lru:
         return len(self._queue)
 
 
-class Slru:
+class Slru(_Ages):
     """Segmented LRU: what was never hit goes before what was. See `EvictionPolicy`.
 
     A slot whose content is new waits on probation; one that was hit is protected when it is
@@ -100,6 +130,7 @@ class Slru:
     """
 
     def __init__(self, num_slots: int) -> None:
+        super().__init__()
         self._probation = _Queue(num_slots)
         self._protected = _Queue(num_slots)
         self._was_hit = bytearray(num_slots)
@@ -109,8 +140,9 @@ class Slru:
         was_hit = self._was_hit
         used = [slot for slot in slots if was_hit[slot]]
         if len(used) < len(slots):
-            self._probation.append([slot for slot in slots if not was_hit[slot]] if used else slots)
-        self._protected.append(used)
+            unused = [slot for slot in slots if not was_hit[slot]] if used else slots
+            self._probation.append(unused, self.now_s)
+        self._protected.append(used, self.now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
@@ -123,8 +155,8 @@ class Slru:
     def evict(self, count: int) -> list[int]:
         """See `EvictionPolicy`."""
         self._demote()
-        evicted = self._probation.take(count)
-        evicted += self._protected.take(count - len(evicted))
+        evicted = self._add(self._probation.take(count))
+        evicted += self._add(self._protected.take(count - len(evicted)))
         was_hit = self._was_hit
         for slot in evicted:
             was_hit[slot] = False
@@ -144,7 +176,8 @@ class Slru:
     def _demote(self) -> None:
         surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
         if surplus > 0:
-            self._probation.append(self._protected.take(surplus))
+            for released_s, slots in self._protected.take(surplus):
+                self._probation.append(slots, released_s)
 
     def _remove(self, slots: list[int]) -> None:
         self._probation.remove(slots)
@@ -170,24 +203,24 @@ class _Queue:
     def __init__(self, num_slots: int) -> None:
         self._tickets = [0] * num_slots
         self._last_ticket = 0
-        # Tickets and slots, the last slot to go first: the end is where a list is cheap. All of
-        # `_swept` goes before all of `_batches`.
-        self._swept: deque[tuple[int, list[int]]] = deque()
-        self._batches: deque[tuple[int, list[int]]] = deque()
+        # Tickets, when they were released, and slots, the last one to go first: the end is where a
+        # list is cheap. All of `_swept` goes before all of `_batches`.
+        self._swept: deque[tuple[int, float, list[int]]] = deque()
+        self._batches: deque[tuple[int, float, list[int]]] = deque()
         self._num_entries = 0
         self._num_slots = 0
 
     def __len__(self) -> int:
         return self._num_slots
 
-    def append(self, slots: Sequence[int]) -> None:
+    def append(self, slots: Sequence[int], released_s: float) -> None:
         if not slots:
             return
         self._last_ticket = ticket = self._last_ticket + 1
         tickets = self._tickets
         for slot in slots:
             tickets[slot] = ticket
-        self._batches.append((ticket, list(reversed(slots))))
+        self._batches.append((ticket, released_s, list(reversed(slots))))
         self._num_slots += len(slots)
         self._num_entries += len(slots)
         if self._num_entries > 2 * self._num_slots:
@@ -202,23 +235,26 @@ class _Queue:
                 num_removed += 1
         self._num_slots -= num_removed
 
-    def take(self, count: int) -> list[int]:
-        taken: list[int] = []
+    def take(self, count: int) -> list[tuple[float, list[int]]]:
+        """Up to so many slots, in order, by when they were released."""
+        taken: list[tuple[float, list[int]]] = []
         tickets = self._tickets
-        count = min(count, self._num_slots)
-        while len(taken) < count:
+        num_left = min(count, self._num_slots)
+        self._num_slots -= max(num_left, 0)
+        while num_left > 0:
             batches = self._swept or self._batches
-            ticket, batch = batches[0]
-            entries = batch[len(taken) - count :]
-            del batch[len(taken) - count :]
+            ticket, released_s, batch = batches[0]
+            entries = batch[-num_left:]
+            del batch[-num_left:]
             if not batch:
                 batches.popleft()
             entries.reverse()
             self._num_entries -= len(entries)
-            taken += [slot for slot in entries if tickets[slot] == ticket]
-        for slot in taken:
-            tickets[slot] = 0
-        self._num_slots -= len(taken)
+            slots = [slot for slot in entries if tickets[slot] == ticket]
+            for slot in slots:
+                tickets[slot] = 0
+            num_left -= len(slots)
+            taken.append((released_s, slots))
         return taken
 
     def _sweep(self, num_entries: int) -> None:
@@ -228,9 +264,9 @@ class _Queue:
             if not self._batches:
                 self._batches, self._swept = self._swept, self._batches
                 return
-            ticket, batch = self._batches.popleft()
+            ticket, released_s, batch = self._batches.popleft()
             live = [slot for slot in batch if tickets[slot] == ticket]
             if live:
-                self._swept.append((ticket, live))
+                self._swept.append((ticket, released_s, live))
             self._num_entries -= len(batch) - len(live)
             num_entries -= len(batch)

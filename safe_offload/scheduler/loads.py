@@ -36,6 +36,7 @@ class Load:
     Attributes:
         lease: the slots it reads.
         owner: the request that waits for it.
+        num_tokens: that it brings.
         ranks_left: ranks that have not reported it.
         failed: a rank reported that it failed.
     """
@@ -43,6 +44,7 @@ class Load:
     transfer: Transfer
     lease: Lease
     owner: RequestState
+    num_tokens: int
     ranks_left: set[int]
     failed: bool = False
 
@@ -139,8 +141,10 @@ class Loads:
             lease, state.hit_lease = state.hit_lease, None
             lease.keep(LeaseKind.LOAD, slots)
             transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
-            self._new.append(Load(transfer, lease, state, set(range(self._num_ranks))))
+            ranks = set(range(self._num_ranks))
+            self._new.append(Load(transfer, lease, state, num_tokens, ranks))
             self._counters[Count.HIT_TOKENS] += num_tokens
+            self._index.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
             self._failures.append(state)
@@ -260,6 +264,7 @@ class Loads:
             self._failures.append(state)
             load.lease.release()
             return None
+        self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if state.finished:
             load.lease.release()

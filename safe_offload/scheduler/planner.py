@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+START_STEPS_MAX = 1000
+"""So many steps an idle engine makes at its start until every rank has told how many slots it has,
+so that an operator sees them before the first request. An idle step takes a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
@@ -80,6 +84,7 @@ class Planner:
     def __init__(self, index: HostIndex, options: PlannerOptions, counters: Counters) -> None:
         transfer_ids = itertools.count()
         self._index = index
+        index.slots.counters = counters
         self._options = options
         self._counters = counters
         self._leases = LeaseBook(index.slots)
@@ -93,6 +98,7 @@ class Planner:
         self._ranks = Ranks(options.num_ranks, index.slots, counters)
         self._is_disabled = False
         self._gpu: GpuBlocks | None = None
+        self._start_steps_left = START_STEPS_MAX
         self.has_changed = True
         """Whether a gauge may have changed since somebody set this to False.
 
@@ -119,6 +125,7 @@ class Planner:
             report: of the workers, if it was lost by the error: what it names has ended.
         """
         self._is_disabled = self.has_changed = True
+        self._start_steps_left = 0
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)
@@ -208,12 +215,19 @@ class Planner:
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+    def plan(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         """build_connector_meta: what the workers do in this step.
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
+
+        Args:
+            scheduler_output: of vLLM.
+            now_s: the time, of a clock that does not go back.
         """
+        self._index.slots.set_time(now_s)
+        if self._start_steps_left:
+            self._start_steps_left -= 1
         if self._gpu is None:
             return EMPTY_PLAN
         self._book.purge(self._gpu)
@@ -304,6 +318,8 @@ class Planner:
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
             self._is_disabled = True
+        if self._index.slots.num_usable or report.lost_ranks:
+            self._start_steps_left = 0
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
         """Note what one rank has reported; returns the transfer if it was the last rank."""
@@ -338,6 +354,11 @@ class Planner:
         What is in flight keeps its lease until it settles, and is not published.
         """
         self.has_changed = True
+        self._counters[Count.RESETS] += 1
+        logger.info(
+            "The host cache was reset: what its slots held, %d of them, is not found any more.",
+            self._index.slots.num_filled,
+        )
         self._index.forget_all()
         for state in self._book:
             state.drop_hit()
@@ -346,7 +367,12 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a transfer is planned or in flight, so that the engine must keep stepping."""
+        """Whether the engine must keep stepping.
+
+        A transfer is planned or in flight, or the ranks have not told yet how many slots there are.
+        """
+        if self._start_steps_left:
+            return True
         return bool(len(self._stores) or self._harvest.found or self._loads.has_work)
 
     def gauges(self) -> dict[str, int]:

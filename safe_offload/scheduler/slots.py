@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.eviction import POLICIES
 
 NO_SLOT = -1
@@ -48,6 +49,9 @@ class SlotPool:
         num_slots: that every rank will have in the end.
         num_groups: KV cache groups.
         policy: one of `eviction.POLICIES`.
+
+    Attributes:
+        counters: evictions are counted here.
     """
 
     def __init__(self, num_slots: int, num_groups: int, policy: str) -> None:
@@ -69,6 +73,8 @@ class SlotPool:
         self._empty: list[int] = []  # the last one is taken first
         self._filled = POLICIES[policy](num_slots)
         self._retired: set[int] = set()
+        self.counters = Counters()
+        self._hit: set[int] = set()  # of the filled ones, those that a load has read
 
     @property
     def num_free(self) -> int:
@@ -79,6 +85,11 @@ class SlotPool:
     def num_leased(self) -> int:
         """Slots under at least one lease; those that are retired do not count."""
         return self.num_usable - self.num_free - self.num_retired
+
+    @property
+    def num_filled(self) -> int:
+        """Slots that hold something, or are being filled."""
+        return len(self._hashes)
 
     @property
     def num_retired(self) -> int:
@@ -112,6 +123,7 @@ class SlotPool:
         del self._empty[-count:]
         if len(granted) < count:
             evicted = self._filled.evict(count - len(granted))
+            self._count_evicted(evicted)
             self._unname(evicted)
             granted += evicted
         self._leased.update(granted)
@@ -270,6 +282,7 @@ class SlotPool:
         """Never find these slots again; leases on them stay as they are."""
         slots = [slot for slot in slots if slot in self._hashes]
         self.num_forgets += 1
+        self._hit.difference_update(slots)
         self._unname(slots)
         self._filled.forget(slots)
         self._empty += [slot for slot in slots if slot not in self._leased]
@@ -277,6 +290,24 @@ class SlotPool:
     def forget_all(self) -> None:
         """Never find any slot again that is in a table now."""
         self.forget(list(self._hashes))
+
+    def mark_hit(self, slots: Iterable[int]) -> None:
+        """A load reads these."""
+        self._hit.update(slots)
+
+    def set_time(self, now_s: float) -> None:
+        """From now on it is so late; only the age of what is evicted depends on it."""
+        self._filled.now_s = now_s
+
+    def _count_evicted(self, slots: Sequence[int]) -> None:
+        num_hit = 0
+        if self._hit:
+            hit = self._hit.intersection(slots)
+            self._hit -= hit
+            num_hit = len(hit)
+        self.counters[Count.EVICTED_BLOCKS_HIT] += num_hit
+        self.counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
+        self.counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._filled.take_age_s())
 
     def _unname(self, slots: Sequence[int]) -> None:
         """What these hold, or will, cannot be found any more."""

@@ -150,6 +150,7 @@ class Report:
             assert (answer.num_gpu, answer.num_host) == (0, num_hit_tokens), self.answers
             assert answer.num_cached == num_hit_tokens
         assert self.count("hit_tokens") == 3 * num_hit_tokens
+        assert self.count("loaded_tokens") == 3 * num_hit_tokens
         assert self.count("loaded_blocks") > 0
 
 

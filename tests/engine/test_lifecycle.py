@@ -116,6 +116,11 @@ def check_well(server: HttpServer) -> None:
         assert count(server, f"{name}_total") == 0, (name, server.log_tail())
 
 
+def test_slots_are_told_before_the_first_request(server: HttpServer) -> None:
+    server.wait_for(lambda: count(server, "slots") == 500, "slots to be told", timeout_s=30.0)
+    assert server.metrics()["vllm:prompt_tokens_total"] == 0
+
+
 def test_a_salt_is_part_of_what_a_hit_is_found_by(server: HttpServer) -> None:
     """Security (K9): whoever does not know the salt learns nothing from the time of an answer."""
     tokens = ask(server, "A", cache_salt="of tenant 1")
@@ -149,8 +154,12 @@ def test_limits_and_junk_of_a_request_are_served(server: HttpServer) -> None:
 def test_a_reset_of_the_connector_forgets_the_host(server: HttpServer) -> None:
     ask(server, "C")
     assert hits(server, "C") == NUM_HIT_TOKENS
+    before = count(server, "resets_total")
+    assert "host cache was reset" not in server.log()
     post(server, "/reset_prefix_cache?reset_external=true")
     assert hits(server, "C") == 0
+    assert server.log().count("host cache was reset") == 1
+    assert count(server, "resets_total") == before + 1
     assert hits(server, "C") == NUM_HIT_TOKENS, "storing goes on"
     check_well(server)
 

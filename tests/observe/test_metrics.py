@@ -31,6 +31,17 @@ def test_what_is_taken_is_not_taken_again():
     assert counters.take() == {"hit_tokens": 1}
 
 
+def test_seconds_are_counted_whole_and_none_is_lost():
+    counters = Counters()
+    for _ in range(8):
+        counters.add_seconds(Count.EVICTED_AGE_SECONDS, 0.375)
+    assert counters.take() == {"evicted_age_seconds": 3}
+    counters.add_seconds(Count.EVICTED_AGE_SECONDS, 0.75)
+    assert counters.take() == {}
+    counters.add_seconds(Count.EVICTED_AGE_SECONDS, 0.25)
+    assert counters.take() == {"evicted_age_seconds": 1}
+
+
 def test_what_was_counted_as_zero_is_not_told():
     counters = Counters()
     counters[Count.STORED_BLOCKS] += 0
@@ -48,7 +59,11 @@ def test_what_is_taken_is_plain_so_that_every_process_can_read_it():
 
 @pytest.mark.parametrize("count", Count)
 def test_a_count_has_a_metric_name_and_a_sentence(count):
-    assert str(count) == count.name.lower()
+    if count.label is None:
+        assert str(count) == count.metric == count.name.lower()
+    else:
+        label, label_value = count.label
+        assert str(count) == f'{count.metric}{{{label}="{label_value}"}}'
     assert Count(str(count)) is count
     assert count.doc[0].isupper()
     assert count.doc.endswith(".")
@@ -147,21 +162,26 @@ def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
     return SafeCPUOffloadConnector.build_prom_metrics(config, types, LABELS, values)
 
 
-def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
-    labels = {"model_name": "m", "engine": str(engine)}
+def value(
+    registry: CollectorRegistry, name: str, engine: int = 0, **more_labels: str
+) -> float | None:
+    labels = {"model_name": "m", "engine": str(engine), **more_labels}
     return registry.get_sample_value(f"vllm:safe_offload_{name}", labels)
 
 
 def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry):
-    names = [f"{count}_total" for count in Count] + list(GAUGES)
     for engine in (0, 3):
-        assert {name: value(registry, name, engine) for name in names} == dict.fromkeys(names, 0.0)
+        for count in Count:
+            labels = dict([count.label] if count.label else [])
+            assert value(registry, f"{count.metric}_total", engine, **labels) == 0.0
+        for name in GAUGES:
+            assert value(registry, name, engine) == 0.0
 
 
 def test_every_metric_says_what_it_is(metrics, registry):
     text = generate_latest(registry).decode()
     for count in Count:
-        assert f"# HELP vllm:safe_offload_{count}_total {count.doc}" in text
+        assert f"# HELP vllm:safe_offload_{count.metric}_total {count.doc}" in text
     for name, doc in GAUGES.items():
         assert f"# HELP vllm:safe_offload_{name} {doc}" in text
 
@@ -172,6 +192,15 @@ def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
     assert value(registry, "hit_tokens_total") == 7
     assert value(registry, "leased_slots") == 0
     assert value(registry, "slots") == 10
+
+
+def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
+    counts = {Count.EVICTED_BLOCKS_HIT: 2, Count.EVICTED_BLOCKS_UNHIT: 5}
+    metrics.observe({"counts": {str(count): number for count, number in counts.items()}})
+    metrics.observe({"counts": {'evicted_blocks{hit="true"}': 1}}, engine_idx=3)
+    assert value(registry, "evicted_blocks_total", hit="true") == 2
+    assert value(registry, "evicted_blocks_total", hit="false") == 5
+    assert value(registry, "evicted_blocks_total", engine=3, hit="true") == 1
 
 
 def test_each_engine_has_its_own(metrics, registry):

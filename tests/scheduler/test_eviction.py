@@ -142,8 +142,59 @@ def test_hits_without_evictions_take_no_memory(name: str) -> None:
     assert sum(queue._num_entries for queue in queues) <= 400
     for queue in queues:
         entries = [*queue._swept, *queue._batches]
-        assert queue._num_entries == sum(len(batch) for _, batch in entries)
+        assert queue._num_entries == sum(len(batch) for _, _, batch in entries)
     assert sorted(take_all(policy)) == list(range(100))
+
+
+# ---- age ---------------------------------------------------------------------------------------
+
+
+def test_age_counts_from_the_last_release(policy: EvictionPolicy) -> None:
+    policy.now_s = 100.0
+    policy.release([0, 1, 2])
+    policy.now_s = 110.0
+    policy.lease([2])
+    policy.release([2])
+    policy.release([3])
+    policy.now_s = 150.0
+    assert policy.take_age_s() == 0.0
+    assert sorted(take_all(policy)) == [0, 1, 2, 3]
+    assert policy.take_age_s() == 50.0 + 50.0 + 40.0 + 40.0
+    assert policy.take_age_s() == 0.0, "it has been taken"
+
+
+def test_what_is_forgotten_or_leased_has_no_age(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2])
+    policy.now_s = 7.0
+    policy.forget([0])
+    policy.lease([1])
+    assert policy.evict(3) == [2]
+    assert policy.take_age_s() == 7.0
+
+
+def test_age_survives_the_sweep(policy: EvictionPolicy) -> None:
+    policy.release([20, 21])
+    policy.now_s = 1.0
+    for _ in range(50):
+        policy.release([0, 1, 2])
+        policy.lease([0, 1, 2])
+    assert policy.evict(2) == [20, 21]
+    assert policy.take_age_s() == 2.0
+
+
+def test_slru_keeps_the_age_of_what_it_protects_no_more() -> None:
+    policy = Slru(NUM_SLOTS)
+    policy.release([0, 1])
+    policy.lease([0, 1])
+    policy.now_s = 10.0
+    policy.release([0])
+    policy.now_s = 20.0
+    policy.release([1])
+    policy.now_s = 50.0
+    assert policy.evict(1) == [0], "the share of two is none: both are demoted"
+    assert policy.take_age_s() == 40.0
+    assert policy.evict(1) == [1]
+    assert policy.take_age_s() == 30.0
 
 
 # ---- against a model ---------------------------------------------------------------------------

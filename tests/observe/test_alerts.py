@@ -1,0 +1,69 @@
+"""The alerts of examples/observability, checked by Prometheus' own tool and against our metrics."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from safe_offload.observe.counters import Count
+from safe_offload.observe.metrics import GAUGES
+
+FOLDER = Path(__file__).parents[2] / "examples" / "observability"
+BESIDE_PYTHON = Path(sys.executable).with_name("promtool")
+PROMTOOL = shutil.which("promtool") or (str(BESIDE_PYTHON) if BESIDE_PYTHON.exists() else None)
+FILES = ["alerts.yaml", "alerts_test.yaml"]
+METRICS = {*(f"{count.metric}_total" for count in Count), *GAUGES}
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool: `make promtool`, or put one on the PATH"
+)
+
+
+def check(command: str, path: Path) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None
+    return subprocess.run(
+        [PROMTOOL, *command.split(), path.name], cwd=path.parent, capture_output=True, text=True
+    )
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("command", "name"), [("check rules", "alerts.yaml"), ("test rules", "alerts_test.yaml")]
+)
+def test_prometheus_accepts_the_rules_and_their_tests_pass(command: str, name: str) -> None:
+    result = check(command, FOLDER / name)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("and rate(vllm:prompt_tokens_total[30m])", "and on() rate(vllm:prompt_tokens_total[30m])"),
+        ("          and max_over_time(vllm:num_requests_running[30m]) == 0\n", ""),
+        ("min_over_time", "max_over_time"),
+        ("or vllm:safe_offload_is_disabled > 0", ""),
+        ("sum without (hit)", "sum"),
+    ],
+)
+def test_the_tests_of_the_rules_notice_a_wrong_one(tmp_path: Path, right: str, wrong: str) -> None:
+    for name in FILES:
+        text = (FOLDER / name).read_text()
+        assert name != "alerts.yaml" or right in text
+        (tmp_path / name).write_text(text.replace(right, wrong))
+    assert check("check rules", tmp_path / "alerts.yaml").returncode == 0
+    result = check("test rules", tmp_path / "alerts_test.yaml")
+    assert result.returncode != 0
+    assert "FAILED" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_alerts_are_about_metrics_that_exist(name: str) -> None:
+    named = set(re.findall(r"vllm:safe_offload_(\w+)", (FOLDER / name).read_text()))
+    assert named
+    assert named <= METRICS

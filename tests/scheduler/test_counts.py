@@ -1,0 +1,167 @@
+"""What an operator reads off the counters: evictions, hits that did not arrive, resets, slots."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from safe_offload.scheduler.planner import START_STEPS_MAX
+from tests.scheduler.rig import MakeRig, Rig
+
+NUM_TOKENS = 41
+NUM_BLOCKS = 10
+NUM_HIT_TOKENS = 40
+
+
+def serve(rig: Rig, prompts: list[int], pause_s: float = 30.0) -> list[int]:
+    """Send prompts one after another, none of which the GPU remembers; return their hits."""
+    hits = []
+    for number, seed in enumerate(prompts):
+        hits.append(rig.run_alone(f"{number}-{seed}", rig.prompt(NUM_TOKENS, seed), max_tokens=1))
+        rig.forget_gpu_cache()
+        rig.clock.advance(pause_s)
+    return hits
+
+
+def evicted(rig: Rig) -> dict[str, int]:
+    """Blocks evicted, by whether they had been hit, and the age of a block on average."""
+    hit = rig.counts['evicted_blocks{hit="true"}']
+    unhit = rig.counts['evicted_blocks{hit="false"}']
+    age_s = rig.counts["evicted_age_seconds"] // max(hit + unhit, 1)
+    return {"hit": hit, "unhit": unhit, "age_s": age_s}
+
+
+# ---- evictions: why there are no hits ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_a_pool_too_small_evicts_young_blocks(make_rig: MakeRig, policy: str) -> None:
+    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": policy})
+    assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0] * 6
+    seen = evicted(rig)
+    assert (seen["hit"], seen["unhit"]) == (0, 5 * NUM_BLOCKS)
+    assert 30 <= seen["age_s"] < 60, "each prompt is gone before the next but one comes"
+
+
+def test_the_same_prompts_in_a_larger_pool_evict_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=3 * NUM_BLOCKS)
+    assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0, 0, 40, 40, 0, 40]
+    assert evicted(rig) == {"hit": 0, "unhit": 0, "age_s": 0}
+
+
+def test_prompts_that_differ_evict_old_blocks_that_were_never_hit(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=5 * NUM_BLOCKS)
+    serve(rig, list(range(1, 9)), pause_s=3600.0)
+    seen = evicted(rig)
+    assert (seen["hit"], seen["unhit"]) == (0, 3 * NUM_BLOCKS)
+    assert 5 * 3600 <= seen["age_s"] < 6 * 3600
+
+
+def test_what_was_hit_once_is_told_apart(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=2 * NUM_BLOCKS)
+    serve(rig, [1, 1, 2, 3, 4])
+    seen = evicted(rig)
+    assert (seen["hit"], seen["unhit"]) == (NUM_BLOCKS, NUM_BLOCKS)
+    serve(rig, [5, 6], pause_s=1.0)
+    assert evicted(rig)["hit"] == NUM_BLOCKS, "what a slot holds now was not hit"
+
+
+def test_a_reset_evicts_nothing_and_forgets_what_was_hit(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS)
+    serve(rig, [1, 1])
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert evicted(rig)["hit"] == evicted(rig)["unhit"] == 0
+    serve(rig, [2, 3])
+    assert (evicted(rig)["hit"], evicted(rig)["unhit"]) == (0, NUM_BLOCKS)
+
+
+# ---- hits: offered and delivered ---------------------------------------------------------------
+
+
+GROUPS = [("full",), ("window:8", "full"), ("mamba", "full")]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_hit_that_arrives_is_offered_and_delivered(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(num_blocks=60, groups=groups, num_slots=200)
+    hits = serve(rig, [1, 1])
+    assert hits[1] > 0
+    assert rig.counts["hit_tokens"] == rig.counts["loaded_tokens"] == hits[1]
+
+
+def test_blocks_do_not_say_how_many_tokens_came_on_a_hybrid_model(make_rig: MakeRig) -> None:
+    loaded = {}
+    for groups in (("full",), ("window:8", "full"), ("full", "full")):
+        rig = make_rig(num_blocks=60, groups=groups, num_slots=200)
+        serve(rig, [1, 1])
+        assert rig.counts["loaded_tokens"] == NUM_HIT_TOKENS
+        loaded[groups] = rig.counts["loaded_blocks"]
+    assert loaded[("full",)] == NUM_BLOCKS
+    assert loaded[("window:8", "full")] > NUM_BLOCKS
+
+
+@pytest.mark.parametrize("groups", GROUPS[:2])
+def test_a_hit_whose_load_fails_is_offered_and_not_delivered(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_rig(num_blocks=60, groups=groups, tensor_ranks=2, num_slots=200)
+    serve(rig, [1])
+    rig.fail_copies()
+    assert serve(rig, [1]) == [NUM_HIT_TOKENS]
+    assert rig.counts["failed_loads"] == 1
+    assert rig.counts["hit_tokens"] == NUM_HIT_TOKENS
+    assert rig.counts["loaded_tokens"] == 0
+
+
+# ---- resets ------------------------------------------------------------------------------------
+
+
+def test_a_reset_of_the_host_cache_is_counted_and_logged_in_one_line(
+    make_rig: MakeRig, package_log: list[logging.LogRecord]
+) -> None:
+    rig = make_rig(num_blocks=40, num_slots=60)
+    serve(rig, [1])
+    package_log.clear()
+    rig.scheduler.reset_prefix_cache()
+    assert not package_log, "the GPU's alone is none of ours"
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    (record,) = package_log
+    assert record.levelno == logging.INFO
+    assert "host cache was reset" in record.getMessage()
+    assert f"{NUM_BLOCKS} of them" in record.getMessage()
+    serve(rig, [2])
+    assert rig.counts["resets"] == 1
+
+
+# ---- slots, from the start ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2}, {"is_async": True}])
+def test_an_engine_without_requests_learns_how_many_slots_there_are(
+    make_rig: MakeRig, shape: dict[str, int]
+) -> None:
+    rig = make_rig(num_slots=60, num_missing_slots=4, **shape)
+    assert rig.connector.has_pending_push_work()
+    num_steps = rig.drain()
+    num_ranks = rig.shape.num_ranks
+    assert rig.planner.gauges()["slots"] == 60 - 4 * (num_ranks - 1)
+    assert num_steps < 10
+    rig.check_idle()
+
+
+def test_a_pool_that_grows_is_waited_for_until_it_has_a_first_slot(make_rig: MakeRig) -> None:
+    rig = make_rig(num_slots=60, ticks_per_slot=40)
+    rig.drain()
+    assert 0 < rig.planner.gauges()["slots"] < 60
+
+
+def test_an_engine_goes_idle_although_no_rank_tells_its_slots(make_rig: MakeRig) -> None:
+    rig = make_rig(num_slots=60)
+    for worker in rig.workers:
+        worker.connector._worker._num_told_slots = 60
+    assert rig.drain(START_STEPS_MAX + 10) <= START_STEPS_MAX + 2
+    assert rig.planner.gauges()["slots"] == 0
+    assert not rig.connector.has_pending_push_work()
