@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from safe_offload import last_words
+
 PROJECT = Path(__file__).parent.parent
 REFUSE = """
-from safe_offload import last_words
 from safe_offload.errors import ConfigError
 from safe_offload.last_words import telling
 
