@@ -113,8 +113,7 @@ def early_written_block_ids(
         state_group_ids: KV cache groups of Mamba states.
     """
     written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
-    for copy in getattr(scheduler_output, "kv_cache_block_copies", None) or ():
-        written.add(copy.dst_block_id)
+    written |= _copy_targets(scheduler_output)
     if state_group_ids:
         tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
         tables += scheduler_output.scheduled_cached_reqs.new_block_ids
@@ -125,10 +124,20 @@ def early_written_block_ids(
 
 
 def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
-    """Blocks that scheduled requests were given in this step, with all those of new requests."""
+    """Blocks that were given out in this step, with all those of new requests.
+
+    A copy-on-write may have a target that is in no request's table: a request that goes on in the
+    source leaves it to the prefix cache. (vLLM 0.32.0, MambaManager.allocate_new_blocks)
+    """
     tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
     tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]
-    return {block_id for table in tables for group in table for block_id in group}
+    ids = {block_id for table in tables for group in table for block_id in group}
+    return ids | _copy_targets(scheduler_output)
+
+
+def _copy_targets(scheduler_output: SchedulerOutput) -> set[int]:
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+    return {copy.dst_block_id for copy in copies or ()}
 
 
 def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:

@@ -219,7 +219,12 @@ class Snapshot:
             if block.is_null:
                 continue
             witness = block_hash_of(block)
-            if witness is not None and get_block_hash(witness) == block_hash:
+            if (
+                witness is not None
+                and get_block_hash(witness) == block_hash
+                # Another group may hold the same tokens in it by now.
+                and get_group_id(witness) == self.group_idx
+            ):
                 waiting.append(block, witness, block_hash)
             elif is_window or block.block_id in given_out:
                 lost.append(block, _NO_WITNESS, block_hash)

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    KVCacheBlockCopy,
+    make_block_hash_with_group_id,
+)
 
+from safe_offload.compat import allocated_block_ids
 from safe_offload.scheduler.sources import Snapshot
 from safe_offload.sim.groups import BLOCK_TOKENS
 from tests.scheduler.rig import MakeRig
@@ -29,6 +36,42 @@ def test_while_a_prompt_is_computed_only_what_was_seen_counts() -> None:
 def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
     """A session whose client streams its input (vLLM, _update_request_as_session)."""
     assert Snapshot(0, [], None, 6).num_computed(request_of(20, 20), 4) == 0
+
+
+def unsaved_ids(snapshot: Snapshot, given_out: set[int]) -> tuple[list[int], list[int]]:
+    """Ids of what can only be stored before the forward, and of what may wait."""
+    gpu: Any = SimpleNamespace(is_window=lambda group_idx: False)
+    lost, waiting = snapshot.unsaved([PREFIX], 1, given_out, gpu)
+    return [b.block_id for b in lost.blocks], [b.block_id for b in waiting.blocks]
+
+
+PREFIX = b"a prefix of 32 bytes, as they are"
+
+
+@pytest.mark.parametrize(
+    ("group_idx", "is_given_out", "expected"),
+    [(0, False, ([], [7])), (1, True, ([7], [])), (1, False, ([], []))],
+)
+def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
+    group_idx: int, is_given_out: bool, expected: tuple[list[int], list[int]]
+) -> None:
+    """Its hash is that of the same prefix, its bytes are those of the other group."""
+    block = KVCacheBlock(7)
+    block.set_block_hash(make_block_hash_with_group_id(BlockHash(PREFIX), group_idx), 4)
+    given_out = {7} if is_given_out else set()
+    assert unsaved_ids(Snapshot(0, [block], 1, 4), given_out) == expected
+
+
+def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it() -> None:
+    """vLLM puts the target into the table of no request that goes on in the source."""
+    scheduled: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([3], [])]),
+        kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=5, dst_block_id=7)],
+    )
+    given_out = allocated_block_ids(scheduled)
+    assert given_out == {3, 7}
+    assert unsaved_ids(Snapshot(0, [KVCacheBlock(7)], 1, 4), given_out) == ([7], [])
 
 
 @pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
