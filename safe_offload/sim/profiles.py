@@ -168,8 +168,14 @@ PROFILES: dict[str, Profile] = {
         faults=PEER_FAULTS,
     ),
     "pipeline-drafts": Profile(
-        "pipeline stages with speculative decoding",
-        EngineShape(pipeline_ranks=2, num_draft_tokens=2),
+        "pipeline stages with speculative decoding: the first starts its stores a step later",
+        EngineShape(pipeline_ranks=2, num_draft_tokens=2, num_blocks=30, has_streams=True),
+        Workload(num_requests=32),
+        copy_ticks_max=24,
+    ),
+    "pipeline-drafts-failing": Profile(
+        "three such stages on vLLM's CPU engine, copies that fail, are refused, stand still",
+        EngineShape(pipeline_ranks=3, num_draft_tokens=2),
         Workload(num_requests=32),
         faults=COPY_FAULTS,
     ),

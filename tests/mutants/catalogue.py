@@ -257,6 +257,32 @@ MUTANTS = (
         ("late-copies", "back-to-back"),
     ),
     Mutant(
+        "stores that no hook has started are started behind the fences of the next plan",
+        "worker/bridge.py",
+        "        if self._is_forward_issued:\n"
+        "            self.start_stores()  # of the last step, if no hook has\n"
+        "        for transfer in plan.stores_before_forward:\n"
+        "            self._submit(Direction.STORE, transfer)\n"
+        "        if plan.fences and self._engine is not None:\n"
+        "            self._engine.fence(plan.fences)\n",
+        "        for transfer in plan.stores_before_forward:\n"
+        "            self._submit(Direction.STORE, transfer)\n"
+        "        if plan.fences and self._engine is not None:\n"
+        "            self._engine.fence(plan.fences)\n"
+        "        if self._is_forward_issued:\n"
+        "            self.start_stores()\n",
+        "I6",
+        ("pipeline-drafts",),
+    ),
+    Mutant(
+        "stores that no hook has started are cancelled",
+        "worker/bridge.py",
+        "            self.start_stores()  # of the last step, if no hook has\n",
+        "            pass\n",
+        "I7",
+        ("pipeline-drafts",),
+    ),
+    Mutant(
         "the hash witness is compared, not identified",
         _WITNESS,
         "        return any(map(is_not, hashes_of(self.blocks), self.witnesses))",
