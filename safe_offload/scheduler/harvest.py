@@ -139,7 +139,7 @@ class Harvest:
         for state in states:
             if not state.decodes:
                 state.snapshots = [] if self._walk is None else self._take_snapshots(state)
-            elif not state.snapshots or state.snapshots[0].num_blocks is not None:
+            elif not (state.snapshots and state.snapshots[0].grows_with(state.request)):
                 state.snapshots = self._take_snapshots(state)
         if self._scan is None:
             return

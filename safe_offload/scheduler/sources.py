@@ -183,6 +183,10 @@ class Snapshot:
     num_prompt_tokens: int
     first: int = 0
 
+    def grows_with(self, request: Request) -> bool:
+        """Whether it needs no other look: the request's tokens tell what is computed by then."""
+        return self.num_blocks is None and self.num_prompt_tokens == request.num_prompt_tokens
+
     def num_computed(self, request: Request, block_size: int) -> int:
         """Leading blocks that are computed, or will be by a step ahead of the one being planned.
 

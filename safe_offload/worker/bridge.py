@@ -6,8 +6,8 @@ a copy except a fence on a backend without streams.
 Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
 `before_step` ahead of the forward, `begin` with the same plan, then `start_loads` behind the
 forward (ahead of it if another connector loads synchronously), `start_stores` and `collect` in
-either order, `end`. With drafts, V1 calls neither `start_stores` nor `end` on any pipeline stage but
-the last: there the stores of a step are started by the `before_step` of the next.
+either order, `end`. With drafts, V1 calls neither `start_stores` nor `end` on any pipeline stage
+but the last: there the stores of a step are started by the `before_step` of the next.
 """
 
 from __future__ import annotations
