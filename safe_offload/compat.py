@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
 
 try:
@@ -55,6 +56,7 @@ __all__ = [
     "has_plain_hits",
     "make_coordinator",
     "num_decode_tokens_max",
+    "refuse_unsupported",
     "replace_full_attention",
     "resolve_block_sizes",
     "segments",
@@ -89,6 +91,33 @@ def warn_if_untested() -> None:
             "vLLM's connectors have not changed. If something is off, run without "
             "--kv-transfer-config and report the version.",
             *version,
+        )
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Stop the start where the connector would take memory for nothing, or take wrong blocks.
+
+    Raises:
+        ConfigError: this engine cannot be served.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            'distributed_executor_backend is "external_launcher" with '
+            f"{parallel.world_size} ranks: each of them has a scheduler of its own, which would "
+            "wait for the others' host memory for ever. Fix: let vLLM start the ranks "
+            '(distributed_executor_backend "mp" or "ray"), or remove kv_transfer_config.'
+        )
+    attention = getattr(vllm_config, "attention_config", None)
+    groups = kv_cache_config.kv_cache_groups
+    if getattr(attention, "hisparse_config", None) is not None or any(
+        getattr(group, "host_resident", False) for group in groups
+    ):
+        # Its managers count blocks of a pool of their own (vLLM 0.32.0, HiSparseSourceManager).
+        raise ConfigError(
+            "HiSparse keeps KV cache on the host itself, in blocks that are not the GPU's, and "
+            "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
+            "remove it and hisparse_config."
         )
 
 
@@ -270,8 +299,6 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
     """
     found = []
     for tensor in kv_cache_config.kv_cache_tensors:
-        if getattr(tensor, "host_resident", False):
-            continue
         region_bytes = kv_cache_config.num_blocks * tensor.block_stride
         for layer_idx, layer in enumerate(tensor.layers):
             offset = tensor.offset + layer_idx * tensor.layer_stride

@@ -86,6 +86,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.refuse_unsupported(vllm_config, kv_cache_config)
         world_size = vllm_config.parallel_config.world_size
         extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)

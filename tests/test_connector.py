@@ -138,6 +138,39 @@ def test_a_setting_that_cannot_be_used_stops_the_start(make_connector, role, ext
         make_connector(role, **extra)
 
 
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_ranks_that_each_run_a_scheduler_stop_the_start(make_connector, role):
+    """With `external_launcher`, a rank's scheduler would wait for the reports of all others."""
+
+    def launch(config: VllmConfig, num_ranks: int) -> None:
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        config.parallel_config.world_size = num_ranks
+
+    with pytest.raises(ConfigError, match=r'"external_launcher" with 2 ranks.*Fix: .*"mp"'):
+        make_connector(role, lambda config: launch(config, 2))
+    make_connector(role, lambda config: launch(config, 1))
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_group_that_vllm_keeps_on_the_host_stops_the_start(role):
+    """HiSparse has a pool of its own for it, whose ids are those of no GPU block."""
+    group = KVCacheGroupSpec(["layer"], SPEC)
+    group.host_resident = True
+    tensor = KVCacheTensor(PAGE * BLOCKS, ["layer"], PAGE * BLOCKS, PAGE)
+    cache = KVCacheConfig(BLOCKS, [tensor], [group])
+    with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
+        SafeCPUOffloadConnector(make_config(EngineShape()), role, cache)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_hisparse_beside_us_stops_the_start(make_connector, role):
+    def use_hisparse(config: VllmConfig) -> None:
+        config.attention_config = SimpleNamespace(hisparse_config=object())
+
+    with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
+        make_connector(role, use_hisparse)
+
+
 def test_a_pool_too_small_for_one_block_stops_the_start():
     large = KVCacheConfig(
         num_blocks=2,
