@@ -51,6 +51,7 @@ __all__ = [
     "allocated_block_ids",
     "block_bytes",
     "cacheable_group_ids",
+    "can_be_of_use",
     "early_written_block_ids",
     "full_attention_group",
     "has_plain_hits",
@@ -119,6 +120,40 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
             "remove it and hisparse_config."
         )
+
+
+def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
+    """Whether anything could be hit.
+
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: of the engine, or of a worker.
+        tell: log why not. Once is enough: the scheduler side says it, not every worker once more.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        if tell:
+            logger.warning(
+                "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
+                "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
+            )
+        return False
+    has_late_counts = (
+        vllm_config.parallel_config.pipeline_parallel_size > 1
+        and vllm_config.speculative_config is not None
+    )
+    if has_late_counts and state_group_ids(kv_cache_config):
+        # The state at a boundary is put in its place when it is known how many drafts were
+        # accepted, on earlier stages as many steps later as there are stages: behind the store.
+        # (vLLM 0.32.0, v1/worker/gpu: MambaHybridModelState.postprocess_state, PPHandler)
+        if tell:
+            logger.warning(
+                "With pipeline parallelism and draft tokens the Mamba states of earlier stages "
+                "cannot be stored when they are right, and without them nothing can be hit, so "
+                "SafeCPUOffloadConnector does nothing. Remove --speculative-config or "
+                "--pipeline-parallel-size to use it."
+            )
+        return False
+    return True
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:

@@ -95,12 +95,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        if not vllm_config.cache_config.enable_prefix_caching:
-            if is_scheduler:  # once, not once more in every worker
-                logger.warning(
-                    "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
-                    "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
-                )
+        if not compat.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
+            pass  # and take no memory
         elif is_scheduler:
             compat.warn_if_untested()
             self._warn_about_failure_policy()
