@@ -258,6 +258,24 @@ PROFILES: dict[str, Profile] = {
         Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
     ),
+    "lazy-priority": Profile(
+        "lazy_offload, scheduling by priority: preempted in the step that was to fill a block",
+        replace(
+            _HYBRID,
+            groups=("full", "window:10"),
+            num_blocks=26,
+            is_priority=True,
+            extra={"lazy_offload": True},
+        ),
+        Workload(
+            num_requests=32,
+            num_stems=1,
+            num_tails=1,
+            stem_tokens=8,
+            tail_tokens=2,
+            output_tokens=60,
+        ),
+    ),
     "aborts": Profile(
         "clients that go at every moment",
         EngineShape(num_blocks=30, is_async=True),

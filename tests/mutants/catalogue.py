@@ -437,6 +437,14 @@ MUTANTS = (
         ("lazy-pressure",),
     ),
     Mutant(
+        "lazy: what was hashed for a request that the same step preempted is stored",
+        _SOURCES,
+        "            witnesses = [None if w is known else w for w, known in pairs]\n",
+        "            witnesses = [w for w, known in pairs]\n",
+        "I6",
+        ("lazy-priority",),
+    ),
+    Mutant(
         "lazy: a preempted request's blocks are stored whether computed or not",
         _SOURCES,
         "self.table[first:num_blocks]",
