@@ -267,10 +267,9 @@ class LazyWalk:
         self._avoided: dict[int, bytes] = {}  # by block id: a hash whose tokens nobody computed
 
     def avoid(self, hashes: set[bytes]) -> None:
-        """Never store free blocks of these hashes: their request has not computed them.
+        """Never store free blocks of these hashes, the last ones of blocks that nobody computed.
 
-        With scheduling by priority vLLM may take blocks from a request that it has scheduled, and
-        hashed them for, in the same step; the hashes stay. The last of a larger block's counts.
+        By priority vLLM may preempt what it has scheduled, and hashed blocks for, in this step.
         """
         length = len(next(iter(hashes), b""))
         for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
