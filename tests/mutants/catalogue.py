@@ -43,6 +43,14 @@ MUTANTS = (
         ("host-pressure",),
     ),
     Mutant(
+        "what a hit that waits has grown by is not leased",
+        _LOADS,
+        "        self._leases.extend_head(state.hit_lease, new_slots)\n",
+        "",
+        "I1",
+        ("host-pressure", "priority"),
+    ),
+    Mutant(
         "no lease on a load",
         _LOADS,
         "lease.keep(LeaseKind.LOAD, slots)",

@@ -43,6 +43,7 @@ class ContentChecker:
         tap(core.scheduler, "add_request", self._see_request)
         tap(self._index.slots, "publish", self._see_publish)
         tap(self._index, "find_hit", self._see_search)
+        tap(self._index, "grown", self._see_growth)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         self._matching: Any = None
         for worker in core.workers:
@@ -62,7 +63,7 @@ class ContentChecker:
         original(request)
 
     def _learn(self) -> None:
-        hash_tokens = self._index.hash_block_size
+        hash_tokens = min(group.block_tokens for group in self._core.shape.parsed_groups)
         for entry in self._requests:
             request, sequel, num_known = entry
             hashes = request.block_hashes
@@ -140,8 +141,19 @@ class ContentChecker:
 
     def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
         hit = original(*args)
-        if hit is None or self._matching is None:
-            return hit
+        if hit is not None:
+            self._check_hit(hit)
+        return hit
+
+    def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
+        grown = original(*args)
+        if grown is not None:
+            self._check_hit(grown[0])
+        return grown
+
+    def _check_hit(self, hit: Any) -> None:
+        if self._matching is None:
+            return
         sequel = self._core.runner.sequels[self._matching.request_id]
         for group_idx, slots in enumerate(hit.slots_by_group):
             block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
@@ -150,7 +162,6 @@ class ContentChecker:
                 if slot != NO_SLOT:
                     end = (first + index + 1) * block_tokens
                     self._check(slot, group_idx, sequel, end, "is a hit")
-        return hit
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
         group = self._core.shape.parsed_groups[group_idx]
