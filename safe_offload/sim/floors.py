@@ -50,7 +50,7 @@ FLOORS = {
     "tight-flight": Floor(stored=0.71, loaded=0.75, hit=0.50),
     "lazy": Floor(stored=0.85, loaded=0.75, hit=0.45),
     "lazy-pressure": Floor(stored=1.58, loaded=0.75, hit=0.57),
-    "lazy-priority": Floor(stored=1.90, loaded=0.75, hit=0.61),
+    "lazy-priority": Floor(stored=1.77, loaded=0.75, hit=0.63),
     "aborts": Floor(stored=0.87, loaded=0.75, hit=0.55),
     "resets": Floor(stored=0.73, loaded=0.75, hit=0.51),
     "salts": Floor(stored=0.93, loaded=0.75, hit=0.30),

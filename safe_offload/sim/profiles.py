@@ -263,7 +263,7 @@ PROFILES: dict[str, Profile] = {
         replace(
             _HYBRID,
             groups=("full", "window:10"),
-            num_blocks=26,
+            num_blocks=30,
             is_priority=True,
             extra={"lazy_offload": True},
         ),
