@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
 
 try:
@@ -53,12 +54,14 @@ __all__ = [
     "allocated_block_ids",
     "block_bytes",
     "cacheable_group_ids",
+    "can_be_of_use",
     "early_written_block_ids",
     "full_attention_group",
     "has_plain_hits",
     "make_coordinator",
     "num_blocks_of_longest_request",
     "num_decode_tokens_max",
+    "refuse_unsupported",
     "replace_full_attention",
     "resolve_block_sizes",
     "segments",
@@ -96,6 +99,67 @@ def warn_if_untested() -> None:
         )
 
 
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Stop the start where the connector would take memory for nothing, or take wrong blocks.
+
+    Raises:
+        ConfigError: this engine cannot be served.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            'distributed_executor_backend is "external_launcher" with '
+            f"{parallel.world_size} ranks: each of them has a scheduler of its own, which would "
+            "wait for the others' host memory for ever. Fix: let vLLM start the ranks "
+            '(distributed_executor_backend "mp" or "ray"), or remove kv_transfer_config.'
+        )
+    attention = getattr(vllm_config, "attention_config", None)
+    groups = kv_cache_config.kv_cache_groups
+    if getattr(attention, "hisparse_config", None) is not None or any(
+        getattr(group, "host_resident", False) for group in groups
+    ):
+        # Its managers count blocks of a pool of their own (vLLM 0.32.0, HiSparseSourceManager).
+        raise ConfigError(
+            "HiSparse keeps KV cache on the host itself, in blocks that are not the GPU's, and "
+            "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
+            "remove it and hisparse_config."
+        )
+
+
+def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
+    """Whether anything could be hit.
+
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: of the engine, or of a worker.
+        tell: log why not. Once is enough: the scheduler side says it, not every worker once more.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        if tell:
+            logger.warning(
+                "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
+                "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
+            )
+        return False
+    has_late_counts = (
+        vllm_config.parallel_config.pipeline_parallel_size > 1
+        and vllm_config.speculative_config is not None
+    )
+    if has_late_counts and state_group_ids(kv_cache_config):
+        # The state at a boundary is put in its place when it is known how many drafts were
+        # accepted, on earlier stages as many steps later as there are stages: behind the store.
+        # (vLLM 0.32.0, v1/worker/gpu: MambaHybridModelState.postprocess_state, PPHandler)
+        if tell:
+            logger.warning(
+                "With pipeline parallelism and draft tokens the Mamba states of earlier stages "
+                "cannot be stored when they are right, and without them nothing can be hit, so "
+                "SafeCPUOffloadConnector does nothing. Remove --speculative-config or "
+                "--pipeline-parallel-size to use it."
+            )
+        return False
+    return True
+
+
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
     """Whether workers run vLLM's Model Runner V2; if it cannot be told True, the careful answer."""
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
@@ -117,8 +181,7 @@ def early_written_block_ids(
         state_group_ids: KV cache groups of Mamba states.
     """
     written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
-    for copy in getattr(scheduler_output, "kv_cache_block_copies", None) or ():
-        written.add(copy.dst_block_id)
+    written |= _copy_targets(scheduler_output)
     if state_group_ids:
         tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
         tables += scheduler_output.scheduled_cached_reqs.new_block_ids
@@ -129,10 +192,20 @@ def early_written_block_ids(
 
 
 def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
-    """Blocks that scheduled requests were given in this step, with all those of new requests."""
+    """Blocks that were given out in this step, with all those of new requests.
+
+    A copy-on-write may have a target that is in no request's table: a request that goes on in the
+    source leaves it to the prefix cache. (vLLM 0.32.0, MambaManager.allocate_new_blocks)
+    """
     tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
     tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]
-    return {block_id for table in tables for group in table for block_id in group}
+    ids = {block_id for table in tables for group in table for block_id in group}
+    return ids | _copy_targets(scheduler_output)
+
+
+def _copy_targets(scheduler_output: SchedulerOutput) -> set[int]:
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+    return {copy.dst_block_id for copy in copies or ()}
 
 
 def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -271,8 +344,6 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
     """
     found = []
     for tensor in kv_cache_config.kv_cache_tensors:
-        if getattr(tensor, "host_resident", False):
-            continue
         region_bytes = kv_cache_config.num_blocks * tensor.block_stride
         for layer_idx, layer in enumerate(tensor.layers):
             offset = tensor.offset + layer_idx * tensor.layer_stride

@@ -90,6 +90,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.refuse_unsupported(vllm_config, kv_cache_config)
         world_size = vllm_config.parallel_config.world_size
         extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
@@ -99,12 +100,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        if not vllm_config.cache_config.enable_prefix_caching:
-            if is_scheduler:  # once, not once more in every worker
-                logger.warning(
-                    "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
-                    "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
-                )
+        if not compat.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
+            pass  # and take no memory
         elif is_scheduler:
             self._planner = self._make_planner()
         else:

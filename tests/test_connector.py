@@ -24,7 +24,7 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
-from safe_offload.sim.vllm_setup import EngineShape, make_config
+from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 BLOCKS = 9
 BLOCK_SIZE = 16
@@ -139,6 +139,39 @@ def test_a_setting_that_cannot_be_used_stops_the_start(make_connector, role, ext
         make_connector(role, **extra)
 
 
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_ranks_that_each_run_a_scheduler_stop_the_start(make_connector, role):
+    """With `external_launcher`, a rank's scheduler would wait for the reports of all others."""
+
+    def launch(config: VllmConfig, num_ranks: int) -> None:
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        config.parallel_config.world_size = num_ranks
+
+    with pytest.raises(ConfigError, match=r'"external_launcher" with 2 ranks.*Fix: .*"mp"'):
+        make_connector(role, lambda config: launch(config, 2))
+    make_connector(role, lambda config: launch(config, 1))
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_group_that_vllm_keeps_on_the_host_stops_the_start(role):
+    """HiSparse has a pool of its own for it, whose ids are those of no GPU block."""
+    group = KVCacheGroupSpec(["layer"], SPEC)
+    group.host_resident = True
+    tensor = KVCacheTensor(PAGE * BLOCKS, ["layer"], PAGE * BLOCKS, PAGE)
+    cache = KVCacheConfig(BLOCKS, [tensor], [group])
+    with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
+        SafeCPUOffloadConnector(make_config(EngineShape()), role, cache)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_hisparse_beside_us_stops_the_start(make_connector, role):
+    def use_hisparse(config: VllmConfig) -> None:
+        config.attention_config = SimpleNamespace(hisparse_config=object())
+
+    with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
+        make_connector(role, use_hisparse)
+
+
 def test_a_pool_too_small_for_one_block_stops_the_start():
     large = KVCacheConfig(
         num_blocks=2,
@@ -205,6 +238,21 @@ def test_it_warns_once_that_prefix_caching_is_off(make_connector, logged):
     assert [record.levelname for record in logged] == ["WARNING"]
     assert "Prefix caching is off" in logged[0].getMessage()
     assert "Remove --no-enable-prefix-caching" in logged[0].getMessage()
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+@pytest.mark.parametrize(("num_stages", "num_drafts"), [(2, 2), (2, 0), (1, 2)])
+def test_states_that_earlier_stages_have_too_late_are_not_kept(
+    logged, role, num_stages, num_drafts
+):
+    """With drafts, only the last pipeline stage knows in time how many were accepted."""
+    shape = EngineShape(("full", "mamba"), pipeline_ranks=num_stages, num_draft_tokens=num_drafts)
+    connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
+    is_idle = connector._planner is None and connector._worker is None
+    assert is_idle is (num_stages > 1 and num_drafts > 0)
+    told = [record.getMessage() for record in logged]
+    assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
+    assert all("Mamba" in message and "Remove" in message for message in told)
 
 
 def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):

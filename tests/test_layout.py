@@ -117,15 +117,6 @@ def test_split_heads_are_a_region_each():
     )
 
 
-def test_what_vllm_keeps_on_the_host_is_left_out():
-    region = PAGE * BLOCKS
-    config = config_of(
-        KVCacheTensor(region, ["a"], region, PAGE),
-        KVCacheTensor(region, ["b"], region, PAGE, offset=region, host_resident=True),
-    )
-    assert geometry_of(config).segments == (Segment(PAGE, 0, PAGE),)
-
-
 def test_a_storage_may_be_larger_than_its_blocks():
     config = config_of(KVCacheTensor(PAGE * BLOCKS, ["a"], PAGE * BLOCKS, PAGE))
     assert geometry_of(config, storage_bytes=8192).slot_bytes == PAGE

@@ -110,6 +110,8 @@ class Harvest:
             given_out: ids of the blocks that were allocated in this step.
         """
         for state in states:
+            if self._walk is not None:
+                self._walk.avoid(self._uncomputed(state))
             rescued, state.leftover = state.leftover, []
             snapshots, state.snapshots = state.snapshots, []
             for snapshot in snapshots:
@@ -117,6 +119,19 @@ class Harvest:
             for sources in rescued:
                 num_rescued = self._add(None, self._still_wanted(sources), Found.EARLIER)
                 self._counters[Count.RESCUED_BLOCKS] += num_rescued
+
+    def _uncomputed(self, state: RequestState) -> set[bytes]:
+        """Hashes of what a preempted request has not computed; vLLM may have filed blocks so."""
+        request = state.request
+        num_tokens = request.num_tokens - 1
+        if not state.decodes:
+            sizes = self._index.group_block_sizes
+            known = (
+                s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx]
+                for s in state.snapshots
+            )
+            num_tokens = min(known, default=0)
+        return set(request.block_hashes[num_tokens // self._index.hash_block_size :])
 
     def _unsaved(
         self, state: RequestState, snapshot: Snapshot, given_out: Collection[int]
@@ -139,7 +154,7 @@ class Harvest:
         for state in states:
             if not state.decodes:
                 state.snapshots = [] if self._walk is None else self._take_snapshots(state)
-            elif not state.snapshots or state.snapshots[0].num_blocks is not None:
+            elif not (state.snapshots and state.snapshots[0].grows_with(state.request)):
                 state.snapshots = self._take_snapshots(state)
         if self._scan is None:
             return

@@ -273,6 +273,7 @@ class Planner:
                     state.preempt()  # else it runs again already, and `match` has done this
                 preempted.append(state)
         given_out = allocated_block_ids(scheduler_output) | self._loads.new_targets
+        given_out -= self._early_written(scheduler_output)  # too late to store those
         self._harvest.add_preempted(preempted, given_out)
 
     def plan_nothing(self) -> StepPlan:

@@ -183,6 +183,10 @@ class Snapshot:
     num_prompt_tokens: int
     first: int = 0
 
+    def grows_with(self, request: Request) -> bool:
+        """Whether it needs no other look: the request's tokens tell what is computed by then."""
+        return self.num_blocks is None and self.num_prompt_tokens == request.num_prompt_tokens
+
     def num_computed(self, request: Request, block_size: int) -> int:
         """Leading blocks that are computed, or will be by a step ahead of the one being planned.
 
@@ -219,7 +223,12 @@ class Snapshot:
             if block.is_null:
                 continue
             witness = block_hash_of(block)
-            if witness is not None and get_block_hash(witness) == block_hash:
+            if (
+                witness is not None
+                and get_block_hash(witness) == block_hash
+                # Another group may hold the same tokens in it by now.
+                and get_group_id(witness) == self.group_idx
+            ):
                 waiting.append(block, witness, block_hash)
             elif is_window or block.block_id in given_out:
                 lost.append(block, _NO_WITNESS, block_hash)
@@ -255,6 +264,28 @@ class LazyWalk:
         self._last: Place | None = None
         self._ahead: Place | None = None
         """The last block that `look_ahead` has seen since the last plan."""
+        self._avoided: dict[int, bytes] = {}  # by block id: a hash whose tokens nobody computed
+
+    def avoid(self, hashes: set[bytes]) -> None:
+        """Never store free blocks of these hashes, the last ones of blocks that nobody computed.
+
+        By priority vLLM may preempt what it has scheduled, and hashed blocks for, in this step.
+        """
+        length = len(next(iter(hashes), b""))
+        for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
+            witness = block_hash_of(block)
+            if witness is not None and get_block_hash(witness)[-length:] in hashes:
+                self._avoided[block.block_id] = witness
+
+    def _sources(
+        self, blocks: Sequence[KVCacheBlock], witnesses: Sequence[bytes | None]
+    ) -> list[Sources]:
+        """See `sources_of`."""
+        if self._avoided:
+            avoided = map(self._avoided.get, [block.block_id for block in blocks])
+            pairs = zip(witnesses, avoided, strict=True)
+            witnesses = [None if w is known else w for w, known in pairs]
+        return sources_of(blocks, witnesses, self._gpu, self._slots)
 
     def watch(self, state: RequestState) -> None:
         """Remember blocks of a request that finishes, if the next step may allocate them unseen.
@@ -297,7 +328,7 @@ class LazyWalk:
             is_lost = list(map(is_not, hashes_of(blocks), witnesses))
             if any(is_lost):
                 lost = list(compress(blocks, is_lost)), list(compress(witnesses, is_lost))
-                found += sources_of(*lost, self._gpu, self._slots)
+                found += self._sources(*lost)
         return found
 
     def walk(self) -> list[Sources]:
@@ -316,7 +347,7 @@ class LazyWalk:
             return []
         self._num_seen += len(blocks)
         self._last = Place.of(blocks[-1])
-        return sources_of(blocks, hashes_of(blocks), self._gpu, self._slots)
+        return self._sources(blocks, hashes_of(blocks))
 
     def begin_again(self) -> None:
         """Look at everything anew, in the next step."""

@@ -76,14 +76,17 @@ def _seed_range(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool:
+    from safe_offload.sim.earnings import Earned
+    from safe_offload.sim.floors import FLOOR_SEEDS, FLOORS
     from safe_offload.sim.run import run
 
     only = arguments.only.split(",") if arguments.only else None
-    started, num_steps = time.monotonic(), 0
+    started, num_steps, earned = time.monotonic(), 0, Earned()
     digest = hashlib.sha256()
     for seed in seeds:
         result = run(name, seed, only=only, internal_checks=arguments.internal_checks)
         num_steps += result.num_steps
+        earned += result.earned
         digest.update("\n".join(result.trace).encode())
         if arguments.trace:
             print("\n".join(result.trace))
@@ -93,9 +96,13 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
     rate = len(seeds) / (time.monotonic() - started)
     print(
         f"{name:18} {len(seeds)} seeds, no finding; {num_steps // len(seeds)} steps each, "
-        f"{rate:.1f} seeds/s, trace {digest.hexdigest()[:16]}",
+        f"{rate:.1f} seeds/s, {earned.shares()}, trace {digest.hexdigest()[:16]}",
         flush=True,
     )
+    below = earned.what_is_below(FLOORS[name])
+    if below and only is None and len(seeds) >= FLOOR_SEEDS:
+        print(f"{name}: no promise is broken, and too little is earned: {below}")
+        return False
     return True
 
 

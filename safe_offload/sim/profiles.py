@@ -168,8 +168,14 @@ PROFILES: dict[str, Profile] = {
         faults=PEER_FAULTS,
     ),
     "pipeline-drafts": Profile(
-        "pipeline stages with speculative decoding",
-        EngineShape(pipeline_ranks=2, num_draft_tokens=2),
+        "pipeline stages with speculative decoding: the first starts its stores a step later",
+        EngineShape(pipeline_ranks=2, num_draft_tokens=2, num_blocks=30, has_streams=True),
+        Workload(num_requests=32),
+        copy_ticks_max=24,
+    ),
+    "pipeline-drafts-failing": Profile(
+        "three such stages on vLLM's CPU engine, copies that fail, are refused, stand still",
+        EngineShape(pipeline_ranks=3, num_draft_tokens=2),
         Workload(num_requests=32),
         faults=COPY_FAULTS,
     ),
@@ -251,6 +257,24 @@ PROFILES: dict[str, Profile] = {
         replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
         Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
+    ),
+    "lazy-priority": Profile(
+        "lazy_offload, scheduling by priority: preempted in the step that was to fill a block",
+        replace(
+            _HYBRID,
+            groups=("full", "window:10"),
+            num_blocks=30,
+            is_priority=True,
+            extra={"lazy_offload": True},
+        ),
+        Workload(
+            num_requests=32,
+            num_stems=1,
+            num_tails=1,
+            stem_tokens=8,
+            tail_tokens=2,
+            output_tokens=60,
+        ),
     ),
     "aborts": Profile(
         "clients that go at every moment",

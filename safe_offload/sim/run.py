@@ -8,6 +8,7 @@ from typing import Any
 
 from safe_offload.errors import InvariantError
 from safe_offload.sim.checkers import Checkers
+from safe_offload.sim.earnings import Earned, Earnings
 from safe_offload.sim.engine_core import EngineCore
 from safe_offload.sim.events import Abort, Event, Fault, Reset, Send
 from safe_offload.sim.faults import Faults
@@ -28,6 +29,7 @@ class Result:
         finding: None if every promise was kept.
         trace: one line for everything that happened.
         counts: of the connector.
+        earned: what was stored, loaded and hit.
     """
 
     profile: str
@@ -37,6 +39,7 @@ class Result:
     trace: list[str]
     num_steps: int
     counts: dict[str, int] = field(default_factory=dict)
+    earned: Earned = field(default_factory=Earned)
 
 
 class Run:
@@ -51,6 +54,7 @@ class Run:
     def __init__(self, profile: Profile, seed: int, events: Sequence[Event]) -> None:
         self.core = EngineCore(profile.shape, seed, copy_ticks_max=profile.copy_ticks_max)
         self.checkers = Checkers(self.core)
+        self.earnings = Earnings(self.core, self.checkers.ledger)
         self.trace = Trace(self.core)
         self._sends = [event for event in events if isinstance(event, Send)]
         self._resets = [event for event in events if isinstance(event, Reset)]
@@ -92,6 +96,7 @@ class Run:
             if core.has_work:
                 batch = core.step()
                 self.trace.step(batch)
+                self.earnings.after_step()
                 self.checkers.after_step()
             self._check_answers()
         self._check_answers()
@@ -184,5 +189,12 @@ def run(
         current.core.close()
     core = current.core
     return Result(
-        profile, seed, events, finding, current.trace.lines, core.num_steps, dict(core.counts)
+        profile,
+        seed,
+        events,
+        finding,
+        current.trace.lines,
+        core.num_steps,
+        dict(core.counts),
+        current.earnings.total(),
     )

@@ -6,7 +6,8 @@ a copy except a fence on a backend without streams.
 Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
 `before_step` ahead of the forward, `begin` with the same plan, then `start_loads` behind the
 forward (ahead of it if another connector loads synchronously), `start_stores` and `collect` in
-either order, `end`.
+either order, `end`. With drafts, V1 calls neither `start_stores` nor `end` on any pipeline stage
+but the last: there the stores of a step are started by the `before_step` of the next.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class WorkerBridge:
         self._storage: Any = None
         self._running: set[int] = set()
         self._is_asleep = False
+        self._is_forward_issued = False
+        """Of the step of `_plan`: what comes after it has been called."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
         """Take the host memory and start the engine, once vLLM has allocated its KV cache.
@@ -249,6 +252,8 @@ class WorkerBridge:
 
     def before_step(self, plan: StepPlan) -> None:
         """handle_preemptions: rescue and fence what this step is about to overwrite."""
+        if self._is_forward_issued:
+            self.start_stores()  # of the last step, if no hook has
         for transfer in plan.stores_before_forward:
             self._submit(Direction.STORE, transfer)
         if plan.fences and self._engine is not None:
@@ -261,7 +266,7 @@ class WorkerBridge:
         failures are named in this one.
         """
         self._cancel_unstarted()
-        self._plan = plan
+        self._plan, self._is_forward_issued = plan, False
         self._loads, self._stores = plan.loads, plan.stores_after_forward
         self._failures += plan.failures
 
@@ -284,6 +289,7 @@ class WorkerBridge:
 
     def report(self) -> StepReport | None:
         """build_connector_worker_meta: what settled since the last call, None if nothing did."""
+        self._is_forward_issued = True
         capacities: tuple[Capacity, ...] = ()
         if self._engine is not None:
             self._drain(self._engine)

@@ -47,6 +47,14 @@ MUTANTS = (
         ("host-pressure",),
     ),
     Mutant(
+        "what a hit that waits has grown by is not leased",
+        _LOADS,
+        "        self._leases.extend_head(state.hit_lease, new_slots)\n",
+        "",
+        "I1",
+        ("host-pressure", "priority"),
+    ),
+    Mutant(
         "no lease on a load",
         _LOADS,
         "lease.keep(LeaseKind.LOAD, slots)",
@@ -261,6 +269,32 @@ MUTANTS = (
         ("late-copies", "back-to-back"),
     ),
     Mutant(
+        "stores that no hook has started are started behind the fences of the next plan",
+        "worker/bridge.py",
+        "        if self._is_forward_issued:\n"
+        "            self.start_stores()  # of the last step, if no hook has\n"
+        "        for transfer in plan.stores_before_forward:\n"
+        "            self._submit(Direction.STORE, transfer)\n"
+        "        if plan.fences and self._engine is not None:\n"
+        "            self._engine.fence(plan.fences)\n",
+        "        for transfer in plan.stores_before_forward:\n"
+        "            self._submit(Direction.STORE, transfer)\n"
+        "        if plan.fences and self._engine is not None:\n"
+        "            self._engine.fence(plan.fences)\n"
+        "        if self._is_forward_issued:\n"
+        "            self.start_stores()\n",
+        "I6",
+        ("pipeline-drafts",),
+    ),
+    Mutant(
+        "stores that no hook has started are cancelled",
+        "worker/bridge.py",
+        "            self.start_stores()  # of the last step, if no hook has\n",
+        "            pass\n",
+        "I7",
+        ("pipeline-drafts",),
+    ),
+    Mutant(
         "the hash witness is compared, not identified",
         _WITNESS,
         "        return any(map(is_not, hashes_of(self.blocks), self.witnesses))",
@@ -413,6 +447,14 @@ MUTANTS = (
         "            if scheduled: self._harvest.add_given_away()\n",
         "I6",
         ("lazy-pressure",),
+    ),
+    Mutant(
+        "lazy: what was hashed for a request that the same step preempted is stored",
+        _SOURCES,
+        "            witnesses = [None if w is known else w for w, known in pairs]\n",
+        "            witnesses = [w for w, known in pairs]\n",
+        "I6",
+        ("lazy-priority",),
     ),
     Mutant(
         "lazy: a preempted request's blocks are stored whether computed or not",

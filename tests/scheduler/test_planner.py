@@ -43,6 +43,25 @@ def test_a_chunked_local_prompt_comes_back_from_the_host(make_rig: MakeRig) -> N
     rig.check_idle()
 
 
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(
+    make_rig: MakeRig, has_streams: bool
+) -> None:
+    """Model Runner V1, which tells only the last stage that the stores of a step may begin."""
+    rig = make_rig(pipeline_ranks=2, num_draft_tokens=2, num_slots=200, has_streams=has_streams)
+    prompt = rig.prompt(80, 1)
+    assert rig.run_alone("a", prompt) == 0
+    rig.add("b", prompt)
+    batch = rig.step()
+    assert batch is not None
+    assert batch.scheduled.num_scheduled_tokens["b"] == 80 - 76, "the GPU has the rest"
+    rig.drain()
+    rig.forget_gpu_cache()
+    assert rig.run_alone("c", prompt) == 76
+    assert rig.counts["failed_stores"] == 0
+    rig.check_idle()
+
+
 # ---- I1: a reported hit stays ------------------------------------------------------------------
 
 

@@ -6,10 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    KVCacheBlockCopy,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import Request
 
+from safe_offload.compat import allocated_block_ids
 from safe_offload.scheduler.sources import Snapshot
 from safe_offload.sim.groups import BLOCK_TOKENS
-from tests.scheduler.rig import MakeRig
+from safe_offload.sim.words import Sequel
+from tests.scheduler.rig import MakeRig, Rig
 
 
 def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
@@ -29,6 +39,86 @@ def test_while_a_prompt_is_computed_only_what_was_seen_counts() -> None:
 def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
     """A session whose client streams its input (vLLM, _update_request_as_session)."""
     assert Snapshot(0, [], None, 6).num_computed(request_of(20, 20), 4) == 0
+
+
+def unsaved_ids(snapshot: Snapshot, given_out: set[int]) -> tuple[list[int], list[int]]:
+    """Ids of what can only be stored before the forward, and of what may wait."""
+    gpu: Any = SimpleNamespace(is_window=lambda group_idx: False)
+    lost, waiting = snapshot.unsaved([PREFIX], 1, given_out, gpu)
+    return [b.block_id for b in lost.blocks], [b.block_id for b in waiting.blocks]
+
+
+def send_turn(rig: Rig, request_id: str, tokens: list[int], max_tokens: int) -> None:
+    """The client of a session sends more."""
+    turn = Request(
+        request_id,
+        list(tokens),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        None,
+        arrival_time=rig.clock.now_s,
+        block_hasher=rig._hasher,
+        resumable=True,
+    )
+    session = rig.scheduler.requests.get(request_id, turn)
+    rig.runner.sequels[request_id] = Sequel(list(tokens))
+    rig.scheduler.add_request(turn)
+    rig.runner.sequels[request_id] = Sequel(list(session.prompt_token_ids))
+
+
+@pytest.mark.parametrize(("is_async", "is_lazy"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("turns", [[(17, 80)], [(9, 4), (5, 80)]], ids=["first", "second"])
+def test_a_turn_of_a_session_that_is_preempted_recomputes_less_than_a_block(
+    make_rig: MakeRig, turns: list[tuple[int, int]], is_async: bool, is_lazy: bool
+) -> None:
+    """Each turn is the tokens that are sent and the tokens that are answered."""
+    extra = {"lazy_offload": is_lazy}
+    rig = make_rig(num_blocks=28, num_slots=100, is_async=is_async, extra=extra)
+    rig.start()
+    rig.add("older", rig.prompt(4, 1), max_tokens=100)
+    for n, (num_tokens, max_tokens) in enumerate(turns):
+        send_turn(rig, "session", rig.prompt(num_tokens, 2 + n), max_tokens)
+        session = rig.scheduler.requests["session"]
+        rig.step_until(
+            lambda session=session: (
+                session.status.name == "WAITING_FOR_STREAMING_REQ" or session.num_preemptions == 1
+            )
+        )
+    assert session.num_preemptions == 1
+    rig.run_until_finished("older")
+    batch = rig.step()
+    while batch is None or "session" not in batch.scheduled.num_scheduled_tokens:
+        batch = rig.step()
+    assert batch.scheduled.num_scheduled_tokens["session"] <= BLOCK_TOKENS
+    assert session.num_tokens > 40, "or it shows nothing"
+
+
+PREFIX = b"a prefix of 32 bytes, as they are"
+
+
+@pytest.mark.parametrize(
+    ("group_idx", "is_given_out", "expected"),
+    [(0, False, ([], [7])), (1, True, ([7], [])), (1, False, ([], []))],
+)
+def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
+    group_idx: int, is_given_out: bool, expected: tuple[list[int], list[int]]
+) -> None:
+    """Its hash is that of the same prefix, its bytes are those of the other group."""
+    block = KVCacheBlock(7)
+    block.set_block_hash(make_block_hash_with_group_id(BlockHash(PREFIX), group_idx), 4)
+    given_out = {7} if is_given_out else set()
+    assert unsaved_ids(Snapshot(0, [block], 1, 4), given_out) == expected
+
+
+def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it() -> None:
+    """vLLM puts the target into the table of no request that goes on in the source."""
+    scheduled: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([3], [])]),
+        kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=5, dst_block_id=7)],
+    )
+    given_out = allocated_block_ids(scheduled)
+    assert given_out == {3, 7}
+    assert unsaved_ids(Snapshot(0, [KVCacheBlock(7)], 1, 4), given_out) == ([7], [])
 
 
 @pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])

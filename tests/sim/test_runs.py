@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from safe_offload.scheduler.fences import StoresInFlight
+from safe_offload.scheduler.harvest import Harvest
+from safe_offload.sim.earnings import Earned
 from safe_offload.sim.findings import Finding
+from safe_offload.sim.floors import FLOOR_SEEDS, FLOORS
 from safe_offload.sim.profiles import PROFILES
 from safe_offload.sim.run import Result, Run, run
 from safe_offload.sim.shrink import shrink
 from safe_offload.sim.workload import make_events
 
-SEEDS = range(5)
+SEEDS = range(FLOOR_SEEDS)
 
 REGRESSIONS = {
     # Model Runner V2 moves Mamba states ahead of the connector's hooks, where no fence is honoured.
@@ -44,15 +47,36 @@ REGRESSIONS = {
     # Lazy: a step that computes nothing loads into blocks of a request that has just finished; they
     # were rescued a step later.
     "rescue a step too late": ("lazy-pressure", 0),
+    # A checker that learned from us which blocks were given out missed the target of a copy.
+    "the target of a copy": ("mamba-gpu", 100001),
 }
 """Seeds that broke a promise once, and what was wrong."""
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_no_promise_is_broken(profile: str) -> None:
+def test_no_promise_is_broken_and_enough_is_earned(profile: str) -> None:
+    earned = Earned()
     for seed in SEEDS:
         result = run(profile, seed, internal_checks=bool(seed % 2))
         assert result.finding is None, f"safe-offload sim --profile {profile} --seed {seed}"
+        earned += result.earned
+    assert earned.what_is_below(FLOORS[profile]) == "", f"{earned} in {SEEDS}"
+
+
+def test_every_profile_must_store_load_and_hit() -> None:
+    assert FLOORS.keys() == PROFILES.keys()
+    for profile, floor in FLOORS.items():
+        nothing = Earned(blocks_computed=1, loads=1, tokens_missing=1)
+        assert nothing.what_is_below(floor).count("0.00 of at least") == 3, profile
+
+
+def test_a_connector_that_stores_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No promise is broken by it."""
+    monkeypatch.setattr(Harvest, "_add", lambda *args: 0)
+    monkeypatch.setattr(Harvest, "_add_whole", lambda *args: True)
+    result = run("plain", 0)
+    assert result.finding is None
+    assert "stored 0.00" in result.earned.what_is_below(FLOORS["plain"])
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

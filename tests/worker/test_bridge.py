@@ -308,6 +308,45 @@ def test_what_is_issued_where_in_a_step(make_worker, monkeypatch, order):
     backend.complete_all()
 
 
+def step_of_an_earlier_stage(
+    worker: Worker, plan: StepPlan, forward: Callable[[], object] = lambda: None
+) -> None:
+    """V1 with drafts, on all pipeline stages but the last: it ends with what it collects.
+
+    `finalize_kv_connector` is called where tokens are sampled (vLLM 0.32.0,
+    v1/worker/gpu_model_runner.py:4226 and :4509).
+    """
+    worker.bridge.before_step(plan)
+    worker.bridge.begin(plan)
+    forward()
+    worker.bridge.start_loads()
+    worker._collect()
+
+
+def test_stores_that_no_hook_started_take_what_their_forward_wrote(worker):
+    store = StepPlan(stores_after_forward=(Transfer(1, (4,), (4,)),))
+    step_of_an_earlier_stage(worker, store, lambda: worker.write_block(4, 44))
+    # The block has been given away by the next plan, and the one after it has nothing to say.
+    fence = StepPlan(fences=(1,))
+    step_of_an_earlier_stage(worker, fence, lambda: worker.write_block(4, 77))
+    assert worker.settle() == {1: None}
+    worker.step(StepPlan(loads=(Transfer(2, (6,), (4,)),)))
+    worker.settle()
+    assert worker.read_block(6)[0] == 44
+
+
+def test_stores_that_no_hook_started_go_before_those_of_the_next_plan(make_worker, monkeypatch):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    step_of_an_earlier_stage(worker, StepPlan(stores_after_forward=(transfer(1),)))
+    flush(worker.bridge._engine)
+    assert backend.names == [], "no hook has come behind the forward"
+    step_of_an_earlier_stage(worker, StepPlan(stores_before_forward=(transfer(2),)))
+    flush(worker.bridge._engine)
+    assert backend.names == [1, 2]
+    backend.complete_all()
+
+
 def test_hooks_that_come_twice_start_nothing_twice(worker):
     plan = StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),), failures=("r",))
     worker.bridge.before_step(plan)
@@ -383,7 +422,7 @@ def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(w
     assert worker.settle() == {1: cancelled, 2: None, 3: cancelled, 4: cancelled}
 
 
-def test_transfers_of_a_step_that_never_ended_are_cancelled_by_the_next(worker):
+def test_transfers_of_a_step_that_told_nothing_are_cancelled_by_the_next(worker):
     worker.bridge.begin(StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),)))
     worker.step(StepPlan(stores_after_forward=(transfer(3),)))
     cancelled = FailureReason.CANCELLED

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from safe_offload.compat import allocated_block_ids
 from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.scheduler.slots import NO_SLOT
 from safe_offload.sim.checkers.taps import tap
@@ -36,11 +35,15 @@ class ContentChecker:
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
+        self._handed_out: set[int] = set()
+        """GPU blocks that vLLM's pool has given away since the last plan."""
+        tap(core.pool, "get_new_blocks", self._see_new_blocks)
         tap(core.connector, "build_connector_meta", self._see_plan)
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
         tap(self._index.slots, "publish", self._see_publish)
         tap(self._index, "find_hit", self._see_search)
+        tap(self._index, "grown", self._see_growth)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         self._matching: Any = None
         for worker in core.workers:
@@ -60,7 +63,7 @@ class ContentChecker:
         original(request)
 
     def _learn(self) -> None:
-        hash_tokens = self._index.hash_block_size
+        hash_tokens = min(group.block_tokens for group in self._core.shape.parsed_groups)
         for entry in self._requests:
             request, sequel, num_known = entry
             hashes = request.block_hashes
@@ -91,10 +94,27 @@ class ContentChecker:
     def _see_plan(self, original: Callable[..., StepPlan], scheduler_output: Any) -> StepPlan:
         plan = original(scheduler_output)
         self._see_stores(plan.stores_before_forward)
-        self._old_blocks -= allocated_block_ids(scheduler_output)
-        self._old_blocks.difference_update(*(load.block_ids for load in plan.loads))
+        self._old_blocks -= self._written(scheduler_output)
         self._see_stores(plan.stores_after_forward)
         return plan
+
+    def _see_new_blocks(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
+        blocks = original(count)
+        self._handed_out.update(block.block_id for block in blocks)
+        return blocks
+
+    def _written(self, scheduler_output: Any) -> set[int]:
+        """Blocks that were given away since the last plan, to somebody who writes them.
+
+        A request that was preempted in the step that gave it a block does not; and the target of a
+        copy may be nobody's.
+        """
+        blocks = self._core.pool.blocks
+        written = {block_id for block_id in self._handed_out if blocks[block_id].ref_cnt}
+        copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+        written.update(copy.dst_block_id for copy in copies or ())
+        self._handed_out.clear()
+        return written
 
     def _see_stores(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
@@ -121,8 +141,19 @@ class ContentChecker:
 
     def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
         hit = original(*args)
-        if hit is None or self._matching is None:
-            return hit
+        if hit is not None:
+            self._check_hit(hit)
+        return hit
+
+    def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
+        grown = original(*args)
+        if grown is not None:
+            self._check_hit(grown[0])
+        return grown
+
+    def _check_hit(self, hit: Any) -> None:
+        if self._matching is None:
+            return
         sequel = self._core.runner.sequels[self._matching.request_id]
         for group_idx, slots in enumerate(hit.slots_by_group):
             block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
@@ -131,7 +162,6 @@ class ContentChecker:
                 if slot != NO_SLOT:
                     end = (first + index + 1) * block_tokens
                     self._check(slot, group_idx, sequel, end, "is a hit")
-        return hit
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
         group = self._core.shape.parsed_groups[group_idx]

@@ -31,6 +31,7 @@ class HitChecker:
         """Slots whose load failed, and that were not stored anew."""
         connector = core.connector
         tap(connector._planner._index, "find_hit", self._see_search)
+        tap(connector._planner._index, "grown", self._see_growth)
         tap(connector, "get_num_new_matched_tokens", self._see_match)
         tap(connector, "update_state_after_alloc", self._see_allocation)
         tap(connector, "request_finished_all_groups", self._see_finish)
@@ -40,6 +41,12 @@ class HitChecker:
     def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
         self._found = original(*args)
         return self._found
+
+    def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
+        grown = original(*args)
+        if grown is not None:
+            self._found = grown[0]
+        return grown
 
     def _see_match(
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
