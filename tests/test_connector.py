@@ -250,9 +250,9 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
     is_idle = connector._planner is None and connector._worker is None
     assert is_idle is (num_stages > 1 and num_drafts > 0)
-    told = [record.getMessage() for record in logged]
+    told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]
     assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
-    assert all("Mamba" in message and "Remove" in message for message in told)
+    assert all("Remove" in message for message in told)
 
 
 def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):
