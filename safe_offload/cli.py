@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.bench import engine, policies, preemption, scheduler, transfer
+from safe_offload.bench import engine, policies, preemption, scheduler, shared, transfer
 from safe_offload.errors import SafeOffloadError
 from safe_offload.sim import command as sim
 
@@ -37,6 +37,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, module, what in (
         ("engine", engine, "time to first token in a real vLLM engine, with and without us"),
         ("scheduler", scheduler, "time of a connector's hooks inside vLLM's scheduler"),
+        ("shared", shared, "many requests at once with one prefix: how often it is loaded"),
         ("preemption", preemption, "tokens computed again after preemptions, with and without us"),
         ("policies", policies, "hit rates of the eviction policies, and what they cost"),
         ("transfer", transfer, "rate of the copies, against what the hardware gives"),

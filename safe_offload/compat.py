@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from safe_offload.layout import Segment
 
@@ -57,6 +57,7 @@ __all__ = [
     "num_decode_tokens_max",
     "replace_full_attention",
     "resolve_block_sizes",
+    "retention_interval",
     "segments",
     "state_group_ids",
     "uses_v2_model_runner",
@@ -90,6 +91,23 @@ def warn_if_untested() -> None:
             "--kv-transfer-config and report the version.",
             *version,
         )
+
+
+def retention_interval(coordinator: Any) -> int | None:
+    """How sparsely vLLM's prefix cache keeps sliding windows and Mamba states.
+
+    Args:
+        coordinator: vLLM's `KVCacheCoordinator`.
+
+    Returns:
+        None if it keeps all of them, or if there are none; else one run every so many tokens, and
+        what a hit at the end of a prompt needs; 0 for the latter alone.
+    """
+    kinds = (SlidingWindowSpec, MambaSpec)
+    managers = coordinator.single_type_managers
+    if not any(isinstance(manager.kv_cache_spec, kinds) for manager in managers):
+        return None
+    return getattr(coordinator, "retention_interval", None)
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:

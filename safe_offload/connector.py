@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -30,6 +31,7 @@ from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.sharing import WAIT_MAX_S
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +93,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
+        self._clock = time.monotonic
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -109,8 +112,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_planner(self) -> Planner:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
-        slot_bytes = compat.block_bytes(kv_cache_config)
-        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // max(slot_bytes, 1)
+        slot_bytes = max(1, compat.block_bytes(kv_cache_config))
+        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // slot_bytes
         if num_slots < 1:
             raise ConfigError(
                 f'"{self._config.capacity_key}" gives each rank '
@@ -120,19 +123,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         index = HostIndex.for_engine(
             vllm_config, kv_cache_config, num_slots, self._config.eviction_policy
         )
+        num_store_blocks = STORE_QUEUE_FACTOR * self._config.max_inflight_bytes // slot_bytes
+        num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        num_ahead = 2 * index.num_blocks_in_step(num_step_tokens)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
-            num_store_blocks_max=max(
-                1, STORE_QUEUE_FACTOR * self._config.max_inflight_bytes // max(slot_bytes, 1)
-            ),
-            lazy_num_blocks=(
-                2 * index.num_blocks_in_step(vllm_config.scheduler_config.max_num_batched_tokens)
-                if self._config.lazy_offload
-                else None
-            ),
+            num_store_blocks_max=max(1, num_store_blocks),
+            lazy_num_blocks=num_ahead if self._config.lazy_offload else None,
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),
             num_decode_tokens_max=compat.num_decode_tokens_max(vllm_config),
+            wait_max_s=min(WAIT_MAX_S, self._config.transfer_timeout_s),
         )
         return Planner(index, options, self._counters)
 
@@ -204,11 +205,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See KVConnectorBase_V1; never None, so that no request waits for an answer."""
+        """See KVConnectorBase_V1; None only while another loads the same (see `sharing`)."""
         if self._planner is None:
             return 0, False
-        num_tokens = self._planner.match(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        num_tokens = self._planner.match(request, num_computed_tokens, self._clock())
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

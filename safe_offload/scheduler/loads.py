@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
@@ -18,6 +19,7 @@ from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.index import Hit, HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
+from safe_offload.scheduler.sharing import Sharing
 from safe_offload.scheduler.slots import NO_SLOT, needed
 
 if TYPE_CHECKING:
@@ -36,15 +38,32 @@ class Load:
     Attributes:
         lease: the slots it reads.
         owner: the request that waits for it.
+        hashes: of the owner's blocks, from its first token on.
+        first_hash, end_hash: which of these blocks it brings.
         ranks_left: ranks that have not reported it.
         failed: a rank reported that it failed.
+        has_ended: every rank has reported it, or it was given up.
     """
 
     transfer: Transfer
     lease: Lease
     owner: RequestState
+    hashes: Sequence[bytes]
+    first_hash: int
+    end_hash: int
     ranks_left: set[int]
     failed: bool = False
+    has_ended: bool = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the owner still waits for it."""
+        return not (self.has_ended or self.owner.finished)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the owner has got what it brings."""
+        return self.has_ended and not (self.failed or self.owner.finished)
 
 
 class Loads:
@@ -56,6 +75,7 @@ class Loads:
         transfer_ids: never gives the same twice.
         num_ranks: workers that report.
         counters: what happens is counted here.
+        wait_max_s: see `Sharing`.
     """
 
     def __init__(
@@ -65,6 +85,7 @@ class Loads:
         transfer_ids: Iterable[int],
         num_ranks: int,
         counters: Counters,
+        wait_max_s: float,
     ) -> None:
         self._index = index
         self._leases = leases
@@ -72,6 +93,7 @@ class Loads:
         self._num_ranks = num_ranks
         self._counters = counters
         self._admission = Admission(index)
+        self._sharing = Sharing(index, wait_max_s, counters)
         self._new: list[Load] = []
         self._in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
@@ -82,12 +104,18 @@ class Loads:
         self._null_block_id = gpu.null_block_id
         self._admission.bind(gpu.num_blocks)
 
-    def match(self, state: RequestState, num_computed_tokens: int) -> int:
-        """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
+    def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
+        """Find and lease the longest hit of a waiting request (I1).
+
+        Returns:
+            Its tokens; None if a load of another request brings the first of them (see `sharing`).
+        """
         request = state.request
         if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
             state.drop_hit()
             return 0
+        if self._sharing.goes_on(state, num_computed_tokens, now_s):
+            return None
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
@@ -101,6 +129,10 @@ class Loads:
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
+        under_way = chain(self._in_flight.values(), self._new)
+        if self._sharing.begins(state, num_computed_tokens, under_way, now_s):
+            state.drop_hit()
+            return None
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             state.drop_hit()
@@ -139,7 +171,11 @@ class Loads:
             lease, state.hit_lease = state.hit_lease, None
             lease.keep(LeaseKind.LOAD, slots)
             transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
-            self._new.append(Load(transfer, lease, state, set(range(self._num_ranks))))
+            size = self._index.hash_block_size
+            places = num_local_tokens // size, (num_local_tokens + num_tokens) // size
+            ranks = set(range(self._num_ranks))
+            hashes = state.request.block_hashes
+            self._new.append(Load(transfer, lease, state, hashes, *places, ranks))
             self._counters[Count.HIT_TOKENS] += num_tokens
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
@@ -230,6 +266,8 @@ class Loads:
         Args:
             states: all requests; what the books say about their loads is made anew.
         """
+        for load in self._new:
+            load.failed = load.has_ended = True
         self._new = []
         self._in_flight = {i: load for i, load in self._in_flight.items() if load.ranks_left}
         loading = {load.owner for load in self._in_flight.values()}
@@ -253,6 +291,7 @@ class Loads:
             The request that may run now; None if the load failed, which is announced later.
         """
         del self._in_flight[load.transfer.transfer_id]
+        load.has_ended = True
         state = load.owner
         if load.failed:
             # The same hit must not be offered again (FAULTS: H4).

@@ -28,6 +28,7 @@ from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook
+from safe_offload.scheduler.sharing import WAIT_MAX_S
 from safe_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PlannerOptions:
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: a request that has computed its prompt computes at most so many
             tokens in one step.
+        wait_max_s: see `sharing.Sharing`.
     """
 
     num_ranks: int
@@ -61,6 +63,7 @@ class PlannerOptions:
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
     num_decode_tokens_max: int = 1
+    wait_max_s: float = WAIT_MAX_S
 
     @property
     def is_lazy(self) -> bool:
@@ -84,7 +87,9 @@ class Planner:
         self._counters = counters
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
-        self._loads = Loads(index, self._leases, transfer_ids, options.num_ranks, counters)
+        self._loads = Loads(
+            index, self._leases, transfer_ids, options.num_ranks, counters, options.wait_max_s
+        )
         self._harvest = Harvest(index, self._leases, counters)
         self._stores = Stores(
             self._harvest, index, self._leases, transfer_ids, options.num_ranks, counters
@@ -139,7 +144,7 @@ class Planner:
         """on_new_request: remember the request, so that finished ids can be told from foreign."""
         self._book.see(request)
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
+    def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
         """get_num_new_matched_tokens: report and lease the longest host hit (I1).
 
         May be called any number of times for one request; each call replaces the last.
@@ -147,9 +152,11 @@ class Planner:
         Args:
             request: not scheduled yet, or preempted.
             num_computed_tokens: tokens that the GPU's prefix cache has.
+            now_s: of a clock that never goes back.
 
         Returns:
-            Number of tokens behind those that can be loaded, 0 for none.
+            Number of tokens behind those that can be loaded, 0 for none; None while a load of the
+            same blocks for another request is under way, which this one waits for.
         """
         state = self._book.see(request)
         if state.finished or state.phase is Phase.LOADING:
@@ -159,8 +166,8 @@ class Planner:
         if request.skip_reading_prefix_cache or is_off:
             state.drop_hit()
             return 0
-        num_tokens = self._loads.match(state, num_computed_tokens)
-        if self._options.is_lazy:
+        num_tokens = self._loads.match(state, num_computed_tokens, now_s)
+        if self._options.is_lazy and num_tokens is not None:
             self._harvest.look_ahead(num_computed_tokens + num_tokens)
         return num_tokens
 
@@ -184,6 +191,7 @@ class Planner:
             self._loads.let_go(state)
             state.drop_hit()
             state.must_compute = False
+            state.wait.stuck_at = -1
             state.move(Phase.RUNNING)
             self._agenda.add(state)
 
@@ -339,6 +347,7 @@ class Planner:
         for state in self._book:
             state.drop_hit()
             state.let_go_prefix()
+            state.wait.called_off = True
         self._stores.forget_unsent(self._book)
 
     @property

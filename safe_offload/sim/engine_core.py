@@ -55,6 +55,7 @@ class EngineCore:
         self.num_steps = 0
         with as_model_runner(shape):
             self.scheduler, self._hasher = make_scheduler(shape)
+            self.connector._clock = lambda: self.clock.now_s
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
