@@ -55,6 +55,7 @@ __all__ = [
     "has_plain_hits",
     "make_coordinator",
     "num_decode_tokens_max",
+    "num_steps_in_flight",
     "replace_full_attention",
     "resolve_block_sizes",
     "retention_interval",
@@ -258,6 +259,17 @@ def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
     """How many tokens a request that has computed its prompt may compute in one step."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
+
+
+def num_steps_in_flight(vllm_config: VllmConfig) -> int:
+    """How many steps the engine has in flight while it is busy.
+
+    Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
+    """
+    num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    if not getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return num_stages
+    return num_stages + 1 if num_stages == 1 or uses_v2_model_runner(vllm_config) else num_stages
 
 
 def _drops_eagle_block(speculative_config: Any) -> bool:

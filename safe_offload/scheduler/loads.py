@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
+from safe_offload.scheduler.cost import Costs, Offer
 from safe_offload.scheduler.index import Hit, HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
@@ -43,6 +44,8 @@ class Load:
         ranks_left: ranks that have not reported it.
         failed: a rank reported that it failed.
         has_ended: every rank has reported it, or it was given up.
+        num_tokens: that it brings.
+        sent_s: when the plan was made that names it.
     """
 
     transfer: Transfer
@@ -54,6 +57,8 @@ class Load:
     ranks_left: set[int]
     failed: bool = False
     has_ended: bool = False
+    num_tokens: int = 0
+    sent_s: float | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -66,6 +71,12 @@ class Load:
         return self.has_ended and not (self.failed or self.owner.finished)
 
 
+def _offer(state: RequestState, hit: Hit, num_tokens: int, loading_s: float | None = None) -> Offer:
+    """The first tokens of a hit, as far as their cost goes."""
+    num_left = state.request.num_tokens - hit.num_computed_tokens - num_tokens
+    return Offer(num_tokens, num_left, loading_s)
+
+
 class Loads:
     """All loads that are planned or in flight, and the failures that vLLM has not been told.
 
@@ -76,9 +87,10 @@ class Loads:
         num_ranks: workers that report.
         counters: what happens is counted here.
         wait_max_s: see `Sharing`.
+        costs: say whether a hit is worth loading.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         index: HostIndex,
         leases: LeaseBook,
@@ -86,6 +98,7 @@ class Loads:
         num_ranks: int,
         counters: Counters,
         wait_max_s: float,
+        costs: Costs,
     ) -> None:
         self._index = index
         self._leases = leases
@@ -94,6 +107,7 @@ class Loads:
         self._counters = counters
         self._admission = Admission(index)
         self._sharing = Sharing(index, wait_max_s, counters)
+        self._costs = costs
         self._new: list[Load] = []
         self._in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
@@ -129,10 +143,13 @@ class Loads:
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
-        under_way = chain(self._in_flight.values(), self._new)
-        if self._sharing.begins(state, num_computed_tokens, under_way, now_s):
+        if self._begins_to_wait(state, hit, now_s):
             state.drop_hit()
             return None
+        if hit is not state.hit and not self._costs.pays(_offer(state, hit, hit.num_tokens)):
+            self._counters[Count.UNPAID_HITS] += 1
+            state.drop_hit()
+            return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             state.drop_hit()
@@ -141,6 +158,21 @@ class Loads:
             state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
         return hit.num_tokens
+
+    def _begins_to_wait(self, state: RequestState, hit: Hit, now_s: float) -> bool:
+        """Whether a request waits from now on for another's load of what it has a hit for."""
+        num_computed_tokens = hit.num_computed_tokens
+        under_way = chain(self._in_flight.values(), self._new)
+        load = self._sharing.find(state, num_computed_tokens, under_way)
+        if load is None:
+            return False
+        num_brought = load.end_hash * self._index.hash_block_size - num_computed_tokens
+        loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
+        offer = _offer(state, hit, min(hit.num_tokens, num_brought), loading_s)
+        if not self._costs.pays(offer):
+            return False
+        self._sharing.begin(state, load, num_computed_tokens, now_s)
+        return True
 
     def _grow_hit(
         self, state: RequestState, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
@@ -175,7 +207,8 @@ class Loads:
             places = num_local_tokens // size, (num_local_tokens + num_tokens) // size
             ranks = set(range(self._num_ranks))
             hashes = state.request.block_hashes
-            self._new.append(Load(transfer, lease, state, hashes, *places, ranks))
+            load = Load(transfer, lease, state, hashes, *places, ranks, num_tokens=num_tokens)
+            self._new.append(load)
             self._counters[Count.HIT_TOKENS] += num_tokens
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
@@ -238,7 +271,7 @@ class Loads:
         """Ids of requests whose load failed since the last `sent`."""
         return tuple(state.request.request_id for state in self._failures)
 
-    def sent(self) -> None:
+    def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
 
         From now on only the workers' echo ends the wait of a request whose load failed. It is
@@ -246,7 +279,9 @@ class Loads:
         vLLM 0.32.0 counts what it has reserved for the first load of a request against its second,
         which in a small pool then never begins.
         """
-        self._in_flight.update((load.transfer.transfer_id, load) for load in self._new)
+        for load in self._new:
+            load.sent_s = now_s
+            self._in_flight[load.transfer.transfer_id] = load
         self._new = []
         failures, self._failures = self._failures, []
         for state in failures:
@@ -284,8 +319,12 @@ class Loads:
         """The load of that id, if it is in flight."""
         return self._in_flight.get(transfer_id)
 
-    def settle(self, load: Load) -> RequestState | None:
+    def settle(self, load: Load, now_s: float) -> RequestState | None:
         """Every rank has reported a load.
+
+        Args:
+            load: which.
+            now_s: of a clock that never goes back.
 
         Returns:
             The request that may run now; None if the load failed, which is announced later.
@@ -300,6 +339,8 @@ class Loads:
             load.lease.release()
             return None
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
+        if load.sent_s is not None:
+            self._costs.loads.add(load.num_tokens, now_s - load.sent_s)
         if state.finished:
             load.lease.release()
         else:

@@ -20,6 +20,7 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.agenda import Agenda
+from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.harvest import Harvest
@@ -54,7 +55,9 @@ class PlannerOptions:
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: a request that has computed its prompt computes at most so many
             tokens in one step.
-        wait_max_s: see `sharing.Sharing`.
+        transfer_timeout_s: no request waits longer for loads of others.
+        min_load_tokens, num_step_tokens_max: see `cost.Costs`.
+        num_steps_in_flight: see `cost.StepWatch`.
     """
 
     num_ranks: int
@@ -63,7 +66,10 @@ class PlannerOptions:
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
     num_decode_tokens_max: int = 1
-    wait_max_s: float = WAIT_MAX_S
+    transfer_timeout_s: float = WAIT_MAX_S
+    min_load_tokens: int | None = 0
+    num_step_tokens_max: int = 1
+    num_steps_in_flight: int = 1
 
     @property
     def is_lazy(self) -> bool:
@@ -87,8 +93,11 @@ class Planner:
         self._counters = counters
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
+        self._costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
+        self._steps = StepWatch(self._costs.steps, options.num_steps_in_flight)
+        ranks, wait_max_s = options.num_ranks, min(WAIT_MAX_S, options.transfer_timeout_s)
         self._loads = Loads(
-            index, self._leases, transfer_ids, options.num_ranks, counters, options.wait_max_s
+            index, self._leases, transfer_ids, ranks, counters, wait_max_s, self._costs
         )
         self._harvest = Harvest(index, self._leases, counters)
         self._stores = Stores(
@@ -216,7 +225,7 @@ class Planner:
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+    def plan(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         """build_connector_meta: what the workers do in this step.
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
@@ -224,6 +233,8 @@ class Planner:
         """
         if self._gpu is None:
             return EMPTY_PLAN
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._steps.planned(scheduled, scheduler_output.total_num_scheduled_tokens, now_s)
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
@@ -232,7 +243,7 @@ class Planner:
             return EMPTY_PLAN
         plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
         self._stores.sent()
-        self._loads.sent()
+        self._loads.sent(now_s)
         self.has_changed = True
         return plan
 
@@ -277,7 +288,7 @@ class Planner:
 
     # ---- the workers have reported -------------------------------------------------------------
 
-    def settle(self, output: KVConnectorOutput) -> None:
+    def settle(self, output: KVConnectorOutput, now_s: float) -> None:
         """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
@@ -286,12 +297,12 @@ class Planner:
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                self._settle_report(report, output)
+                self._settle_report(report, output, now_s)
         finally:  # vLLM reads the ids in any case
             if self._gpu is not None and (output.finished_recving or output.finished_sending):
                 self._book.filter(output, self._gpu)
 
-    def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
+    def _settle_report(self, report: StepReport, output: KVConnectorOutput, now_s: float) -> None:
         """Settle what every rank has reported by now.
 
         All outcomes are noted before the first transfer is settled, because none of them is told
@@ -301,7 +312,7 @@ class Planner:
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
-            if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
+            if isinstance(load, Load) and (state := self._loads.settle(load, now_s)) is not None:
                 received = output.finished_recving or ()
                 output.finished_recving = {*received, state.request.request_id}
         for store in complete:
@@ -364,6 +375,7 @@ class Planner:
             "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self._stores),
             "loads_in_flight": len(self._loads),
+            **self._costs.gauges(),
         }
 
     def check_invariants(self) -> None:

@@ -97,36 +97,37 @@ class Sharing:
         wait.load = None
         return False
 
-    def begins(
-        self,
-        state: RequestState,
-        num_computed_tokens: int,
-        loads: Iterable[Load],
-        now_s: float,
-    ) -> bool:
-        """Whether a request is to wait for one of these loads, rather than make its own.
+    def find(
+        self, state: RequestState, num_computed_tokens: int, loads: Iterable[Load]
+    ) -> Load | None:
+        """The load that a request may wait for, rather than make its own; None for none.
 
         Args:
             state: of a request that has a hit behind `num_computed_tokens`.
             num_computed_tokens: see `goes_on`.
             loads: that have begun and that not all ranks have reported, in that order.
-            now_s: see `goes_on`.
         """
         wait = state.wait
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
-            return False
+            return None
         for load in loads:
             if (
                 load.transfer.transfer_id > wait.newest_id
                 and load.is_under_way
                 and self._brings(load, state.request, num_computed_tokens)
             ):
-                wait.load, wait.newest_id = load, load.transfer.transfer_id
-                wait.called_off = False
-                wait.asked_s, wait.num_computed_tokens = now_s, num_computed_tokens
-                self._counters[Count.SHARED_WAITS] += 1
-                return True
-        return False
+                return load
+        return None
+
+    def begin(
+        self, state: RequestState, load: Load, num_computed_tokens: int, now_s: float
+    ) -> None:
+        """A request waits for a load from now on."""
+        wait = state.wait
+        wait.load, wait.newest_id = load, load.transfer.transfer_id
+        wait.called_off = False
+        wait.asked_s, wait.num_computed_tokens = now_s, num_computed_tokens
+        self._counters[Count.SHARED_WAITS] += 1
 
     def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
         """Whether a load brings a request's first missing block, to where vLLM finds it.

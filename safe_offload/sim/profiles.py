@@ -289,6 +289,12 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=40,
         faults={CopyFault.STALL: 60},
     ),
+    "costs": Profile(
+        "the same, and hits are offered only if loading is expected to be faster",
+        EngineShape(has_streams=True, extra={"min_load_tokens": "auto"}),
+        _TOGETHER,
+        copy_ticks_max=10,
+    ),
     "salts": Profile("cache salts: equal tokens, different keys", workload=Workload(num_salts=3)),
     "failing": Profile(
         "copies that fail, are refused, stand still, on three ranks",
