@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-KEPT_SAMPLES = 9
+KEPT_SAMPLES = 15
 """Of sizes within a factor of two; their median counts, so that one slow step decides nothing."""
 SAMPLES_MIN = 4
 """Of each kind; before that every hit is offered."""
@@ -25,8 +25,9 @@ PROBE_EVERY = 32
 class Curve:
     """Seconds by size: a moving median for each power of two, straight lines between them.
 
-    Below the smallest size that was measured it goes through zero. Beyond the largest it goes on
-    like the last two, or, where `is_cheap_beyond`, stays level if there is but one.
+    More takes no less: where the medians say otherwise, which is noise, their neighbours' mean
+    counts. Below the smallest size that was measured it goes through zero. Beyond the largest it
+    goes on like the last two, or, where `is_cheap_beyond`, stays level if there is but one.
     """
 
     def __init__(self, *, is_cheap_beyond: bool) -> None:
@@ -46,10 +47,10 @@ class Curve:
     def points(self) -> list[tuple[float, float]]:
         """Sizes and seconds, the smallest first."""
         if self._points is None:
-            self._points = [
-                (statistics.fmean(s for s, _ in kept), statistics.median(t for _, t in kept))
-                for _, kept in sorted(self._samples.items())
-            ]
+            kept_by_size = [kept for _, kept in sorted(self._samples.items())]
+            sizes = [statistics.fmean(size for size, _ in kept) for kept in kept_by_size]
+            medians = [statistics.median(seconds for _, seconds in kept) for kept in kept_by_size]
+            self._points = list(zip(sizes, _never_falling(medians), strict=True))
         return self._points
 
     def at(self, size: int) -> float:
@@ -66,6 +67,22 @@ class Curve:
         if len(points) > 1:
             return max(last[1], _between(points[-2], last, size))
         return last[1] if self._is_cheap_beyond else last[1] * size / last[0]
+
+
+def _never_falling(values: list[float]) -> list[float]:
+    """The nearest to some values that never falls: neighbours that do are replaced by their mean.
+
+    It is the isotonic regression, by pooling adjacent violators.
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            other, other_count = pools.pop()
+            mean = (mean * count + other * other_count) / (count + other_count)
+            count += other_count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _between(first: tuple[float, float], second: tuple[float, float], size: float) -> float:

@@ -77,16 +77,16 @@ def test_what_is_measured_anew_replaces_what_was() -> None:
     costs = measured()
     assert not costs.pays(Offer(128, 20))
     for _ in range(KEPT_SAMPLES):
-        costs.loads.add(128, 0.0001)
+        for size in (1, 40, 128):
+            costs.loads.add(size, 0.0001)
     assert costs.pays(Offer(128, 20))
 
 
 def test_one_slow_step_decides_nothing() -> None:
     costs = measured()
-    costs.steps.add(128, 30.0)
     costs.steps.add(148, 30.0)
-    for _ in range(3):
-        costs.steps.add(140, STEP_S + 140 * TOKEN_S)
+    for _ in range(2):
+        costs.steps.add(148, STEP_S + 148 * TOKEN_S)
     assert not costs.pays(Offer(128, 20))
 
 
@@ -114,6 +114,13 @@ def test_a_curve_always_has_an_answer(
     for sample in samples:
         curve.add(*sample)
     assert 0 <= curve.at(size) < float("inf")
+
+
+def test_more_never_takes_less() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    for size, seconds in ((1, 3.0), (10, 1.0), (100, 2.0), (1000, 9.0)):
+        curve.add(size, seconds)
+    assert [seconds for _, seconds in curve.points] == [2, 2, 2, 9]
 
 
 def test_between_two_sizes_it_is_a_line() -> None:
