@@ -139,7 +139,7 @@ def measure(options: BenchOptions, say: Callable[[str], None]) -> EngineReport:
         SafeOffloadError: an engine did not start, died, or did not answer in time.
     """
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as folder:
-        engines = _engine_options(options, Path(folder))
+        engines = engine_options(options, Path(folder))
         load_before = os.getloadavg()
         processes: dict[str, EngineProcess] = {}
         try:
@@ -268,7 +268,7 @@ def _read_options(arguments: argparse.Namespace) -> BenchOptions:
     )
 
 
-def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
+def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
     """Return how to start each engine: the same but for the connector."""
     max_model_len = options.num_prompt_tokens + options.num_answer_tokens
     arguments: dict[str, Any] = {

@@ -15,6 +15,7 @@ from typing import Any
 from safe_offload.bench.output import write_report
 from safe_offload.bench.scheduler_engine import CONTESTANTS, LightEngine, Sizes
 from safe_offload.bench.scheduler_traces import BLOCK_TOKENS, PLAIN, prompt_of
+from safe_offload.bench.shared_engine import EngineSeconds, measure_engine
 from safe_offload.errors import ConfigError, SafeOffloadError
 
 COPY_STEPS = 2
@@ -65,12 +66,13 @@ class Served:
         return f"{self.num_steps} ({self.num_preemptions}), {self.loaded_prefixes:.2f}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedReport:
-    """What was found, by layout, case and connector."""
+    """What was found, by layout, case and connector; and in a real engine, if that was asked."""
 
     served: dict[str, dict[Case, dict[str, Served]]]
     copy_steps: int
+    in_engine: EngineSeconds | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return figures and method."""
@@ -80,7 +82,8 @@ class SharedReport:
             for case, by_name in cases.items()
             for name, served in by_name.items()
         ]
-        return {"copy_steps": self.copy_steps, "tail_tokens": TAIL_TOKENS, "rows": rows}
+        found = {"copy_steps": self.copy_steps, "tail_tokens": TAIL_TOKENS, "rows": rows}
+        return found | ({"engine": self.in_engine.to_json()} if self.in_engine else {})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="a copy is reported D steps after the one whose plan names it (%(default)s)",
     )
+    add("--engine", action="store_true", help="time it in a real engine too")
+    add("--rounds", type=int, default=7, help="in the real engine (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write figures and method here")
 
 
@@ -101,7 +106,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run `safe-offload bench shared`."""
     if arguments.copy_steps < 0:
         raise ConfigError("--copy-steps: expected at least 0")
+    if arguments.rounds < 1:
+        raise ConfigError("--rounds: expected at least 1")
     report = measure(arguments.connectors, CASES, arguments.copy_steps)
+    if arguments.engine:
+        report.in_engine = measure_engine(arguments.rounds)
     write_report(report, render_table(report), arguments)
     return 0
 
@@ -175,4 +184,6 @@ def render_table(report: SharedReport) -> str:
                 f"{case.num_answer_tokens}"
             )
             lines.append(f"{sizes:32}" + "".join(f"{by_name[n]!s:>18}" for n in names))
+    if report.in_engine is not None:
+        lines += ["", str(report.in_engine)]
     return "\n".join(lines)

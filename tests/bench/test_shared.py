@@ -18,6 +18,7 @@ from safe_offload.bench.shared import (
     render_table,
     serve,
 )
+from safe_offload.bench.shared_engine import EngineSeconds
 from safe_offload.cli import main
 
 OURS = ("ours-eager", "ours-lazy")
@@ -64,6 +65,9 @@ def test_the_figures_are_the_same_every_time(
     first = measure(["none", "ours-eager"], [small], 1)
     assert first == measure(["none", "ours-eager"], [small], 1)
     assert "3, 60, 10, 4" in render_table(first)
+    first.in_engine = EngineSeconds(3.0, 2.0)
+    assert "ratio 1.50" in render_table(first)
+    assert first.to_json()["engine"]["ratio"] == 1.5
     path = tmp_path / "found.json"
     assert main(["bench", "shared", "--connectors", "none", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
