@@ -21,7 +21,7 @@ from safe_offload.errors import SafeOffloadError
 NUM_REQUESTS = 8
 PREFIX_TOKENS = 8000
 TAIL_TOKENS = 16
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 1
 POOL_RATIO = 1.6
 _TOKEN_IDS = range(32, 127)
 _TIMEOUT_S = 600.0

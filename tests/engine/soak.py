@@ -143,6 +143,7 @@ def soak(
             "num_cpu_blocks": 300,
             "transfer_timeout_s": 0.25,
             "verify": "load",
+            "min_load_tokens": 0,
         },
     }
     arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "80"]

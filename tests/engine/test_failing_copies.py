@@ -82,6 +82,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "num_cpu_blocks": 400,
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "check_invariants": True,
+            "min_load_tokens": 0,
         },
     }
     arguments = [

@@ -46,6 +46,28 @@ def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens: int, pays: bo
     assert measured().pays(Offer(num_tokens, 20)) == pays
 
 
+MEASURED_MS = {
+    32: (7.1, 9.2, 5.0),
+    128: (7.3, 10.3, 5.1),
+    256: (6.1, 8.2, 4.1),
+    1024: (12.8, 8.0, 4.6),
+    4096: (92, 9.0, 5.3),
+}
+"""Time to first token of a real CPU engine by prompt: computed, from the host, from the GPU."""
+
+
+def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine() -> None:
+    costs = Costs(None, 8192)
+    for num_tokens, (computed_ms, loaded_ms, on_gpu_ms) in MEASURED_MS.items():
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(1, 0.002)
+            costs.steps.add(num_tokens + 1, 0.002 + (computed_ms - on_gpu_ms) / 1000)
+            costs.loads.add(num_tokens, (loaded_ms - on_gpu_ms) / 1000)
+    for num_tokens, (computed_ms, loaded_ms, _) in MEASURED_MS.items():
+        chosen_ms = loaded_ms if costs.pays(Offer(num_tokens, 1)) else computed_ms
+        assert chosen_ms <= 1.05 * min(computed_ms, loaded_ms), num_tokens
+
+
 def test_before_anything_was_measured_every_hit_is_offered() -> None:
     costs = Costs(None, STEP_TOKENS)
     assert costs.pays(Offer(1, 1))
