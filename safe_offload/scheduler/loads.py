@@ -44,7 +44,6 @@ class Load:
         ranks_left: ranks that have not reported it.
         failed: a rank reported that it failed.
         has_ended: every rank has reported it, or it was given up.
-        num_tokens: that it brings.
         sent_s: when the plan was made that names it.
     """
 
@@ -57,7 +56,6 @@ class Load:
     ranks_left: set[int]
     failed: bool = False
     has_ended: bool = False
-    num_tokens: int = 0
     sent_s: float | None = None
 
     @property
@@ -69,12 +67,6 @@ class Load:
     def has_landed(self) -> bool:
         """Whether the owner has got what it brings."""
         return self.has_ended and not (self.failed or self.owner.finished)
-
-
-def _offer(state: RequestState, hit: Hit, num_tokens: int, loading_s: float | None = None) -> Offer:
-    """The first tokens of a hit, as far as their cost goes."""
-    num_left = state.request.num_tokens - hit.num_computed_tokens - num_tokens
-    return Offer(num_tokens, num_left, loading_s)
 
 
 class Loads:
@@ -129,7 +121,12 @@ class Loads:
             state.drop_hit()
             return 0
         if self._sharing.goes_on(state, num_computed_tokens, now_s):
-            return None
+            num_tokens_max = request.num_tokens - 1 - num_computed_tokens
+            if self._is_worth_waiting(state, num_computed_tokens, num_tokens_max, now_s):
+                return None
+            state.wait.load = None
+            self._counters[Count.UNPAID_HITS] += 1
+            return 0
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
         if state.limits.load_tokens is not None:
@@ -146,7 +143,8 @@ class Loads:
         if self._begins_to_wait(state, hit, now_s):
             state.drop_hit()
             return None
-        if hit is not state.hit and not self._costs.pays(_offer(state, hit, hit.num_tokens)):
+        num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
+        if hit is not state.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
             self._counters[Count.UNPAID_HITS] += 1
             state.drop_hit()
             return 0
@@ -166,13 +164,29 @@ class Loads:
         load = self._sharing.find(state, num_computed_tokens, under_way)
         if load is None:
             return False
-        num_brought = load.end_hash * self._index.hash_block_size - num_computed_tokens
-        loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
-        offer = _offer(state, hit, min(hit.num_tokens, num_brought), loading_s)
-        if not self._costs.pays(offer):
-            return False
         self._sharing.begin(state, load, num_computed_tokens, now_s)
-        return True
+        if self._is_worth_waiting(state, num_computed_tokens, hit.num_tokens, now_s):
+            self._counters[Count.SHARED_WAITS] += 1
+            return True
+        state.wait.load = None
+        return False
+
+    def _is_worth_waiting(
+        self, state: RequestState, num_computed_tokens: int, num_tokens_max: int, now_s: float
+    ) -> bool:
+        """Whether what a request waits for is expected before it could be computed.
+
+        Args:
+            state: whose request waits.
+            num_tokens_max: it has a use for so many behind those that the GPU has.
+        """
+        load = state.wait.load
+        assert load is not None
+        num_brought = load.end_hash * self._index.hash_block_size - num_computed_tokens
+        num_tokens = min(num_brought, num_tokens_max)
+        num_left = state.request.num_tokens - num_computed_tokens - num_tokens
+        loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
+        return self._costs.pays(Offer(num_tokens, num_left, loading_s))
 
     def _grow_hit(
         self, state: RequestState, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
@@ -207,8 +221,7 @@ class Loads:
             places = num_local_tokens // size, (num_local_tokens + num_tokens) // size
             ranks = set(range(self._num_ranks))
             hashes = state.request.block_hashes
-            load = Load(transfer, lease, state, hashes, *places, ranks, num_tokens=num_tokens)
-            self._new.append(load)
+            self._new.append(Load(transfer, lease, state, hashes, *places, ranks))
             self._counters[Count.HIT_TOKENS] += num_tokens
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
@@ -340,7 +353,8 @@ class Loads:
             return None
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if load.sent_s is not None:
-            self._costs.loads.add(load.num_tokens, now_s - load.sent_s)
+            num_tokens = (load.end_hash - load.first_hash) * self._index.hash_block_size
+            self._costs.loads.add(num_tokens, now_s - load.sent_s)
         if state.finished:
             load.lease.release()
         else:

@@ -127,7 +127,6 @@ class Sharing:
         wait.load, wait.newest_id = load, load.transfer.transfer_id
         wait.called_off = False
         wait.asked_s, wait.num_computed_tokens = now_s, num_computed_tokens
-        self._counters[Count.SHARED_WAITS] += 1
 
     def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
         """Whether a load brings a request's first missing block, to where vLLM finds it.

@@ -231,6 +231,31 @@ def test_a_number_of_tokens_decides_alone(
     rig.check_idle()
 
 
+def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    for size in (1, 64):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner._costs.steps.add(size, 0.1 * size)
+            rig.planner._costs.loads.add(size, 0.1)
+    rig.hold_copies(True)
+    rig.add("first", rig.prompt(41, 1))
+    rig.add("second", rig.prompt(41, 1))
+    rig.planned_step()
+    began_s = rig.clock.now_s
+    assert rig.planner._book.get("second").wait.load is not None
+    rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
+    assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
+
+
 def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
     rig.start()
