@@ -121,8 +121,8 @@ class Loads:
             state.drop_hit()
             return 0
         if self._sharing.goes_on(state, num_computed_tokens, now_s):
-            num_tokens_max = request.num_tokens - 1 - num_computed_tokens
-            if self._is_worth_waiting(state, num_computed_tokens, num_tokens_max, now_s):
+            num_wanted = request.num_tokens - num_computed_tokens - 1
+            if self._is_worth_waiting(state, num_computed_tokens, num_wanted, now_s):
                 return None
             state.wait.load = None
             self._counters[Count.UNPAID_HITS] += 1
