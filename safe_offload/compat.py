@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
@@ -61,9 +61,11 @@ __all__ = [
     "make_coordinator",
     "num_blocks_of_longest_request",
     "num_decode_tokens_max",
+    "num_steps_in_flight",
     "refuse_unsupported",
     "replace_full_attention",
     "resolve_block_sizes",
+    "retention_interval",
     "segments",
     "state_group_ids",
     "uses_v2_model_runner",
@@ -158,6 +160,23 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
             )
         return False
     return True
+
+
+def retention_interval(coordinator: Any) -> int | None:
+    """How sparsely vLLM's prefix cache keeps sliding windows and Mamba states.
+
+    Args:
+        coordinator: vLLM's `KVCacheCoordinator`.
+
+    Returns:
+        None if it keeps all of them, or if there are none; else one run every so many tokens, and
+        what a hit at the end of a prompt needs; 0 for the latter alone.
+    """
+    kinds = (SlidingWindowSpec, MambaSpec)
+    managers = coordinator.single_type_managers
+    if not any(isinstance(manager.kv_cache_spec, kinds) for manager in managers):
+        return None
+    return getattr(coordinator, "retention_interval", None)
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
@@ -323,6 +342,17 @@ def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
     """How many tokens a request that has computed its prompt may compute in one step."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
+
+
+def num_steps_in_flight(vllm_config: VllmConfig) -> int:
+    """How many steps the engine has in flight while it is busy.
+
+    Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
+    """
+    num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    if not getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return num_stages
+    return num_stages + 1 if num_stages == 1 or uses_v2_model_runner(vllm_config) else num_stages
 
 
 def _drops_eagle_block(speculative_config: Any) -> bool:

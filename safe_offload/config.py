@@ -24,6 +24,7 @@ from safe_offload.settings import (
     integer,
     read_choice,
     read_count,
+    read_count_or_auto,
     read_sampling,
     read_seconds,
     read_switch,
@@ -53,6 +54,7 @@ MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
 MAX_NUM_SLOTS: Final = (1 << 31) - 1
 MAX_COPY_THREADS: Final = 64
 MAX_TRANSFER_TIMEOUT_S: Final = 3600
+MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
 
 EVICTION_POLICIES: Final = ("lru", "slru")
 COPY_PATHS: Final = ("auto", "batch", "kernel", "each")
@@ -72,6 +74,7 @@ VALID_KEYS: Final = (
     "copy_path",
     "self_test",
     "transfer_timeout_s",
+    "min_load_tokens",
     "verify",
     "check_invariants",
 )
@@ -123,6 +126,8 @@ class OffloadConfig:
         self_test: prove that copies are right when vLLM has allocated its KV cache.
         transfer_timeout_s: a transfer that has not been started by then fails; one that was started
             and has not ended by then is overdue.
+        min_load_tokens: hits of fewer tokens are computed instead; None for those of which that is
+            expected to be faster.
         verify_every: one in so many loaded slots is compared with the checksum of what was stored
             in it; 0 for none, and then no checksums are computed.
         verify_invariants: check the connector's own state after every step; for tests.
@@ -139,6 +144,7 @@ class OffloadConfig:
     copy_path: str = "auto"
     self_test: bool = True
     transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
+    min_load_tokens: int | None = None
     verify_every: int = 0
     verify_invariants: bool = False
 
@@ -203,6 +209,9 @@ class OffloadConfig:
                 read_seconds(settings, "transfer_timeout_s", maximum=MAX_TRANSFER_TIMEOUT_S)
                 if "transfer_timeout_s" in settings
                 else DEFAULT_TRANSFER_TIMEOUT_S
+            ),
+            min_load_tokens=read_count_or_auto(
+                settings, "min_load_tokens", maximum=MAX_MIN_LOAD_TOKENS
             ),
             verify_every=read_sampling(settings, "verify"),
             verify_invariants=read_switch(settings, "check_invariants"),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-STORE_QUEUE_FACTOR = 4
+STORES_FACTOR = 4
 """Stores wait to be copied up to so many times `max_inflight_bytes`; there are no more of them."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -74,8 +74,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV cache in host memory and brings it back instead of recomputing it.
 
     Args:
-        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`
-            (docs/configuration.md).
+        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`.
         role: which half this is.
         kv_cache_config: layers, groups and sizes of the GPU's KV cache.
 
@@ -109,31 +108,31 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_planner(self) -> Planner:
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
-        slot_bytes = compat.block_bytes(kv_cache_config)
-        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // max(slot_bytes, 1)
+        config = self._config
+        slot_bytes = max(1, compat.block_bytes(kv_cache_config))
+        num_slots = config.num_slots or config.cpu_bytes_per_rank // slot_bytes
         if num_slots < 1:
             raise ConfigError(
-                f'"{self._config.capacity_key}" gives each rank '
-                f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
-                f"{format_bytes(slot_bytes)}. Fix: give more, or shorten the block size."
+                f'"{config.capacity_key}" gives each rank {format_bytes(config.cpu_bytes_per_rank)}'
+                f"; expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or "
+                "shorten the block size."
             )
-        index = HostIndex.for_engine(
-            vllm_config, kv_cache_config, num_slots, self._config.eviction_policy
-        )
-        advise(vllm_config, kv_cache_config, self._config, num_slots)
+        policy = config.eviction_policy
+        index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
+        advise(vllm_config, kv_cache_config, config, num_slots)
+        num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        num_ahead = 2 * index.num_blocks_in_step(num_step_tokens)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
-            num_store_blocks_max=max(
-                1, STORE_QUEUE_FACTOR * self._config.max_inflight_bytes // max(slot_bytes, 1)
-            ),
-            lazy_num_blocks=(
-                2 * index.num_blocks_in_step(vllm_config.scheduler_config.max_num_batched_tokens)
-                if self._config.lazy_offload
-                else None
-            ),
+            num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
+            lazy_num_blocks=num_ahead if config.lazy_offload else None,
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),
             num_decode_tokens_max=compat.num_decode_tokens_max(vllm_config),
+            transfer_timeout_s=config.transfer_timeout_s,
+            min_load_tokens=config.min_load_tokens,
+            num_step_tokens_max=num_step_tokens,
+            num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
         )
         return Planner(index, options, self._counters)
 
@@ -196,11 +195,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See KVConnectorBase_V1; never None, so that no request waits for an answer."""
+        """See KVConnectorBase_V1; None only while another loads the same (see `sharing`)."""
         if self._planner is None:
             return 0, False
-        num_tokens = self._planner.match(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        num_tokens = self._planner.match(request, num_computed_tokens, self._clock())
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -243,7 +242,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is None:
             return
         try:
-            self._planner.settle(connector_output)
+            self._planner.settle(connector_output, self._clock())
             self._check()
         except Exception as error:
             report = connector_output.kv_connector_worker_meta

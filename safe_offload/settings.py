@@ -35,6 +35,23 @@ def read_count(settings: Mapping[str, object], key: str, *, maximum: int) -> int
     )
 
 
+def read_count_or_auto(settings: Mapping[str, object], key: str, *, maximum: int) -> int | None:
+    """Return a whole number of 0 to `maximum`; None for "auto", and where the key is missing."""
+    value = settings.get(key, "auto")
+    if isinstance(value, str) and value == "auto":
+        return None
+    allowed = f'"auto", or a whole number of 0 to {maximum}'
+    fix = f'write "{key}": 0 or "{key}": 256, or leave it out for "auto"'
+    if isinstance(value, str):
+        problem = "this is a string"
+    else:
+        count = integer(key, value, allowed=allowed, example="256")
+        if 0 <= count <= maximum:
+            return count
+        problem = "it is too large" if count > maximum else "it is negative"
+    raise value_error(key, value, problem=problem, allowed=allowed, fix=fix)
+
+
 def read_seconds(settings: Mapping[str, object], key: str, *, maximum: int) -> float:
     """Return a time in seconds, more than 0 and at most `maximum`."""
     value = settings[key]

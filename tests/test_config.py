@@ -262,6 +262,23 @@ def test_a_deadline_that_cannot_be_meant_is_refused_with_the_fix(written):
 
 
 @pytest.mark.parametrize(
+    ("written", "tokens"), [("auto", None), (0, 0), (256, 256), (2.0, 2), (2**31 - 1, 2**31 - 1)]
+)
+def test_from_how_many_tokens_a_hit_is_loaded_is_a_number_or_left_to_measuring(written, tokens):
+    assert read(min_load_tokens=written).min_load_tokens == tokens
+    assert read().min_load_tokens is None
+
+
+@pytest.mark.parametrize(
+    "written", [-1, 2**31, 0.5, "256", "Auto", "", True, None, [1], math.nan, math.inf]
+)
+def test_a_least_hit_that_cannot_be_meant_is_refused_with_the_fix(written):
+    message = refusal("min_load_tokens", written)
+    assert 'Allowed: "auto", or a whole number of 0 to 2147483647' in message
+    assert "Fix: " in message
+
+
+@pytest.mark.parametrize(
     ("written", "every"),
     [("off", 0), ("load", 1), ("sample:1", 1), ("sample:16", 16), ("sample:999999999", 999999999)],
 )

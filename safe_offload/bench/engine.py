@@ -175,7 +175,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as folder:
         log_folder = log_folder or Path(folder)
         options = _fit_to_model(options, log_folder, say)
-        engines = _engine_options(options, Path(folder))
+        engines = engine_options(options, Path(folder))
         load_before = os.getloadavg()
         processes: dict[str, EngineProcess] = {}
         try:
@@ -305,7 +305,7 @@ def _fit_to_model(
         return options
     say("starting an engine to see what fits the model ...")
     sizes = ask_for_sizes(
-        _engine_options(options, log_folder)[BASELINE],
+        engine_options(options, log_folder)[BASELINE],
         log_folder / "sizing.log",
         pool_ratio=options.pool_ratio,
         num_answer_tokens=options.num_answer_tokens,
@@ -321,7 +321,7 @@ def _fit_to_model(
     )
 
 
-def _engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
+def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
     """Return how to start each engine: the same but for the connector."""
     max_model_len = options.num_prompt_tokens + options.num_answer_tokens
     arguments: dict[str, Any] = {

@@ -219,7 +219,11 @@ def make_engine_options(
         arguments["kv_transfer_config"] = {
             "kv_connector": "SafeCPUOffloadConnector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": options.cpu_bytes, **settings},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": options.cpu_bytes,
+                "min_load_tokens": 0,  # what is counted is tokens, not time
+                **settings,
+            },
         }
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is watched from inside

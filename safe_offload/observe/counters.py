@@ -95,6 +95,18 @@ class Count(enum.StrEnum):
         "postponed_hits",
         "Hits not used because the requests that wait for loads hold too many GPU blocks.",
     )
+    SHARED_WAITS = (
+        "shared_waits",
+        "Requests that waited for another's load of the same blocks instead of loading them too.",
+    )
+    SHARED_WAITS_CUT = (
+        "shared_waits_cut",
+        "Of these, those that waited as long as they may, and loaded the blocks themselves.",
+    )
+    UNPAID_HITS = (
+        "unpaid_hits",
+        "Hits not offered because computing their tokens is expected to be faster.",
+    )
     STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
     DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
     DROPPED_UNKNOWN_IDS = "dropped_unknown_ids", "Finished ids of requests that do not exist."

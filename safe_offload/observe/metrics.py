@@ -23,6 +23,9 @@ GAUGES = {
     "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
     "stores_in_flight": "Stores that not all ranks have finished.",
     "loads_in_flight": "Loads that not all ranks have finished.",
+    "compute_tokens_per_s": "Tokens that the largest steps compute in a second, as measured.",
+    "load_tokens_per_s": "Tokens that the largest loads bring in a second, as measured.",
+    "load_latency_us": "Time of the smallest loads in microseconds, as measured.",
 }
 
 _COUNTS, _GAUGES = "counts", "gauges"

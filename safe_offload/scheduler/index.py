@@ -168,6 +168,8 @@ class HostIndex:
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
         self.slots = slots
         self.epoch = 0
+        self.retention_interval = compat.retention_interval(coordinator)
+        """See `compat.retention_interval`."""
 
     @classmethod
     def for_engine(

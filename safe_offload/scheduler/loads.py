@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
+from safe_offload.scheduler.cost import Costs, Offer
 from safe_offload.scheduler.index import Hit, HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
+from safe_offload.scheduler.sharing import Sharing
 from safe_offload.scheduler.slots import NO_SLOT, needed
 
 if TYPE_CHECKING:
@@ -37,16 +40,35 @@ class Load:
         lease: the slots it reads.
         owner: the request that waits for it.
         num_tokens: that it brings.
+        hashes: of the owner's blocks, from its first token on.
+        first_hash, end_hash: which of these blocks it brings.
         ranks_left: ranks that have not reported it.
         failed: a rank reported that it failed.
+        has_ended: every rank has reported it, or it was given up.
+        sent_s: when the plan was made that names it.
     """
 
     transfer: Transfer
     lease: Lease
     owner: RequestState
     num_tokens: int
+    hashes: Sequence[bytes]
+    first_hash: int
+    end_hash: int
     ranks_left: set[int]
     failed: bool = False
+    has_ended: bool = False
+    sent_s: float | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the owner still waits for it."""
+        return not (self.has_ended or self.owner.finished)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the owner has got what it brings."""
+        return self.has_ended and not (self.failed or self.owner.finished)
 
 
 class Loads:
@@ -58,15 +80,19 @@ class Loads:
         transfer_ids: never gives the same twice.
         num_ranks: workers that report.
         counters: what happens is counted here.
+        wait_max_s: see `Sharing`.
+        costs: say whether a hit is worth loading.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         index: HostIndex,
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
         counters: Counters,
+        wait_max_s: float,
+        costs: Costs,
     ) -> None:
         self._index = index
         self._leases = leases
@@ -74,6 +100,8 @@ class Loads:
         self._num_ranks = num_ranks
         self._counters = counters
         self._admission = Admission(index)
+        self._sharing = Sharing(index, wait_max_s, counters)
+        self._costs = costs
         self._new: list[Load] = []
         self._in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
@@ -84,11 +112,22 @@ class Loads:
         self._null_block_id = gpu.null_block_id
         self._admission.bind(gpu.num_blocks)
 
-    def match(self, state: RequestState, num_computed_tokens: int) -> int:
-        """Find and lease the longest hit of a waiting request (I1); returns its tokens."""
+    def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
+        """Find and lease the longest hit of a waiting request (I1).
+
+        Returns:
+            Its tokens; None if a load of another request brings the first of them (see `sharing`).
+        """
         request = state.request
         if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
             state.drop_hit()
+            return 0
+        if self._sharing.goes_on(state, num_computed_tokens, now_s):
+            num_wanted = request.num_tokens - num_computed_tokens - 1
+            if self._is_worth_waiting(state, num_computed_tokens, num_wanted, now_s):
+                return None
+            state.wait.load = None
+            self._counters[Count.UNPAID_HITS] += 1
             return 0
         # The last token is always computed, for its logits.
         num_tokens_max = request.num_tokens - 1
@@ -103,6 +142,14 @@ class Loads:
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
+        if self._begins_to_wait(state, hit, now_s):
+            state.drop_hit()
+            return None
+        num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
+        if hit is not state.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
+            self._counters[Count.UNPAID_HITS] += 1
+            state.drop_hit()
+            return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
             state.drop_hit()
@@ -111,6 +158,37 @@ class Loads:
             state.hit, state.hit_lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
             state.move(Phase.MATCHED)
         return hit.num_tokens
+
+    def _begins_to_wait(self, state: RequestState, hit: Hit, now_s: float) -> bool:
+        """Whether a request waits from now on for another's load of what it has a hit for."""
+        num_computed_tokens = hit.num_computed_tokens
+        under_way = chain(self._in_flight.values(), self._new)
+        load = self._sharing.find(state, num_computed_tokens, under_way)
+        if load is None:
+            return False
+        self._sharing.begin(state, load, num_computed_tokens, now_s)
+        if self._is_worth_waiting(state, num_computed_tokens, hit.num_tokens, now_s):
+            self._counters[Count.SHARED_WAITS] += 1
+            return True
+        state.wait.load = None
+        return False
+
+    def _is_worth_waiting(
+        self, state: RequestState, num_computed_tokens: int, num_tokens_max: int, now_s: float
+    ) -> bool:
+        """Whether what a request waits for is expected before it could be computed.
+
+        Args:
+            state: whose request waits.
+            num_tokens_max: it has a use for so many behind those that the GPU has.
+        """
+        load = state.wait.load
+        assert load is not None
+        num_brought = load.end_hash * self._index.hash_block_size - num_computed_tokens
+        num_tokens = min(num_brought, num_tokens_max)
+        num_left = state.request.num_tokens - num_computed_tokens - num_tokens
+        loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
+        return self._costs.pays(Offer(num_tokens, num_left, loading_s))
 
     def _grow_hit(
         self, state: RequestState, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
@@ -141,8 +219,11 @@ class Loads:
             lease, state.hit_lease = state.hit_lease, None
             lease.keep(LeaseKind.LOAD, slots)
             transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
+            size = self._index.hash_block_size
+            places = num_local_tokens // size, (num_local_tokens + num_tokens) // size
             ranks = set(range(self._num_ranks))
-            self._new.append(Load(transfer, lease, state, num_tokens, ranks))
+            hashes = state.request.block_hashes
+            self._new.append(Load(transfer, lease, state, num_tokens, hashes, *places, ranks))
             self._counters[Count.HIT_TOKENS] += num_tokens
             self._index.slots.mark_hit(slots)
         else:
@@ -206,7 +287,7 @@ class Loads:
         """Ids of requests whose load failed since the last `sent`."""
         return tuple(state.request.request_id for state in self._failures)
 
-    def sent(self) -> None:
+    def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
 
         From now on only the workers' echo ends the wait of a request whose load failed. It is
@@ -214,7 +295,9 @@ class Loads:
         vLLM 0.32.0 counts what it has reserved for the first load of a request against its second,
         which in a small pool then never begins.
         """
-        self._in_flight.update((load.transfer.transfer_id, load) for load in self._new)
+        for load in self._new:
+            load.sent_s = now_s
+            self._in_flight[load.transfer.transfer_id] = load
         self._new = []
         failures, self._failures = self._failures, []
         for state in failures:
@@ -234,6 +317,8 @@ class Loads:
         Args:
             states: all requests; what the books say about their loads is made anew.
         """
+        for load in self._new:
+            load.failed = load.has_ended = True
         self._new = []
         self._in_flight = {i: load for i, load in self._in_flight.items() if load.ranks_left}
         loading = {load.owner for load in self._in_flight.values()}
@@ -250,13 +335,18 @@ class Loads:
         """The load of that id, if it is in flight."""
         return self._in_flight.get(transfer_id)
 
-    def settle(self, load: Load) -> RequestState | None:
+    def settle(self, load: Load, now_s: float) -> RequestState | None:
         """Every rank has reported a load.
+
+        Args:
+            load: which.
+            now_s: of a clock that never goes back.
 
         Returns:
             The request that may run now; None if the load failed, which is announced later.
         """
         del self._in_flight[load.transfer.transfer_id]
+        load.has_ended = True
         state = load.owner
         if load.failed:
             # The same hit must not be offered again (FAULTS: H4).
@@ -266,6 +356,8 @@ class Loads:
             return None
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
+        if load.sent_s is not None:
+            self._costs.loads.add(load.num_tokens, now_s - load.sent_s)
         if state.finished:
             load.lease.release()
         else:

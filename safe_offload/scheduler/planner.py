@@ -20,6 +20,7 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler.agenda import Agenda
+from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.harvest import Harvest
@@ -28,6 +29,7 @@ from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook
+from safe_offload.scheduler.sharing import WAIT_MAX_S
 from safe_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class PlannerOptions:
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: a request that has computed its prompt computes at most so many
             tokens in one step.
+        transfer_timeout_s: no request waits longer for loads of others.
+        min_load_tokens, num_step_tokens_max: see `cost.Costs`.
+        num_steps_in_flight: see `cost.StepWatch`.
     """
 
     num_ranks: int
@@ -65,6 +70,10 @@ class PlannerOptions:
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
     num_decode_tokens_max: int = 1
+    transfer_timeout_s: float = WAIT_MAX_S
+    min_load_tokens: int | None = 0
+    num_step_tokens_max: int = 1
+    num_steps_in_flight: int = 1
 
     @property
     def is_lazy(self) -> bool:
@@ -89,7 +98,12 @@ class Planner:
         self._counters = counters
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
-        self._loads = Loads(index, self._leases, transfer_ids, options.num_ranks, counters)
+        self._costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
+        self._steps = StepWatch(self._costs.steps, options.num_steps_in_flight)
+        ranks, wait_max_s = options.num_ranks, min(WAIT_MAX_S, options.transfer_timeout_s)
+        self._loads = Loads(
+            index, self._leases, transfer_ids, ranks, counters, wait_max_s, self._costs
+        )
         self._harvest = Harvest(index, self._leases, counters)
         self._stores = Stores(
             self._harvest, index, self._leases, transfer_ids, options.num_ranks, counters
@@ -146,7 +160,7 @@ class Planner:
         """on_new_request: remember the request, so that finished ids can be told from foreign."""
         self._book.see(request)
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
+    def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
         """get_num_new_matched_tokens: report and lease the longest host hit (I1).
 
         May be called any number of times for one request; each call replaces the last.
@@ -154,9 +168,11 @@ class Planner:
         Args:
             request: not scheduled yet, or preempted.
             num_computed_tokens: tokens that the GPU's prefix cache has.
+            now_s: of a clock that never goes back.
 
         Returns:
-            Number of tokens behind those that can be loaded, 0 for none.
+            Number of tokens behind those that can be loaded, 0 for none; None while a load of the
+            same blocks for another request is under way, which this one waits for.
         """
         state = self._book.see(request)
         if state.finished or state.phase is Phase.LOADING:
@@ -166,8 +182,8 @@ class Planner:
         if request.skip_reading_prefix_cache or is_off:
             state.drop_hit()
             return 0
-        num_tokens = self._loads.match(state, num_computed_tokens)
-        if self._options.is_lazy:
+        num_tokens = self._loads.match(state, num_computed_tokens, now_s)
+        if self._options.is_lazy and num_tokens is not None:
             self._harvest.look_ahead(num_computed_tokens + num_tokens)
         return num_tokens
 
@@ -191,6 +207,7 @@ class Planner:
             self._loads.let_go(state)
             state.drop_hit()
             state.must_compute = False
+            state.wait.stuck_at = -1
             state.move(Phase.RUNNING)
             self._agenda.add(state)
 
@@ -230,6 +247,8 @@ class Planner:
             self._start_steps_left -= 1
         if self._gpu is None:
             return EMPTY_PLAN
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._steps.planned(scheduled, scheduler_output.total_num_scheduled_tokens, now_s)
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
@@ -238,7 +257,7 @@ class Planner:
             return EMPTY_PLAN
         plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
         self._stores.sent()
-        self._loads.sent()
+        self._loads.sent(now_s)
         self.has_changed = True
         return plan
 
@@ -284,7 +303,7 @@ class Planner:
 
     # ---- the workers have reported -------------------------------------------------------------
 
-    def settle(self, output: KVConnectorOutput) -> None:
+    def settle(self, output: KVConnectorOutput, now_s: float) -> None:
         """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
@@ -293,12 +312,12 @@ class Planner:
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                self._settle_report(report, output)
+                self._settle_report(report, output, now_s)
         finally:  # vLLM reads the ids in any case
             if self._gpu is not None and (output.finished_recving or output.finished_sending):
                 self._book.filter(output, self._gpu)
 
-    def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
+    def _settle_report(self, report: StepReport, output: KVConnectorOutput, now_s: float) -> None:
         """Settle what every rank has reported by now.
 
         All outcomes are noted before the first transfer is settled, because none of them is told
@@ -308,7 +327,7 @@ class Planner:
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
-            if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
+            if isinstance(load, Load) and (state := self._loads.settle(load, now_s)) is not None:
                 received = output.finished_recving or ()
                 output.finished_recving = {*received, state.request.request_id}
         for store in complete:
@@ -364,6 +383,7 @@ class Planner:
         for state in self._book:
             state.drop_hit()
             state.let_go_prefix()
+            state.wait.called_off = True
         self._stores.forget_unsent(self._book)
 
     @property
@@ -385,6 +405,7 @@ class Planner:
             "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self._stores),
             "loads_in_flight": len(self._loads),
+            **self._costs.gauges(),
         }
 
     def check_invariants(self) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters, is_milestone
 from safe_offload.scheduler.limits import ALLOWED, NO_LIMITS, Limits, read_limits
+from safe_offload.scheduler.sharing import Wait
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -79,6 +80,7 @@ class RequestState:
         limits: what its client allows to be stored and loaded.
         must_compute: its load failed; no hit is reported for it before it has run.
         num_failed_loads: over its whole life.
+        wait: for loads of others.
     """
 
     request: Request
@@ -99,6 +101,7 @@ class RequestState:
     must_compute: bool = False
     num_failed_loads: int = 0
     limits: Limits = NO_LIMITS
+    wait: Wait = field(default_factory=Wait)
 
     def __post_init__(self) -> None:
         self.cursors = [0] * self.num_groups

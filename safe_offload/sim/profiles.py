@@ -85,6 +85,16 @@ _FEW_BLOCKS = EngineShape(tensor_ranks=2, num_blocks=26, is_async=True)
 _FEW_REQUESTS = Workload(
     num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24
 )
+_TOGETHER = Workload(
+    num_requests=60,
+    num_steps=60,
+    num_stems=2,
+    num_tails=12,
+    stem_tokens=90,
+    output_tokens=8,
+    num_aborts=24,
+    num_resets=6,
+)
 _MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
 
 PROFILES: dict[str, Profile] = {
@@ -288,6 +298,26 @@ PROFILES: dict[str, Profile] = {
         EngineShape(is_async=True, has_streams=True),
         Workload(num_resets=12),
         copy_ticks_max=20,
+    ),
+    "shared": Profile(
+        "many requests at once with one prefix, two ranks: they wait for one load",
+        EngineShape(tensor_ranks=2, num_blocks=36, is_async=True, max_seqs=12),
+        _TOGETHER,
+        copy_ticks_max=40,
+        faults={**PEER_FAULTS, CopyFault.FAIL: 2},
+    ),
+    "shared-stalls": Profile(
+        "the same with a window and full attention, and copies that stand still",
+        replace(_HYBRID, has_streams=True, max_seqs=12),
+        _TOGETHER,
+        copy_ticks_max=40,
+        faults={CopyFault.STALL: 60},
+    ),
+    "costs": Profile(
+        "the same, and hits are offered only if loading is expected to be faster",
+        EngineShape(has_streams=True, extra={"min_load_tokens": "auto"}),
+        _TOGETHER,
+        copy_ticks_max=10,
     ),
     "salts": Profile("cache salts: equal tokens, different keys", workload=Workload(num_salts=3)),
     "failing": Profile(

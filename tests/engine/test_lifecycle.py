@@ -36,7 +36,11 @@ none."""
 CONFIG = {
     "kv_connector": "SafeCPUOffloadConnector",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"num_cpu_blocks": 500, "check_invariants": True},
+    "kv_connector_extra_config": {
+        "num_cpu_blocks": 500,
+        "check_invariants": True,
+        "min_load_tokens": 0,
+    },
 }
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),

@@ -34,6 +34,7 @@ _HARVEST, _SOURCES = "scheduler/harvest.py", "scheduler/sources.py"
 _SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/ranks.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
+_SHARING = "scheduler/sharing.py"
 _GPU_BLOCKS, _WITNESS = "scheduler/gpu_blocks.py", "scheduler/witness.py"
 
 MUTANTS = (
@@ -720,6 +721,54 @@ MUTANTS = (
         "        if False:",
         "I7",
         ("hybrid-pressure",),
+    ),
+    Mutant(
+        "a load that is over is waited for",
+        _LOADS,
+        "        load.has_ended = True\n        state = load.owner\n",
+        "        state = load.owner\n",
+        "I7",
+        ("shared",),
+    ),
+    Mutant(
+        "the load of a request that has gone is waited for",
+        _LOADS,
+        "return not (self.has_ended or self.owner.finished)",
+        "return not self.has_ended",
+        "I7",
+        ("shared", "shared-stalls"),
+    ),
+    Mutant(
+        "a load is waited for without end",
+        _SHARING,
+        "        elif wait.waited_s >= self._wait_max_s:\n",
+        "        elif False:\n",
+        "I7",
+        ("shared-stalls",),
+    ),
+    Mutant(
+        "the time of each wait is bounded, and not of all together",
+        _SHARING,
+        "        wait.waited_s += now_s - wait.asked_s\n",
+        "        wait.waited_s = now_s - wait.asked_s\n",
+        "I7",
+        ("shared-stalls",),
+    ),
+    Mutant(
+        "the same load is waited for twice",
+        _SHARING,
+        "load.transfer.transfer_id > wait.newest_id",
+        "True",
+        "I7",
+        ("shared-stalls", "shared", "overdue-gpu"),
+    ),
+    Mutant(
+        "a load of another prefix is waited for",
+        _SHARING,
+        "if not is_brought or load.hashes[place] != hashes[place]:",
+        "if not is_brought:",
+        "I7",
+        ("shared",),
     ),
     # ---- I8: nothing is left ----
     Mutant(

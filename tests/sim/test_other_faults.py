@@ -130,7 +130,7 @@ def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(
     check_idle(engine)
 
 
-def test_h5_a_match_is_a_number_at_once_while_every_copy_hangs(engines: Engines) -> None:
+def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines: Engines) -> None:
     engine = engines.make()
     offered = watch_matches(engine)
     hold_copies(engine, True)

@@ -15,6 +15,7 @@ from safe_offload.sim.checkers.ledger import Ledger
 from safe_offload.sim.checkers.progress import ProgressChecker
 from safe_offload.sim.checkers.references import ReferenceChecker
 from safe_offload.sim.checkers.slots import SlotChecker
+from safe_offload.sim.checkers.waits import WaitChecker
 from safe_offload.sim.engine_core import EngineCore
 
 
@@ -30,6 +31,7 @@ class Checkers:
         self.slots = SlotChecker(core, self.ledger)
         self.contents = ContentChecker(core)
         self.progress = ProgressChecker(core, self.ledger)
+        self.waits = WaitChecker(core, self.ledger)
 
     def after_step(self) -> None:
         """What must hold between any two steps.

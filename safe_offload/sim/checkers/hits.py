@@ -54,8 +54,10 @@ class HitChecker:
         self._found = None
         self.offered.pop(request.request_id, None)
         num_tokens, is_async = original(request, num_computed_tokens)
-        if num_tokens is None or is_async != (num_tokens > 0):
+        if is_async != bool(num_tokens):
             raise Finding("I1", f"match answers {(num_tokens, is_async)}")
+        if num_tokens is None:  # see `WaitChecker`
+            return None, False
         if not 0 <= num_tokens <= request.num_tokens - num_computed_tokens:
             raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
         if self._found is not None:

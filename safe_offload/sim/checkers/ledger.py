@@ -134,6 +134,12 @@ class Ledger:
                 if len(record.told) == self._core.shape.num_ranks:
                     self._told.append(record)
 
+    def has_heard_of_load(self, request: Any) -> bool:
+        """Whether the scheduler side has heard from all ranks that a request's last load ended."""
+        loads = self.loads_of(request)
+        is_new = request.request_id in self._allocated
+        return not is_new and bool(loads) and len(loads[-1].told) == self._core.shape.num_ranks
+
     def take_over_loads(self) -> list[Record]:
         """Loads of which the scheduler side has heard from all ranks, since the last call."""
         told, self._told = self._told, []

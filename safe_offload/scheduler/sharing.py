@@ -1,0 +1,161 @@
+"""Requests that wait for a load of another request instead of loading the same blocks once more.
+
+Requests with one prefix often come together: several answers to one prompt, agents, users behind
+one system prompt. Whoever comes before the first load has landed would load a copy of its own, and
+all copies hold GPU blocks (FAULTS: P3). So it waits: vLLM's scheduler asks again in its next step,
+goes on with the requests behind meanwhile, and puts what the load brings into its own prefix cache
+before it asks. (vLLM 0.32.0, Scheduler.schedule: it looks first at the requests that hold blocks
+for a load; _update_waiting_for_remote_kv caches the blocks of each group.)
+
+What bounds the wait (FAULTS: H5):
+
+- A load is waited for while it is under way and its request lives. vLLM frees the blocks of a
+  request that has been aborted without caching them, and a failed load has nothing to cache.
+- A request waits at most so many seconds over its whole life, whatever it waits for.
+- A load that a request has stopped waiting for, and every older one, it does not wait for again.
+- A load that has landed must have brought it further. If it did not, because vLLM does not keep
+  what the request needs of it, the request waits for no other before it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import Count, Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.loads import Load
+    from safe_offload.scheduler.requests import RequestState
+
+WAIT_MAX_S = 10.0
+"""A request waits no longer for loads of others, over its whole life; nor than a transfer may."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """How a request has waited for loads of others.
+
+    Attributes:
+        load: the one that it waits for now.
+        called_off: the host forgot what it waits for.
+        asked_s: when vLLM asked last, while it waits.
+        waited_s: over its whole life, up to `asked_s`.
+        newest_id: of the loads that it has waited for.
+        num_computed_tokens: on the GPU when its present wait began.
+        stuck_at: so many were there, and a load that landed made them no more; -1 for none.
+    """
+
+    load: Load | None = None
+    called_off: bool = False
+    asked_s: float = 0.0
+    waited_s: float = 0.0
+    newest_id: int = -1
+    num_computed_tokens: int = 0
+    stuck_at: int = -1
+
+
+class Sharing:
+    """Decides who waits for which load.
+
+    Args:
+        index: knows how a prompt is cut into blocks, and what vLLM keeps of them.
+        wait_max_s: of one request, over its whole life.
+        counters: waits are counted here.
+    """
+
+    def __init__(self, index: HostIndex, wait_max_s: float, counters: Counters) -> None:
+        self._index = index
+        self._wait_max_s = wait_max_s
+        self._counters = counters
+
+    def goes_on(self, state: RequestState, num_computed_tokens: int, now_s: float) -> bool:
+        """Whether a request that waits for a load is to wait on.
+
+        Args:
+            state: whose request vLLM asks about.
+            num_computed_tokens: tokens that the GPU's prefix cache has.
+            now_s: of a clock that never goes back.
+        """
+        wait = state.wait
+        load = wait.load
+        if load is None:
+            return False
+        wait.waited_s += now_s - wait.asked_s
+        wait.asked_s = now_s
+        if not load.is_under_way:
+            if load.has_landed and num_computed_tokens <= wait.num_computed_tokens:
+                wait.stuck_at = num_computed_tokens
+        elif wait.waited_s >= self._wait_max_s:
+            self._counters[Count.SHARED_WAITS_CUT] += 1
+        elif not wait.called_off and self._brings(load, state.request, num_computed_tokens):
+            return True
+        wait.load = None
+        return False
+
+    def find(
+        self, state: RequestState, num_computed_tokens: int, loads: Iterable[Load]
+    ) -> Load | None:
+        """The load that a request may wait for, rather than make its own; None for none.
+
+        Args:
+            state: of a request that has a hit behind `num_computed_tokens`.
+            num_computed_tokens: see `goes_on`.
+            loads: that have begun and that not all ranks have reported, in that order.
+        """
+        wait = state.wait
+        if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
+            return None
+        for load in loads:
+            if (
+                load.transfer.transfer_id > wait.newest_id
+                and load.is_under_way
+                and self._brings(load, state.request, num_computed_tokens)
+            ):
+                return load
+        return None
+
+    def begin(
+        self, state: RequestState, load: Load, num_computed_tokens: int, now_s: float
+    ) -> None:
+        """A request waits for a load from now on."""
+        wait = state.wait
+        wait.load, wait.newest_id = load, load.transfer.transfer_id
+        wait.called_off = False
+        wait.asked_s, wait.num_computed_tokens = now_s, num_computed_tokens
+
+    def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
+        """Whether a load brings a request's first missing block, to where vLLM finds it.
+
+        Hashes are chained, so one that is equal says that all before it are.
+        """
+        place = num_computed_tokens // self._index.hash_block_size
+        hashes = request.block_hashes
+        is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
+        if not is_brought or load.hashes[place] != hashes[place]:
+            return False
+        return self._is_kept(load, hashes, num_computed_tokens)
+
+    def _is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
+        """Whether vLLM's prefix cache has more than so many tokens once the load has landed.
+
+        By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
+        prompt needs and nothing else; what the load's own request has of its prompt beyond the load
+        is computed in the step that finds the load landed.
+        """
+        interval = self._index.retention_interval
+        if interval is None:
+            return True
+        size = self._index.hash_block_size
+        if interval and load.end_hash * size // interval * interval > num_computed_tokens:
+            return True
+        aligned = self._index.alignment_tokens
+        end: int = (load.owner.request.num_prompt_tokens - 1) // aligned * aligned
+        last: int = end // size - 1
+        if end <= num_computed_tokens or last >= min(len(hashes), len(load.hashes)):
+            return False
+        return hashes[last] == load.hashes[last]

@@ -1,0 +1,276 @@
+"""Whether a hit is offered: what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_offload.scheduler.cost import (
+    KEPT_SAMPLES,
+    PROBE_EVERY,
+    SAMPLES_MIN,
+    Costs,
+    Curve,
+    Offer,
+    StepWatch,
+)
+from safe_offload.sim.groups import BLOCK_TOKENS
+from tests.scheduler.rig import MakeRig, Rig
+
+STEP_TOKENS = 2048
+STEP_S, TOKEN_S = 0.004, 20e-6
+"""A step takes so long, and each token of it."""
+LOAD_S, LOADED_TOKEN_S = 0.004, 1e-6
+
+
+def measured(**changes: Any) -> Costs:
+    """Costs of an engine whose steps and loads have taken what is above."""
+    costs = Costs(changes.pop("min_load_tokens", None), STEP_TOKENS)
+    for size in (1, 40, 300, 2048):
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+            costs.loads.add(size, LOAD_S + size * LOADED_TOKEN_S)
+    return costs
+
+
+# ---- the decision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "pays"), [(32, False), (128, False), (256, True), (16_000, True)]
+)
+def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens: int, pays: bool) -> None:
+    assert measured().pays(Offer(num_tokens, 20)) == pays
+
+
+MEASURED_MS = {
+    32: (7.1, 9.2, 5.0),
+    128: (7.3, 10.3, 5.1),
+    256: (6.1, 8.2, 4.1),
+    1024: (12.8, 8.0, 4.6),
+    4096: (92, 9.0, 5.3),
+}
+"""Time to first token of a real CPU engine by prompt: computed, from the host, from the GPU."""
+
+
+def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine() -> None:
+    costs = Costs(None, 8192)
+    for num_tokens, (computed_ms, loaded_ms, on_gpu_ms) in MEASURED_MS.items():
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(1, 0.002)
+            costs.steps.add(num_tokens + 1, 0.002 + (computed_ms - on_gpu_ms) / 1000)
+            costs.loads.add(num_tokens, (loaded_ms - on_gpu_ms) / 1000)
+    for num_tokens, (computed_ms, loaded_ms, _) in MEASURED_MS.items():
+        chosen_ms = loaded_ms if costs.pays(Offer(num_tokens, 1)) else computed_ms
+        assert chosen_ms <= 1.05 * min(computed_ms, loaded_ms), num_tokens
+
+
+def test_before_anything_was_measured_every_hit_is_offered() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert costs.pays(Offer(1, 1))
+    for _ in range(SAMPLES_MIN):
+        costs.loads.add(16, 1.0)
+        assert costs.pays(Offer(1, 1)), "no step was measured"
+
+
+def test_a_number_overrules_what_was_measured() -> None:
+    assert measured(min_load_tokens=0).pays(Offer(1, 1))
+    assert measured(min_load_tokens=100).pays(Offer(100, 1))
+    assert not measured(min_load_tokens=100).pays(Offer(99, 1))
+
+
+def test_a_load_under_way_costs_what_is_left_of_it() -> None:
+    costs = measured()
+    assert not costs.pays(Offer(128, 20))
+    assert costs.pays(Offer(128, 20, loading_s=0.003))
+    assert not costs.pays(Offer(128, 20, loading_s=60.0)), "late, and who knows for how long"
+
+
+def test_what_is_refused_is_tried_now_and_then() -> None:
+    costs = measured()
+    answers = [costs.pays(Offer(32, 20)) for _ in range(3 * PROBE_EVERY)]
+    assert sum(answers) == 3
+
+
+def test_what_is_measured_anew_replaces_what_was() -> None:
+    costs = measured()
+    assert not costs.pays(Offer(128, 20))
+    for _ in range(KEPT_SAMPLES):
+        for size in (1, 40, 128):
+            costs.loads.add(size, 0.0001)
+    assert costs.pays(Offer(128, 20))
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    costs = measured()
+    costs.steps.add(148, 30.0)
+    for _ in range(2):
+        costs.steps.add(148, STEP_S + 148 * TOKEN_S)
+    assert not costs.pays(Offer(128, 20))
+
+
+def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(SAMPLES_MIN):
+        costs.loads.add(32, 0.004)
+        costs.steps.add(1, 0.004)
+        costs.steps.add(2048, 0.04)
+    assert costs.pays(Offer(16_000, 20))
+
+
+# ---- curves ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 100)), min_size=1, max_size=40),
+    st.integers(0, 10**7),
+    st.booleans(),
+)
+def test_a_curve_always_has_an_answer(
+    samples: list[tuple[int, float]], size: int, is_cheap: bool
+) -> None:
+    curve = Curve(is_cheap_beyond=is_cheap)
+    for sample in samples:
+        curve.add(*sample)
+    assert 0 <= curve.at(size) < float("inf")
+
+
+def test_more_never_takes_less() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    for size, seconds in ((1, 3.0), (10, 1.0), (100, 2.0), (1000, 9.0)):
+        curve.add(size, seconds)
+    assert [seconds for _, seconds in curve.points] == [2, 2, 2, 9]
+
+
+def test_between_two_sizes_it_is_a_line() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    curve.add(100, 1.0)
+    curve.add(300, 2.0)
+    assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.5, 1, 1.5, 2, 3]
+
+
+# ---- how long a step takes ---------------------------------------------------------------------
+
+
+def watched(num_in_flight: int, *steps: tuple[dict[str, int], float]) -> list[tuple[int, float]]:
+    """What is noted of steps, planned at these times."""
+    noted: list[tuple[int, float]] = []
+    curve: Any = Curve(is_cheap_beyond=False)
+    curve.add = lambda size, seconds: noted.append((size, round(seconds, 6)))
+    watch = StepWatch(curve, num_in_flight)
+    for scheduled, now_s in steps:
+        watch.planned(scheduled, sum(scheduled.values()), now_s)
+    return noted
+
+
+def test_a_step_takes_until_the_next_of_the_same_request_is_planned() -> None:
+    steps = (({"a": 100}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0))
+    assert watched(1, *steps) == [(100, 0.5), (1, 0.1), (8, 0.4)]
+
+
+def test_an_idle_engine_says_nothing() -> None:
+    assert not watched(1, ({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0))
+
+
+def test_with_two_steps_in_flight_the_third_is_planned_when_the_first_has_ended() -> None:
+    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 3}, 1.6)]
+    assert watched(2, *steps) == [(100, 0.499), (1, 0.1)]
+
+
+# ---- on vLLM's real scheduler ------------------------------------------------------------------
+
+
+def store(rig: Rig) -> None:
+    rig.run_alone("a", rig.prompt(41, 1))
+    rig.forget_gpu_cache()
+
+
+def measure(rig: Rig, load_s: float) -> None:
+    """Let it believe that a token takes a second, and every load so long."""
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner._costs.steps.add(size, 1.0 * size)
+            rig.planner._costs.loads.add(size, load_s)
+
+
+@pytest.mark.parametrize(("load_s", "num_hit_tokens"), [(1000.0, 0), (0.001, 40)])
+def test_a_hit_that_does_not_pay_is_computed(
+    make_rig: MakeRig, load_s: float, num_hit_tokens: int
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    measure(rig, load_s)
+    assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
+    assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
+    rig.check_idle()
+
+
+def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.run_alone("again", rig.prompt(41, 1), max_tokens=12)
+    costs = rig.planner._costs
+    assert costs.loads.num_samples == 1
+    assert [round(size) for size, _ in costs.loads.points] == [40]
+    assert costs.steps.num_samples > 10
+
+
+@pytest.mark.parametrize(("limit", "num_hit_tokens"), [(40, 40), (41, 0)])
+def test_a_number_of_tokens_decides_alone(
+    make_rig: MakeRig, limit: int, num_hit_tokens: int
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit})
+    rig.start()
+    store(rig)
+    assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
+    rig.check_idle()
+
+
+def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    for size in (1, 64):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner._costs.steps.add(size, 0.1 * size)
+            rig.planner._costs.loads.add(size, 0.1)
+    rig.hold_copies(True)
+    rig.add("first", rig.prompt(41, 1))
+    rig.add("second", rig.prompt(41, 1))
+    rig.planned_step()
+    began_s = rig.clock.now_s
+    assert rig.planner._book.get("second").wait.load is not None
+    rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
+    assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
+
+
+def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.hold_copies(True)
+    rig.add("first", rig.prompt(41, 1))
+    rig.planned_step()
+    measure(rig, 1000.0)
+    rig.add("second", rig.prompt(41, 1))
+    rig.planned_step()
+    assert rig.scheduler.requests["second"].status.name == "RUNNING"
+    assert rig.counts["shared_waits"] == 0
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
+    assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
