@@ -233,7 +233,6 @@ def connector(num_slots: int = 2000, **extra: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "num_cpu_blocks": num_slots,
             "check_invariants": True,
-            "min_load_tokens": 0,  # prompts are short, and every hit is to be loaded
             **extra,
         },
     }

@@ -144,7 +144,6 @@ def soak(
             "transfer_timeout_s": 0.25,
             "self_test": "off",  # the faults are for copies of requests
             "verify": "load",
-            "min_load_tokens": 0,
         },
     }
     arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "80"]

@@ -215,7 +215,6 @@ def start_server(
             "kv_connector_extra_config": {
                 "num_cpu_blocks": num_host_slots,
                 "check_invariants": True,
-                "min_load_tokens": 0,
             },
         }
         arguments += ["--kv-transfer-config", json.dumps(transfer_config)]

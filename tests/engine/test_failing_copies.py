@@ -83,7 +83,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "check_invariants": True,
             "self_test": "off",  # the faults are for copies of requests
-            "min_load_tokens": 0,
         },
     }
     arguments = [

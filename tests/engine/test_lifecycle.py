@@ -39,7 +39,6 @@ CONFIG = {
     "kv_connector_extra_config": {
         "num_cpu_blocks": 500,
         "check_invariants": True,
-        "min_load_tokens": 0,
     },
 }
 ARGUMENTS = (
