@@ -1,4 +1,4 @@
-"""What the connector says at the start about settings that work, but are hardly what was meant.
+"""What the connector says at the start: how it is set up, and which settings are hardly meant.
 
 Said once for each engine, by the half of the connector that is beside the scheduler.
 """
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import compat
+from safe_offload import __version__, compat
 from safe_offload.config import OffloadConfig, format_bytes
 from safe_offload.transfer_config import DEFAULT_KV_ROLE
 
@@ -43,8 +43,45 @@ def advise(
         _advise_on_role(transfer_config)
         _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
         _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
+        _introduce(vllm_config, kv_cache_config, config, num_slots)
     except Exception:
         logger.debug("There is advice that could not be given", exc_info=True)
+
+
+def _introduce(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> None:
+    """Say in one line how the connector is set up, and what its pool is in tokens and requests.
+
+    A slot holds one block of one KV cache group, so the tokens follow from the blocks that vLLM
+    counts for a request of `max_model_len`, over all groups.
+    """
+    num_request_tokens = vllm_config.model_config.max_model_len
+    num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    logger.info(
+        "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %d ranks keeps up "
+        "to %d slots in %s of host memory: about %d tokens, or %.1f requests of max_model_len (%d "
+        "tokens), %.1f times the GPU's own pool. KV cache groups: %d. copy_path %s, self-test %s.",
+        __version__,
+        "lazy" if config.lazy_offload else "eager",
+        config.eviction_policy,
+        "ends its request with an error"
+        if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
+        else "is recomputed",
+        config.world_size,
+        num_slots,
+        format_bytes(num_slots * compat.block_bytes(kv_cache_config)),
+        num_requests * num_request_tokens,
+        num_requests,
+        num_request_tokens,
+        num_slots / max(1, int(kv_cache_config.num_blocks) - 1),
+        len(kv_cache_config.kv_cache_groups),
+        config.copy_path,
+        "on" if config.self_test else "off",
+    )
 
 
 def _advise_on_failures(transfer_config: Any) -> None:

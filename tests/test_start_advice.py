@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import safe_offload
 from safe_offload import compat, start_advice
 from safe_offload.config import OffloadConfig
 from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
@@ -23,8 +25,9 @@ def said() -> Iterator[list[str]]:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            assert record.levelname == "WARNING"
-            messages.append(record.getMessage())
+            assert record.levelname == "WARNING" or record.getMessage().startswith("safe_offload ")
+            if record.levelname == "WARNING":
+                messages.append(record.getMessage())
 
     handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start_advice")
     logger.addHandler(handler)
@@ -120,3 +123,25 @@ def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
     monkeypatch.setattr(start_advice, "_advise_on_role", None)
     advise(1)
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_slots", "expected"),
+    [
+        (("full@16",), 80, "about 1280 tokens, or 2.0 requests of max_model_len (640 tokens)"),
+        # Of a sliding window a request holds the blocks of the window only.
+        (("full@16", "window:32@16"), 80, "requests of max_model_len (640 tokens)"),
+    ],
+)
+def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, expected):
+    with caplog.at_level("INFO", "vllm.safe_offload.start_advice"):
+        config, cache = advise(
+            num_slots, dataclasses.replace(FULL, groups=groups), eviction_policy="slru"
+        )
+    (line,) = {m for m in caplog.messages if m.startswith("safe_offload ")}
+    assert expected in line
+    assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
+    assert "Each of 4 ranks keeps up to 80 slots" in line
+    assert f"KV cache groups: {len(groups)}" in line
+    num_request = compat.num_blocks_of_longest_request(config, cache)
+    assert f"about {int(80 / num_request * 640)} tokens" in line

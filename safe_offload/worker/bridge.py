@@ -173,11 +173,14 @@ class WorkerBridge:
         self._backend = backend
         self.attach(engine)
         logger.info(
-            "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes.",
+            "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes, %d of them ready "
+            "by now. Copies by %s.",
             self._rank,
             format_bytes(host.size_bytes),
             backend.num_slots,
             backend.slot_bytes,
+            backend.num_usable_slots,
+            ", ".join(path.value for path in backend.paths),
         )
 
     def _register_again(self, storage: Any) -> None:
