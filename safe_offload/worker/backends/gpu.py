@@ -309,7 +309,7 @@ class GpuBackend:
             'A copy by "%s" failed (%s). Copies go by "%s" from now on, which may be slower. If '
             'this repeats after a restart, set "copy_path": "%s" and report it.',
             path.value,
-            error,
+            str(error),  # a log record must not keep the frames, and with them the buffer
             '", "'.join(other.value for other in self.paths),
             self.paths[0].value,
         )

@@ -183,7 +183,7 @@ class FakeGpu:
         num_lockable: calls of `lock` that succeed.
         locked: address and size of what is locked.
         may_lock, may_unlock: held back while they are not set, the first lock excepted.
-        delay_s: how long every copy takes.
+        delay_s, lock_delay_s: how long every copy, and every lock, takes.
         corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
         device_offset: between a host address and the one that kernels see.
@@ -208,7 +208,7 @@ class FakeGpu:
         self.may_unlock.set()
         self.corrupted: set[tuple[str, bool]] = set()
         self.is_broken = False
-        self.delay_s = 0.0
+        self.delay_s = self.lock_delay_s = 0.0
         self.device_offset = 0
         self.violations: list[str] = []
         self.pooled: list[int] = []
@@ -339,6 +339,7 @@ class FakeGpu:
 
     def host_register(self, address: int, size_bytes: int, flags: int) -> int:
         assert flags == 3
+        time.sleep(self.lock_delay_s)
         if self.locked:
             assert self.may_lock.wait(PATIENCE_S)
         status = self.runtime_call("lock", is_unsafe=True, raises=False)

@@ -241,9 +241,11 @@ def test_no_kernel_where_host_memory_has_another_address(make_gpu):
 def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(make_gpu):
     gpu = FakeGpu()
     gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
+    gpu.lock_delay_s = 0.2
+    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)  # nothing is compiled meanwhile
     assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
     assert subject.backend.num_slots == NUM_SLOTS
+    gpu.lock_delay_s = 0.0
     gpu.may_lock.set()
     subject.wait_until_locked()
     assert subject.backend.num_usable_slots == NUM_SLOTS
