@@ -153,8 +153,7 @@ class SelfTest:
                 "No way to copy KV cache passed the self-test within %.0f s. The connector goes on "
                 "as a cache that always misses, and vLLM serves without it. Fix: look for a device "
                 "that hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), update the driver, "
-                "or "
-                'try another "copy_path". Please report it.',
+                'or try another "copy_path". Please report it.',
                 timeout_s,
             )
             return False
@@ -185,6 +184,8 @@ class SelfTest:
             except Exception as error:
                 self._problems[path] = str(error)
             if time.monotonic() > self._deadline_s:
+                # A copy may still be under way, and the others would wait behind it.
+                self._sound = []
                 return
         self._rows.prepare(self._watched_blocks, before)()
         self._rows.read(self._watched_blocks[:1])  # and wait for it

@@ -147,6 +147,21 @@ def test_a_device_that_hangs_fails_the_test_and_does_not_hang_the_start(make, gp
     released.set()
 
 
+def test_nothing_is_used_beside_a_copy_that_has_not_ended(make, gpu, caplog, monkeypatch):
+    """The kernel has passed, but what it copies would wait behind the copy that hangs."""
+    bench = make(gpu)
+    use = bench.backend.use
+
+    def use_and_hang(paths: tuple[CopyPath, ...]) -> None:
+        gpu.delay_s = 1.5 if paths == (CopyPath.BATCH,) else 0.0
+        use(paths)
+
+    monkeypatch.setattr(bench.backend, "use", use_and_hang)
+    assert not bench.test.run(timeout_s=1.0)
+    assert 'Copies by "batch" are not used: the self-test failed. TIMED_OUT' in caplog.text
+    assert caplog.text.count("are not used") == 1, "the third was not tried"
+
+
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 1), (2, 2), (3, 40), (40, 3)])
 def test_pools_of_a_few_blocks_are_tested_too(make, gpu, num_blocks, num_slots):
     for device in (None, gpu):
