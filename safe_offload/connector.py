@@ -95,6 +95,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
+        self._info: dict[str, str] = {}
         self._clock = time.monotonic
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
@@ -119,7 +120,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             )
         policy = config.eviction_policy
         index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
-        advise(vllm_config, kv_cache_config, config, num_slots)
+        self._info = advise(vllm_config, kv_cache_config, config, num_slots)
         num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_ahead = 2 * index.num_blocks_in_step(num_step_tokens)
         options = PlannerOptions(
@@ -367,7 +368,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if not counts and gauges == self._last_gauges:
             return None
         self._last_gauges = gauges
-        return OffloadStats.of(counts, gauges)
+        info, self._info = self._info, {}  # once is enough
+        return OffloadStats.of(counts, gauges, info)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:

@@ -27,14 +27,17 @@ def advise(
     kv_cache_config: KVCacheConfig,
     config: OffloadConfig,
     num_slots: int,
-) -> None:
-    """Warn about what is hardly meant; never raises, since nothing of it keeps us from working.
+) -> dict[str, str]:
+    """Say how the connector is set up and warn about what is hardly meant; never raises.
 
     Args:
         vllm_config: the engine's configuration.
         kv_cache_config: of the GPU's KV cache.
         config: our settings, read from `vllm_config`.
         num_slots: host slots of each rank.
+
+    Returns:
+        How it is set up, by the labels of `observe.metrics.INFO`; empty if that cannot be told.
     """
     try:
         transfer_config = vllm_config.kv_transfer_config
@@ -43,9 +46,10 @@ def advise(
         _advise_on_role(transfer_config)
         _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
         _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
-        _introduce(vllm_config, kv_cache_config, config, num_slots)
+        return _introduce(vllm_config, kv_cache_config, config, num_slots)
     except Exception:
         logger.debug("There is advice that could not be given", exc_info=True)
+        return {}
 
 
 def _introduce(
@@ -53,35 +57,51 @@ def _introduce(
     kv_cache_config: KVCacheConfig,
     config: OffloadConfig,
     num_slots: int,
-) -> None:
-    """Say in one line how the connector is set up, and what its pool is in tokens and requests.
+) -> dict[str, str]:
+    """Say in one line how the connector is set up; returns the same by the labels of `INFO`.
 
     A slot holds one block of one KV cache group, so the tokens follow from the blocks that vLLM
     counts for a request of `max_model_len`, over all groups.
     """
     num_request_tokens = vllm_config.model_config.max_model_len
     num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    host_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    info = {
+        "version": __version__,
+        "stores": "lazy" if config.lazy_offload else "eager",
+        "eviction_policy": config.eviction_policy,
+        "load_failure_policy": str(policy),
+        "copy_path": config.copy_path,
+        "self_test": "on" if config.self_test else "off",
+        "ranks": str(config.world_size),
+        "slots_per_rank": str(num_slots),
+        "host_bytes_per_rank": str(host_bytes),
+        "tokens": str(int(num_requests * num_request_tokens)),
+        "longest_requests": f"{num_requests:.1f}",
+        "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
+        "groups": str(len(kv_cache_config.kv_cache_groups)),
+    }
     logger.info(
-        "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %d ranks keeps up "
-        "to %d slots in %s of host memory: about %d tokens, or %.1f requests of max_model_len (%d "
-        "tokens), %.1f times the GPU's own pool. KV cache groups: %d. copy_path %s, self-test %s.",
-        __version__,
-        "lazy" if config.lazy_offload else "eager",
-        config.eviction_policy,
-        "ends its request with an error"
-        if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
-        else "is recomputed",
-        config.world_size,
-        num_slots,
-        format_bytes(num_slots * compat.block_bytes(kv_cache_config)),
-        num_requests * num_request_tokens,
-        num_requests,
+        "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %s ranks keeps up "
+        "to %s slots in %s of host memory: about %s tokens, or %s requests of max_model_len (%d "
+        "tokens), %s times the GPU's own pool. KV cache groups: %s. copy_path %s, self-test %s.",
+        info["version"],
+        info["stores"],
+        info["eviction_policy"],
+        "ends its request with an error" if policy == "fail" else "is recomputed",
+        info["ranks"],
+        info["slots_per_rank"],
+        format_bytes(host_bytes),
+        info["tokens"],
+        info["longest_requests"],
         num_request_tokens,
-        num_slots / max(1, int(kv_cache_config.num_blocks) - 1),
-        len(kv_cache_config.kv_cache_groups),
-        config.copy_path,
-        "on" if config.self_test else "off",
+        info["gpu_pools"],
+        info["groups"],
+        info["copy_path"],
+        info["self_test"],
     )
+    return info
 
 
 def _advise_on_failures(transfer_config: Any) -> None:

@@ -68,7 +68,7 @@ def test_every_warning_and_error_is_explained(where: str, words: str) -> None:
     assert words in PAGE, f"{where}: docs/operations.md does not know this message"
 
 
-METRICS = [*dict.fromkeys(count.metric for count in Count), *GAUGES]
+METRICS = [*dict.fromkeys(count.metric for count in Count), *GAUGES, "info"]
 
 
 @pytest.mark.parametrize("name", METRICS)

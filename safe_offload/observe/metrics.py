@@ -28,18 +28,40 @@ GAUGES = {
     "load_latency_us": "Time of the smallest loads in microseconds, as measured.",
 }
 
-_COUNTS, _GAUGES = "counts", "gauges"
+INFO = {
+    "version": "of safe_offload",
+    "stores": "eager or lazy",
+    "eviction_policy": "as configured",
+    "load_failure_policy": "recompute or fail",
+    "copy_path": "as configured",
+    "self_test": "on or off",
+    "ranks": "workers of the engine",
+    "slots_per_rank": "as configured",
+    "host_bytes_per_rank": "of all slots",
+    "tokens": "that the slots hold, counted over all KV cache groups",
+    "longest_requests": "requests of max_model_len that the slots hold",
+    "gpu_pools": "how many times the GPU's own pool the slots are",
+    "groups": "KV cache groups of the model",
+}
+"""Labels of the metric `info`, which is always 1."""
+
+_COUNTS, _GAUGES, _INFO = "counts", "gauges", "info"
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts of an interval and the last state; `data` is {"counts": {...}, "gauges": {...}}."""
+    """Counts of an interval and the last state.
+
+    `data` is {"counts": {...}, "gauges": {...}}, the first time with "info": how we are set up.
+    """
 
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, counts: dict[str, int], gauges: dict[str, int]) -> OffloadStats:
+    def of(
+        cls, counts: dict[str, int], gauges: dict[str, int], info: dict[str, str] | None = None
+    ) -> OffloadStats:
         """Wrap what was counted and how things stand."""
-        return cls(data={_COUNTS: counts, _GAUGES: gauges})
+        return cls(data={_COUNTS: counts, _GAUGES: gauges, **({_INFO: info} if info else {})})
 
     def reset(self) -> None:
         """Forget everything."""
@@ -55,7 +77,8 @@ class OffloadStats(KVConnectorStats):
         for name, number in other.data.get(_COUNTS, {}).items():
             counts[name] = counts.get(name, 0) + number
         gauges = {**self.data.get(_GAUGES, {}), **other.data.get(_GAUGES, {})}
-        self.data = {_COUNTS: counts, _GAUGES: gauges}
+        info = other.data.get(_INFO) or self.data.get(_INFO)
+        self.data = OffloadStats.of(counts, gauges, info).data
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -64,7 +87,7 @@ class OffloadStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.data.get(_COUNTS) and not self.data.get(_GAUGES)
+        return not any(self.data.get(part) for part in (_COUNTS, _GAUGES, _INFO))
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
@@ -79,6 +102,10 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for name, doc in GAUGES.items()
         }
+        doc = "How the connector is set up, in labels; always 1."
+        self._info = self._make(
+            self._gauge_cls, "info", doc, tuple(INFO), multiprocess_mode="mostrecent"
+        )
 
     def _make_counters(self) -> dict[str, Any]:
         """One metric for all counts of its name, which a label tells apart."""
@@ -117,3 +144,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.get(_GAUGES, {}).items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+        if info := transfer_stats_data.get(_INFO):
+            values = (info.get(label, "") for label in INFO)
+            self._info.labels(*self.per_engine_labelvalues[engine_idx], *values).set(1)

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.observe.metrics import GAUGES, OffloadPromMetrics, OffloadStats
+from safe_offload.observe.metrics import GAUGES, INFO, OffloadPromMetrics, OffloadStats
 from safe_offload.sim.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
@@ -201,6 +201,21 @@ def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
     assert value(registry, "evicted_blocks_total", hit="true") == 2
     assert value(registry, "evicted_blocks_total", hit="false") == 5
     assert value(registry, "evicted_blocks_total", engine=3, hit="true") == 1
+
+
+def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(make_rig, metrics, registry):
+    connector = make_rig(extra={"num_cpu_blocks": 60, "eviction_policy": "slru"}).connector
+    first = connector.get_kv_connector_stats()
+    assert "info" not in first.reduce()
+    told = first.aggregate(stats({"hit_tokens": 1})).data["info"]
+    assert set(told) == set(INFO)
+    assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "slru")
+    connector._planner.has_changed = True
+    later = connector.get_kv_connector_stats()
+    assert later is None or "info" not in later.data
+    metrics.observe({"info": told}, engine_idx=3)
+    assert value(registry, "info", engine=3, **told) == 1
+    assert value(registry, "info", engine=0, **told) is None
 
 
 def test_each_engine_has_its_own(metrics, registry):
