@@ -107,6 +107,9 @@ class Offer:
     loading_s: float | None = None
 
 
+NOTHING_MEASURED = {"compute_tokens_per_s": 0, "load_tokens_per_s": 0, "load_latency_us": 0}
+
+
 class Costs:
     """What loads and steps have taken, and what follows from it.
 
@@ -124,6 +127,11 @@ class Costs:
         # the first load. The other way round nothing would ever be measured.
         self.steps = Curve(is_cheap_beyond=False)
         self.loads = Curve(is_cheap_beyond=True)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether what steps and loads take decides anything."""
+        return self._min_load_tokens is None
 
     def pays(self, offer: Offer) -> bool:
         """Whether a hit is to be offered, or another's load to be waited for."""
@@ -155,6 +163,8 @@ class Costs:
 
     def gauges(self) -> dict[str, int]:
         """What was measured; see `observe.metrics.GAUGES`."""
+        if not self.is_measuring:
+            return NOTHING_MEASURED
         steps, loads = self.steps.points, self.loads.points
         return {
             "compute_tokens_per_s": _rate(steps),

@@ -122,7 +122,7 @@ class Loads:
         if state.must_compute or state.num_failed_loads >= FAILED_LOADS_MAX:
             state.drop_hit()
             return 0
-        if self._sharing.goes_on(state, num_computed_tokens, now_s):
+        if state.wait.load is not None and self._sharing.goes_on(state, num_computed_tokens, now_s):
             num_wanted = request.num_tokens - num_computed_tokens - 1
             if self._is_worth_waiting(state, num_computed_tokens, num_wanted, now_s):
                 return None
@@ -142,7 +142,8 @@ class Loads:
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
-        if self._begins_to_wait(state, hit, now_s):
+        is_loading = self._in_flight or self._new
+        if is_loading and self._begins_to_wait(state, hit, now_s):
             state.drop_hit()
             return None
         num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
@@ -356,7 +357,7 @@ class Loads:
             return None
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
-        if load.sent_s is not None:
+        if self._costs.is_measuring and load.sent_s is not None:
             self._costs.loads.add(load.num_tokens, now_s - load.sent_s)
         if state.finished:
             load.lease.release()

@@ -99,7 +99,8 @@ class Planner:
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
         self._costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
-        self._steps = StepWatch(self._costs.steps, options.num_steps_in_flight)
+        watch = StepWatch(self._costs.steps, options.num_steps_in_flight)
+        self._steps = watch if self._costs.is_measuring else None
         ranks, wait_max_s = options.num_ranks, min(WAIT_MAX_S, options.transfer_timeout_s)
         self._loads = Loads(
             index, self._leases, transfer_ids, ranks, counters, wait_max_s, self._costs
@@ -247,8 +248,9 @@ class Planner:
             self._start_steps_left -= 1
         if self._gpu is None:
             return EMPTY_PLAN
-        scheduled = scheduler_output.num_scheduled_tokens
-        self._steps.planned(scheduled, scheduler_output.total_num_scheduled_tokens, now_s)
+        if self._steps is not None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._steps.planned(scheduled, scheduler_output.total_num_scheduled_tokens, now_s)
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)

@@ -77,14 +77,13 @@ class Sharing:
         """Whether a request that waits for a load is to wait on.
 
         Args:
-            state: whose request vLLM asks about.
+            state: whose request vLLM asks about, and which waits for a load.
             num_computed_tokens: tokens that the GPU's prefix cache has.
             now_s: of a clock that never goes back.
         """
         wait = state.wait
         load = wait.load
-        if load is None:
-            return False
+        assert load is not None
         wait.waited_s += now_s - wait.asked_s
         wait.asked_s = now_s
         if not load.is_under_way:

@@ -18,6 +18,8 @@ from types import TracebackType
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from safe_offload import last_words
+
 LOG_TAIL_LINES = 60
 
 # Leads the process group. Its standard input is a pipe that only the test holds, so the end of the
@@ -73,7 +75,9 @@ class HttpServer:
     def __enter__(self) -> HttpServer:
         # vLLM leaves its sockets behind. A path of a socket is short, one of a test is long.
         self._socket_folder = tempfile.mkdtemp(prefix="vllm-")
-        environment = os.environ | {
+        inherited = dict(os.environ)
+        inherited.pop(last_words.VARIABLE, None)  # the test itself may have configured an engine
+        environment = inherited | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # Bound to cores of its own choice it starves beside another server.
