@@ -41,7 +41,7 @@ FLOORS = {
     "back-to-back": Floor(stored=0.75, loaded=0.75, hit=0.75),
     "tiny-host": Floor(stored=0.39, loaded=0.75, hit=0.03),
     "host-pressure": Floor(stored=1.07, loaded=0.75, hit=0.16),
-    "uneven": Floor(stored=0.91, loaded=0.75, hit=0.12),
+    "uneven": Floor(stored=0.91, loaded=0.75, hit=0.08),
     "warming": Floor(stored=0.95, loaded=0.75, hit=0.23),
     "foreign-ids": Floor(stored=0.70, loaded=0.66, hit=0.54),
     "foreign-ids-queue": Floor(stored=0.70, loaded=0.70, hit=0.66),
@@ -63,4 +63,7 @@ FLOORS = {
     "broken": Floor(stored=0.54, loaded=0.57, hit=0.32),
     "all-faults": Floor(stored=1.00, loaded=0.69, hit=0.24),
     "all-faults-plain": Floor(stored=0.44, loaded=0.71, hit=0.31),
+    "shared": Floor(stored=0.72, loaded=0.75, hit=0.60),
+    "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
+    "costs": Floor(stored=0.74, loaded=0.75, hit=0.28),
 }
