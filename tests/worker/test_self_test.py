@@ -22,10 +22,9 @@ from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.self_test import SelfTest, TorchRows
 from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS, _layers_outermost
-from tests.worker.backends.fake_device import FakeGpu, FakeRows
+from tests.worker.backends.fake_device import CALLS, FakeGpu, FakeRows
 
 LAYERS = GEOMETRIES["layers outermost"]
-CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
 
 
 @dataclass

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from safe_offload.worker.backends.base import CopyPath
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.driver import (
     _BATCH_TYPE,
@@ -40,7 +41,10 @@ from safe_offload.worker.self_test import Bytes, Rows
 PATIENCE_S = 20.0
 INDEX = 1
 """Of the device: a thread that has not chosen one would use device 0."""
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT = 1, 2, 201
+OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
+
+CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
+"""What `FakeGpu.calls` and `refused` name the call of each way to copy."""
 
 CPP_PRELUDE = """
 #define __global__

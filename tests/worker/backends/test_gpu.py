@@ -31,7 +31,7 @@ from tests.worker.backends.contract import (
     MakeSubject,
     Subject,
 )
-from tests.worker.backends.fake_device import FakeGpu
+from tests.worker.backends.fake_device import CALLS, FakeGpu
 
 SLOTS_PER_SLAB = 7
 
@@ -410,9 +410,6 @@ async def test_a_long_prompt_is_copied_by_several_launches(make_gpu, monkeypatch
 
 
 # ---- failures ----------------------------------------------------------------------------------
-
-
-CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
 
 
 @pytest.mark.parametrize("path", CopyPath)
