@@ -23,6 +23,11 @@ from typing import Any, TypeVar
 from safe_offload.errors import SafeOffloadError
 
 _LOG_TAIL_LINES = 30
+SPIN_S = 1.2
+"""For 1 s after its last message a worker spins on its core, which the next engine needs.
+
+Source: `SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.py (0.32.0).
+"""
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -77,6 +82,36 @@ class _Died:
     traceback: str
 
 
+class Turns:
+    """Lets an engine be asked only when the one that was asked before has stopped spinning.
+
+    Args:
+        clock, sleep: of one monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._last: object = None
+        self._answered_s = 0.0
+
+    def begin(self, engine: object) -> None:
+        """Wait, if another engine has answered within `SPIN_S`."""
+        if self._last not in (None, engine):
+            self._sleep(max(0.0, self._answered_s + SPIN_S - self._clock()))
+
+    def end(self, engine: object) -> None:
+        """Note that an engine has answered."""
+        self._last, self._answered_s = engine, self._clock()
+
+
+_turns = Turns()
+
+
 class EngineProcess:
     """A handle on the process; use it as a context manager, which ends the engine."""
 
@@ -116,8 +151,10 @@ class EngineProcess:
         Raises:
             SafeOffloadError: the engine dies over it, or the time is up.
         """
+        _turns.begin(self)
         self._connection.send((function, question))
         answered: Answered = self._receive(timeout_s)
+        _turns.end(self)
         return answered
 
     def stop(self, timeout_s: float = 60.0) -> None:
