@@ -5,8 +5,8 @@ the device is a wait on the host. Each direction has threads of its own.
 
 Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
 interpreter lock released: a thread that took the lock back for every block would stand in the
-engine's way, and the engine in its own. The loop is ten lines of C (`_move.c`), compiled when this
-package is installed; without a compiler it is interpreted, and takes the lock back each time.
+engine's way, and the engine in its own. The loop is a few lines of C (`_move.c`), compiled when
+this package is installed; without a compiler it is interpreted, and takes the lock back each time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safe_offload.protocol import FailureReason
 from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
+from safe_offload.worker.first_touch import FirstTouch, Touch
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.threads import start_threads
 
@@ -86,6 +87,8 @@ class CpuBackend:
             direction: start_threads(num_threads, f"safe-offload-{direction.value}")
             for direction in Direction
         }
+        touch = find_touch()
+        self._first_touch = touch and FirstTouch(touch, host.tensor.data_ptr(), layout)
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`."""
@@ -98,6 +101,8 @@ class CpuBackend:
     def issue(self, copy: Copy, after: None) -> CpuCompletion:
         """See `Backend.issue`."""
         self._table.check(copy)
+        if self._first_touch is not None and copy.direction is Direction.STORE:
+            self._first_touch.note(copy.slot_ids)
         try:
             return CpuCompletion(self._threads[copy.direction].submit(self._run, copy))
         except RuntimeError as error:
@@ -129,7 +134,8 @@ class CpuBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.end_copies()
-        self._host.close()
+        if self._first_touch is None or self._first_touch.stop():
+            self._host.close()
 
     def _run(self, copy: Copy) -> None:
         self._move(self._table.ranges(self._table.runs(copy)))
@@ -139,10 +145,7 @@ class CpuBackend:
 def find_move() -> Callable[[Ranges], None]:
     """Return the compiled loop, the interpreted one if it was not compiled at installation."""
     try:
-        spec = importlib.util.find_spec(MOVE_MODULE)
-        if spec is None or spec.origin is None:
-            raise OSError(f"{MOVE_MODULE} was not compiled")
-        move = ctypes.CDLL(spec.origin).move_ranges
+        move = _library().move_ranges
     except (OSError, AttributeError) as error:
         logger.warning(
             "Small blocks are copied by an interpreted loop, which is slower and gets in the "
@@ -157,6 +160,33 @@ def find_move() -> Callable[[Ranges], None]:
         move(*addresses, len(ranges))
 
     return move_all
+
+
+@functools.cache
+def find_touch() -> Touch | None:
+    """Return what `FirstTouch` needs, None if it was not compiled at installation."""
+    try:
+        touch = _library().touch_pages
+    except (OSError, AttributeError):
+        return None  # `find_move` has said so
+    touch.argtypes, touch.restype = [ctypes.c_uint64] * 3, None
+
+    def touch_pages(address: int, length_bytes: int, step_bytes: int) -> None:
+        touch(address, length_bytes, step_bytes)
+
+    return touch_pages
+
+
+def _library() -> ctypes.CDLL:
+    """Return the library of `_move.c`.
+
+    Raises:
+        OSError: there is none.
+    """
+    spec = importlib.util.find_spec(MOVE_MODULE)
+    if spec is None or spec.origin is None:
+        raise OSError(f"{MOVE_MODULE} was not compiled")
+    return ctypes.CDLL(spec.origin)
 
 
 def _move_each(ranges: Ranges) -> None:

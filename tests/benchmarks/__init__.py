@@ -1,0 +1,1 @@
+"""Benchmarks that only developers run; see docs/benchmarks.md."""
