@@ -84,7 +84,7 @@ test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM:
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak
 
-mutants: venv ## break the code line by line and let the simulator find out (a few minutes)
+mutants: venv ## break the code, statement by statement, and let the simulator find out (a few minutes)
 	$(BIN)/python -m tests.mutants --markdown
 
 digests: venv ## what must not change when code is tidied up, as text that diff compares (a few minutes)
