@@ -296,6 +296,7 @@ class WorkerBridge:
     def report(self) -> StepReport | None:
         """build_connector_worker_meta: what settled since the last call, None if nothing did."""
         self._is_forward_issued = True
+        facts = self._new_facts()  # before the slots: memory that is all locked has all its slots
         capacities: tuple[Capacity, ...] = ()
         if self._engine is not None:
             self._drain(self._engine)
@@ -304,7 +305,6 @@ class WorkerBridge:
                 self._num_told_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
-        facts = self._new_facts()
         if not (self._outcomes or capacities or self._bad_slots or lost or facts):
             return None
         report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots), lost, facts)
