@@ -14,8 +14,8 @@ import pytest
 
 from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
-from safe_offload.protocol import FailureReason, MemoryKind
-from safe_offload.worker import page_lock
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
+from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends import gpu as gpu_backend
 from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.gpu import GpuBackend
@@ -114,7 +114,8 @@ def _quick_locking(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     """Small slabs are many, and the system takes long to say where they lie."""
     monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
     if "is_logged" not in request.node.name:
-        monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
+        pages = placement.Pages(99, {1: 100})
+        monkeypatch.setattr(placement, "pages_of", lambda *_: pages)
 
 
 @pytest.fixture
@@ -303,8 +304,7 @@ def test_what_is_known_of_the_memory_changes_when_all_of_it_is_locked(make_gpu):
     gpu.may_lock.set()
     subject.wait_until_locked()
     subject.wait_until(lambda: subject.backend.memory is not first)
-    assert subject.backend.memory.kind is MemoryKind.PAGE_LOCKED
-    assert subject.backend.memory.huge_pages.endswith(" %")
+    assert subject.backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 
 
 async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
