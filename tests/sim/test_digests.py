@@ -14,7 +14,7 @@ from safe_offload.sim import trace
 from tests.digests import digest_of
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("plain", "failing", "hybrid-pressure")
+PROFILES = ("all-faults", "pipeline", "mamba-gpu", "drafts-gpu", "aborts")
 
 
 def _in_a_process(hash_seed: int) -> str:
