@@ -40,7 +40,7 @@ COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
 .PHONY: help venv promtool demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
-	needs-model soak mutants known-vllm check clean distclean
+	needs-model soak mutants digests known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,8 +84,11 @@ test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM:
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak
 
-mutants: venv ## break the code line by line and let the simulator find out (a few minutes)
+mutants: venv ## break the code, statement by statement, and let the simulator find out (a few minutes)
 	$(BIN)/python -m tests.mutants --markdown
+
+digests: venv ## what must not change when code is tidied up, as text that diff compares (a few minutes)
+	@$(BIN)/python -m tests.digests
 
 needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \

@@ -96,6 +96,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
         self._info: dict[str, str] = {}
+        self._told_info: dict[str, str] = {}
+        self._told_host: Mapping[str, str] | None = None
         self._clock = time.monotonic
         self._planner: Planner | None = None
         self._worker: WorkerBridge | None = None
@@ -365,11 +367,20 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._counters.update(self._worker.take_counts())
         counts = self._counters.take()
         gauges = self._planner.gauges() if self._planner is not None else {}
-        if not counts and gauges == self._last_gauges:
+        info, old_info = self._new_info()
+        if not counts and gauges == self._last_gauges and not info:
             return None
         self._last_gauges = gauges
-        info, self._info = self._info, {}  # once is enough
-        return OffloadStats.of(counts, gauges, info)
+        return OffloadStats.of(counts, gauges, info, old_info)
+
+    def _new_info(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return how the connector is set up, if that has changed, and what was said before."""
+        host = self._planner.host_labels if self._planner is not None else None
+        if host is None or host is self._told_host or not self._info:
+            return {}, {}
+        self._told_host = host
+        old_info, self._told_info = self._told_info, {**self._info, **host}
+        return self._told_info, old_info
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:

@@ -129,6 +129,43 @@ class BadSlots:
     slot_ids: tuple[int, ...]
 
 
+class MemoryKind(enum.Enum):
+    """How the system keeps the host memory of a rank."""
+
+    LOCKING = "being page-locked"
+    PAGE_LOCKED = "page-locked"
+    PAGEABLE = "pageable"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What is known of the host memory of a rank.
+
+    Attributes:
+        kind: page-locked or not.
+        huge_pages: the share of huge pages, as "99 %"; of memory that is not touched yet, whether
+            the system was asked for them.
+        numa_nodes: that it lies on; empty if that is not known.
+    """
+
+    kind: MemoryKind
+    huge_pages: str
+    numa_nodes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """How a rank keeps and copies, reported at the start and whenever it has changed.
+
+    Attributes:
+        copy_paths: ways to copy that are in use, the first one preferred.
+    """
+
+    rank: int
+    memory: MemoryFacts
+    copy_paths: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class StepReport(KVConnectorWorkerMetadata):
     """What settled on the workers since the last step; travels as vLLM's worker metadata.
@@ -141,6 +178,7 @@ class StepReport(KVConnectorWorkerMetadata):
     capacities: tuple[Capacity, ...] = ()
     bad_slots: tuple[BadSlots, ...] = ()
     lost_ranks: tuple[int, ...] = ()
+    host_facts: tuple[HostFacts, ...] = ()
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -155,4 +193,5 @@ class StepReport(KVConnectorWorkerMetadata):
             self.capacities + other.capacities,
             self.bad_slots + other.bad_slots,
             self.lost_ranks + other.lost_ranks,
+            self.host_facts + other.host_facts,
         )

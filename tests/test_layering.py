@@ -52,6 +52,54 @@ PROBES_VLLM = {
 """Attributes that these files, beside compat.py, take only from a vLLM that has them."""
 
 
+IMPORT_CIRCLES = (
+    {
+        "scheduler/admission.py",
+        "scheduler/loads.py",
+        "scheduler/requests.py",
+        "scheduler/sharing.py",
+        "scheduler/sources.py",
+        "scheduler/witness.py",
+    },
+    {"bench/scheduler_engine.py", "bench/scheduler_probe.py"},
+)
+"""Files that import one another, for types or inside functions too."""
+
+FIELDS_OF_VLLM = {
+    *("finished_recving", "finished_sending", "kv_transfer_config", "block_size"),
+    *("max_num_batched_tokens", "num_gpu_blocks", "policy", "rank", "world_size"),
+}
+"""Fields of vLLM's objects that we set, and that classes of ours have too."""
+
+ASSIGNS_FIELDS_OF_OTHERS = {
+    "bench/preemption.py": {"num_again", "num_gpu", "num_host"},
+    "bench/scheduler.py": {"timings"},
+    "connector.py": {"has_changed"},
+    "scheduler/agenda.py": {"decodes"},
+    "scheduler/harvest.py": {
+        *("kind", "leftover", "loaded", "num_stores", "owners", "prefix", "slots", "snapshots"),
+    },
+    "scheduler/loads.py": {
+        *("announced", "failing", "hit", "hit_lease", "load", "loaded", "must_compute"),
+        *("num_failed_loads", "num_loads"),
+    },
+    "scheduler/planner.py": {
+        *("announced", "called_off", "counters", "failed", "leftover", "loaded", "must_compute"),
+        *("num_stores", "poisoned", "prefix", "stuck_at"),
+    },
+    "scheduler/requests.py": {"first"},
+    "scheduler/slots.py": {"now_s"},
+    "scheduler/sources.py": {"more_keys"},
+    "scheduler/stores.py": {"num_blocks", "num_stores", "owners", "poisoned", "prefix"},
+    "sim/checkers/contents.py": {"on_host_write"},
+    "sim/device.py": {"now_s"},
+    "sim/engine_core.py": {"_clock", "hold_copies"},
+    "sim/faults.py": {"fails_loads", "is_broken"},
+    "worker/engine.py": {"completion", "poisoned", "state", "taken_back"},
+}
+"""Fields that a file assigns and that a class of another file declares."""
+
+
 def _files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
@@ -193,6 +241,74 @@ def test_what_vllm_loads_in_every_process_is_light():
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)
         assert not [i for i in imported if i.split(".")[0] in ("vllm", "torch", "numpy")]
+
+
+# ---- one owner for each fact -------------------------------------------------------------------
+
+
+def _ours(name: str) -> set[str]:
+    """Files of the package that a file imports, for types or inside functions too."""
+    return {FILE_OF[module] for module in imports_of(name) if module in FILE_OF}
+
+
+def _reached_from(name: str) -> set[str]:
+    seen: set[str] = set()
+    left = _ours(name) - {"__init__.py"}
+    while left:
+        current = left.pop()
+        seen.add(current)
+        left |= _ours(current) - seen
+    return seen
+
+
+def test_files_import_one_another_in_circles_only_where_it_is_said():
+    """Fewer is progress: take what is gone off the list. There shall be none."""
+    reached = {name: _reached_from(name) for name in FILES}
+    circles = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in FILES
+        if name in reached[name]
+    }
+    assert circles == {frozenset(circle) for circle in IMPORT_CIRCLES}
+
+
+def _fields(name: str) -> set[str]:
+    """Fields of the classes of a file: annotated in the class, or assigned to self."""
+    found = set()
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.ClassDef):
+            annotated = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            found |= {target.id for target in annotated if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Attribute) and _is_written(node) and _is_self(node.value):
+            found.add(node.attr)
+    return found
+
+
+def _is_written(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+FIELDS = {name: _fields(name) for name in FILES}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fields_of_others_are_assigned_only_where_it_is_said(name):
+    """A field is told by its name: of a class of this file, or else of another file's.
+
+    Fewer is progress: take what is gone off the list. There shall be none.
+    """
+    elsewhere = set().union(*(fields for other, fields in FIELDS.items() if other != name))
+    assigned = {
+        node.attr
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Attribute) and _is_written(node) and not _is_self(node.value)
+    }
+    foreign = (assigned & elsewhere) - FIELDS[name] - FIELDS_OF_VLLM
+    assert foreign == ASSIGNS_FIELDS_OF_OTHERS.get(name, set())
 
 
 # ---- vLLM in as few files as possible ----------------------------------------------------------

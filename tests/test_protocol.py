@@ -16,6 +16,9 @@ from safe_offload.protocol import (
     BadSlots,
     Capacity,
     FailureReason,
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
     Outcome,
     StepPlan,
     StepReport,
@@ -46,6 +49,20 @@ reports = st.builds(
     capacities=st.lists(st.builds(Capacity, ids, ids), max_size=3).map(tuple),
     bad_slots=st.lists(
         st.builds(BadSlots, ids, st.lists(ids, max_size=3).map(tuple)), max_size=2
+    ).map(tuple),
+    host_facts=st.lists(
+        st.builds(
+            HostFacts,
+            ids,
+            st.builds(
+                MemoryFacts,
+                st.sampled_from(MemoryKind),
+                st.text(max_size=4),
+                st.lists(ids, max_size=2).map(tuple),
+            ),
+            st.lists(st.text(max_size=4), max_size=2).map(tuple),
+        ),
+        max_size=2,
     ).map(tuple),
 )
 
@@ -85,6 +102,7 @@ def test_joining_reports_keeps_everything_in_order(parts):
     assert joined.outcomes == tuple(o for part in parts for o in part.outcomes)
     assert joined.capacities == tuple(c for part in parts for c in part.capacities)
     assert joined.bad_slots == tuple(b for part in parts for b in part.bad_slots)
+    assert joined.host_facts == tuple(f for part in parts for f in part.host_facts)
 
 
 def test_joining_changes_neither_report_and_counts_nothing():
@@ -121,6 +139,7 @@ def test_a_transfer_has_a_slot_for_each_block_and_at_least_one(blocks, slots):
         Outcome(0, 1),
         Capacity(0, 1),
         BadSlots(0, (1,)),
+        HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "refused"), ("each",)),
         StepReport(),
     ],
     ids=lambda message: type(message).__name__,
@@ -132,7 +151,7 @@ def test_a_message_cannot_be_changed(message):
     assert hash(message) == hash(dataclasses.replace(message))
 
 
-@pytest.mark.parametrize("kind", [Transfer, Outcome, Capacity, BadSlots])
+@pytest.mark.parametrize("kind", [Transfer, Outcome, Capacity, BadSlots, HostFacts, MemoryFacts])
 def test_what_there_are_many_of_has_slots(kind):
     assert not hasattr(kind, "__dict__") or "__dict__" not in dir(kind)
 

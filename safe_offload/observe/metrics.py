@@ -42,26 +42,37 @@ INFO = {
     "longest_requests": "requests of max_model_len that the slots hold",
     "gpu_pools": "how many times the GPU's own pool the slots are",
     "groups": "KV cache groups of the model",
+    "memory": "page-locked, being page-locked or pageable",
+    "huge_pages": "share of the host memory, or whether the system was asked for them",
+    "numa_node": "that the host memory lies on",
+    "copies_by": "ways to copy that are in use",
 }
-"""Labels of the metric `info`, which is always 1."""
+"""Labels of the metric `info`. The last four are what all ranks have reported."""
 
-_COUNTS, _GAUGES, _INFO = "counts", "gauges", "info"
+_COUNTS, _GAUGES, _INFO, _OLD_INFO = "counts", "gauges", "info", "old_info"
 
 
 class OffloadStats(KVConnectorStats):
     """Counts of an interval and the last state.
 
-    `data` is {"counts": {...}, "gauges": {...}}, the first time with "info": how we are set up.
+    `data` is {"counts": {...}, "gauges": {...}}; the first time, and when it has changed, with
+    "info": how we are set up, and "old_info": what was said of that before, if anything.
     """
 
     data: dict[str, Any]
 
     @classmethod
     def of(
-        cls, counts: dict[str, int], gauges: dict[str, int], info: dict[str, str] | None = None
+        cls,
+        counts: dict[str, int],
+        gauges: dict[str, int],
+        info: dict[str, str] | None = None,
+        old_info: dict[str, str] | None = None,
     ) -> OffloadStats:
         """Wrap what was counted and how things stand."""
-        return cls(data={_COUNTS: counts, _GAUGES: gauges, **({_INFO: info} if info else {})})
+        labels = {_INFO: info, _OLD_INFO: old_info}
+        said = {name: values for name, values in labels.items() if values}
+        return cls(data={_COUNTS: counts, _GAUGES: gauges, **said})
 
     def reset(self) -> None:
         """Forget everything."""
@@ -77,8 +88,9 @@ class OffloadStats(KVConnectorStats):
         for name, number in other.data.get(_COUNTS, {}).items():
             counts[name] = counts.get(name, 0) + number
         gauges = {**self.data.get(_GAUGES, {}), **other.data.get(_GAUGES, {})}
-        info = other.data.get(_INFO) or self.data.get(_INFO)
-        self.data = OffloadStats.of(counts, gauges, info).data
+        latest = other.data if _INFO in other.data else self.data
+        info, old_info = latest.get(_INFO), latest.get(_OLD_INFO)
+        self.data = OffloadStats.of(counts, gauges, info, old_info).data
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -102,7 +114,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for name, doc in GAUGES.items()
         }
-        doc = "How the connector is set up, in labels; always 1."
+        doc = "How the connector is set up, in labels: 1, or 0 for what has changed since."
         self._info = self._make(
             self._gauge_cls, "info", doc, tuple(INFO), multiprocess_mode="mostrecent"
         )
@@ -144,6 +156,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.get(_GAUGES, {}).items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
-        if info := transfer_stats_data.get(_INFO):
-            values = (info.get(label, "") for label in INFO)
-            self._info.labels(*self.per_engine_labelvalues[engine_idx], *values).set(1)
+        # Not removed: that does not work with several processes, of which another may have it.
+        for part, value in ((_OLD_INFO, 0), (_INFO, 1)):
+            if info := transfer_stats_data.get(part):
+                values = (info.get(label, "") for label in INFO)
+                self._info.labels(*self.per_engine_labelvalues[engine_idx], *values).set(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -337,6 +338,8 @@ class Planner:
                 self._stores.settle(store)
         for capacity in report.capacities:
             self._ranks.add_capacity(capacity)
+        for facts in report.host_facts:
+            self._ranks.add_facts(facts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
             self._is_disabled = True
@@ -409,6 +412,11 @@ class Planner:
             "loads_in_flight": len(self._loads),
             **self._costs.gauges(),
         }
+
+    @property
+    def host_labels(self) -> Mapping[str, str]:
+        """See `Ranks.host_labels`."""
+        return self._ranks.host_labels
 
     def check_invariants(self) -> None:
         """Compare all bookkeeping with itself; call it between steps.

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters, is_milestone
-from safe_offload.protocol import BadSlots, Capacity, FailureReason, Outcome
+from safe_offload.protocol import (
+    BadSlots,
+    Capacity,
+    FailureReason,
+    HostFacts,
+    MemoryKind,
+    Outcome,
+)
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.slots import SlotPool
@@ -28,6 +36,8 @@ class Ranks:
 
     Attributes:
         has_dead: a rank will never copy again.
+        host_labels: how the ranks keep and copy, by labels of `observe.metrics.INFO`; another
+            object when that has changed.
     """
 
     def __init__(self, num_ranks: int, slots: SlotPool, counters: Counters) -> None:
@@ -35,6 +45,9 @@ class Ranks:
         self._slots = slots
         self._counters = counters
         self.has_dead = False
+        self.host_labels: Mapping[str, str] = merge(())
+        self._facts: dict[int, HostFacts] = {}
+        self._is_ready = False
         self._capacities: dict[int, int] = {}
         self._num_failed: Counter[FailureReason] = Counter()
         self._num_failed_in_a_row: Counter[int] = Counter()
@@ -44,6 +57,29 @@ class Ranks:
         self._capacities[capacity.rank] = capacity.num_slots
         if len(self._capacities) == self._num_ranks:
             self._slots.open(min(self._capacities.values()))
+
+    def add_facts(self, facts: HostFacts) -> None:
+        """Note how a rank keeps and copies; say so once when the memory of all is ready."""
+        self._facts[facts.rank] = facts
+        known = list(self._facts.values())
+        if len(known) < self._num_ranks:
+            return
+        labels = merge(known)
+        if labels != self.host_labels:
+            self.host_labels = labels
+        if self._is_ready or any(f.memory.kind is MemoryKind.LOCKING for f in known):
+            return
+        self._is_ready = True
+        logger.info(
+            "Host memory is ready: %d slots can be used on each of %d ranks. It is %s, huge pages "
+            "%s, NUMA node %s. Copies by %s.",
+            self._slots.num_usable,
+            self._num_ranks,
+            labels["memory"],
+            labels["huge_pages"],
+            labels["numa_node"],
+            labels["copies_by"],
+        )
 
     def retire(self, bad: BadSlots) -> None:
         """Take slots whose memory has changed out of use, for good."""
@@ -104,3 +140,20 @@ class Ranks:
         """A dead worker fails every transfer from then on; the log must not drown in that."""
         self._num_failed[reason] += 1
         return is_milestone(self._num_failed[reason])
+
+
+def merge(facts: Sequence[HostFacts]) -> dict[str, str]:
+    """Return what holds for all ranks, or "mixed", or "unknown"; and the NUMA nodes of all."""
+    memories = [one.memory for one in facts]
+    nodes = sorted({node for memory in memories for node in memory.numa_nodes})
+    return {
+        "memory": _same(memory.kind.value for memory in memories),
+        "huge_pages": _same(memory.huge_pages for memory in memories),
+        "numa_node": ",".join(map(str, nodes)) or "unknown",
+        "copies_by": _same(", ".join(one.copy_paths) for one in facts),
+    }
+
+
+def _same(values: Iterable[str]) -> str:
+    found = set(values) or {"unknown"}
+    return found.pop() if len(found) == 1 else "mixed"

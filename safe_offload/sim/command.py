@@ -87,7 +87,7 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
         result = run(name, seed, only=only, internal_checks=arguments.internal_checks)
         num_steps += result.num_steps
         earned += result.earned
-        digest.update("\n".join(result.trace).encode())
+        digest.update(result.digest.encode())
         if arguments.trace:
             print("\n".join(result.trace))
         if result.finding is not None:

@@ -28,6 +28,7 @@ class Result:
     Attributes:
         finding: None if every promise was kept.
         trace: one line for everything that happened.
+        digest: of the same, without names of ours (see `Trace`).
         counts: of the connector.
         earned: what was stored, loaded and hit.
     """
@@ -37,6 +38,7 @@ class Result:
     events: list[Event]
     finding: Finding | None
     trace: list[str]
+    digest: str
     num_steps: int
     counts: dict[str, int] = field(default_factory=dict)
     earned: Earned = field(default_factory=Earned)
@@ -113,7 +115,7 @@ class Run:
                 continue
             self._sends.remove(send)
             self._check_answers()
-            self.trace.note(str(send))
+            self.trace.note(str(send), "send", send.name, send.request_id)
             request = self.core.add(
                 send.request_id,
                 list(send.prompt),
@@ -127,7 +129,7 @@ class Run:
     def _reset_due(self) -> None:
         for reset in [reset for reset in self._resets if reset.step < self._now]:
             self._resets.remove(reset)
-            self.trace.note(str(reset))
+            self.trace.note(str(reset), "reset", reset.name)
             try:
                 self.core.scheduler.reset_prefix_cache(
                     reset_running_requests=reset.running, reset_connector=reset.connector
@@ -136,11 +138,11 @@ class Run:
                 # vLLM refuses it while a request waits for a load, and answers so to the caller.
                 if "waiting for remote KV transfer" not in str(error):
                     raise
-                self.trace.note("  refused by vLLM")
+                self.trace.note("  refused by vLLM", "refused", reset.name)
 
     def _abort(self, aborts: Iterable[Abort]) -> None:
         for abort in aborts:
-            self.trace.note(str(abort))
+            self.trace.note(str(abort), "client goes", abort.name)
             self.core.abort(self._moments.request_id(abort))
 
     def _check_answers(self) -> None:
@@ -194,6 +196,7 @@ def run(
         events,
         finding,
         current.trace.lines,
+        current.trace.digest,
         core.num_steps,
         dict(core.counts),
         current.earnings.total(),

@@ -28,6 +28,8 @@ from safe_offload.protocol import (
     BadSlots,
     Capacity,
     FailureReason,
+    HostFacts,
+    MemoryFacts,
     Outcome,
     StepPlan,
     StepReport,
@@ -123,6 +125,7 @@ class WorkerBridge:
         self._failures: tuple[str, ...] = ()
         self._outcomes: list[Outcome] = []
         self._num_told_slots = 0
+        self._told_facts: tuple[MemoryFacts, tuple[CopyPath, ...]] | None = None
         self._bad_slots: list[BadSlots] = []
         self._storage: Any = None
         self._running: set[int] = set()
@@ -293,6 +296,7 @@ class WorkerBridge:
     def report(self) -> StepReport | None:
         """build_connector_worker_meta: what settled since the last call, None if nothing did."""
         self._is_forward_issued = True
+        facts = self._new_facts()  # before the slots: memory that is all locked has all its slots
         capacities: tuple[Capacity, ...] = ()
         if self._engine is not None:
             self._drain(self._engine)
@@ -301,11 +305,22 @@ class WorkerBridge:
                 self._num_told_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
-        if not (self._outcomes or capacities or self._bad_slots or lost):
+        if not (self._outcomes or capacities or self._bad_slots or lost or facts):
             return None
-        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots), lost)
+        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots), lost, facts)
         self._outcomes, self._bad_slots = [], []
         return report
+
+    def _new_facts(self) -> tuple[HostFacts, ...]:
+        """How this rank keeps and copies, if that has not been reported."""
+        if self._backend is None:
+            return ()
+        facts = (self._backend.memory, self._backend.paths)
+        if facts == self._told_facts:
+            return ()
+        self._told_facts = facts
+        memory, paths = facts
+        return (HostFacts(self._rank, memory, tuple(path.value for path in paths)),)
 
     def take_counts(self) -> dict[str, int]:
         """What happened on this rank since the last call that no report tells."""

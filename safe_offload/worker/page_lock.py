@@ -18,6 +18,7 @@ import time
 from safe_offload.config import format_bytes
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
+from safe_offload.protocol import MemoryFacts, MemoryKind
 from safe_offload.worker import placement
 from safe_offload.worker.backends.device import Device
 
@@ -43,6 +44,7 @@ class PageLock:
 
     Attributes:
         is_pageable: the memory is used as it is, because the driver would not lock any of it.
+        facts: of the memory; another object once no more will be locked.
     """
 
     def __init__(self, device: Device, address: int, layout: HostLayout) -> None:
@@ -51,6 +53,7 @@ class PageLock:
         self._layout = layout
         self._num_locked = 0
         self.is_pageable = False
+        self.facts = MemoryFacts(MemoryKind.LOCKING, "unknown")
         self._has_begun = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safe-offload-lock", daemon=True)
@@ -91,11 +94,14 @@ class PageLock:
             self._has_begun.set()
             if self._stopping.wait(PAUSE_S):
                 return
+        pages = placement.pages_of(self._address, self._layout.size_bytes)
+        huge = "unknown" if pages.huge_percent is None else f"{pages.huge_percent} %"
+        self.facts = MemoryFacts(MemoryKind.PAGE_LOCKED, huge, tuple(pages.node_percent))
         logger.info(
             "Page-locked %s of host memory in %.1f s: %s. The GPU is %s.%s",
             format_bytes(self._layout.size_bytes),
             time.monotonic() - start_s,
-            placement.describe(self._address, self._layout.size_bytes),
+            pages,
             "on no NUMA node that the system tells" if node is None else f"on NUMA node {node}",
             f" Its cores could not be used to place the memory there: {problem}."
             if problem
@@ -126,6 +132,8 @@ class PageLock:
 
     def _give_up(self, error: Exception) -> None:
         self.is_pageable = self._num_locked == 0
+        kind = MemoryKind.PAGEABLE if self.is_pageable else MemoryKind.PAGE_LOCKED
+        self.facts = MemoryFacts(kind, "unknown")
         logger.warning(
             "The driver page-locked %s of %s of host memory and then refused (%s). %s Fix: raise "
             "the limit for locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1), or "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM = Path("/sys")
@@ -57,17 +58,37 @@ def move_thread_to(node: int, system: Path = SYSTEM) -> str:
     return ""
 
 
-def describe(address: int, size_bytes: int, process: Path = PROCESS) -> str:
-    """Say which pages a range of touched memory has got, such as "100 % in huge pages"."""
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Which pages a range of touched memory has got.
+
+    Attributes:
+        huge_percent: of the memory; None if the system does not tell.
+        node_percent: of the pages, by NUMA node; empty if the system does not tell.
+    """
+
+    huge_percent: int | None
+    node_percent: dict[int, int]
+
+    def __str__(self) -> str:
+        """In words, such as "100 % in huge pages, 100 % on NUMA node 1"."""
+        huge = self.huge_percent
+        size = "page size unknown" if huge is None else f"{huge} % in huge pages"
+        nodes = (f"{share} % on NUMA node {node}" for node, share in self.node_percent.items())
+        return ", ".join([size, *nodes])
+
+
+def pages_of(address: int, size_bytes: int, process: Path = PROCESS) -> Pages:
+    """Ask the system which pages a range of touched memory has got."""
     end = address + size_bytes
-    return ", ".join([_huge_share(address, end, process), *_node_shares(address, end, process)])
+    return Pages(_huge_percent(address, end, process), _node_percent(address, end, process))
 
 
-def _huge_share(address: int, end: int, process: Path) -> str:
+def _huge_percent(address: int, end: int, process: Path) -> int | None:
     try:
         text = (process / "smaps").read_text()
     except OSError:
-        return "page size unknown"
+        return None
     size = huge = 0
     is_inside = False
     for line in text.splitlines():
@@ -80,14 +101,14 @@ def _huge_share(address: int, end: int, process: Path) -> str:
                 size += number
             else:
                 huge += number
-    return f"{_percent(huge, size)} in huge pages"
+    return _percent(huge, size)
 
 
-def _node_shares(address: int, end: int, process: Path) -> list[str]:
+def _node_percent(address: int, end: int, process: Path) -> dict[int, int]:
     try:
         lines = (process / "numa_maps").read_text().splitlines()
     except OSError:
-        return []
+        return {}
     pages: Counter[int] = Counter()
     for line in lines:
         first, *fields = line.split()
@@ -96,10 +117,8 @@ def _node_shares(address: int, end: int, process: Path) -> list[str]:
                 if found := re.fullmatch(r"N(\d+)=(\d+)", field):
                     pages[int(found[1])] += int(found[2])
     total = sum(pages.values())
-    return [
-        f"{_percent(count, total)} on NUMA node {node}" for node, count in sorted(pages.items())
-    ]
+    return {node: _percent(count, total) for node, count in sorted(pages.items())}
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part // whole if whole else 0} %"
+def _percent(part: int, whole: int) -> int:
+    return 100 * part // whole if whole else 0

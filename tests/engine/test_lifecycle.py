@@ -121,7 +121,10 @@ def check_well(server: HttpServer) -> None:
 
 def test_slots_are_told_before_the_first_request(server: HttpServer) -> None:
     server.wait_for(lambda: count(server, "slots") == 500, "slots to be told", timeout_s=30.0)
-    assert server.metrics()["vllm:prompt_tokens_total"] == 0
+    metrics = server.metrics()
+    assert metrics["vllm:prompt_tokens_total"] == 0
+    assert metrics["vllm:safe_offload_info"] == 1, "one set of labels, of which all is known"
+    assert "Host memory is ready: 500 slots can be used on each of 1 ranks." in server.log()
 
 
 def test_a_salt_is_part_of_what_a_hit_is_found_by(server: HttpServer) -> None:

@@ -48,4 +48,10 @@ def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
     assert [answer.num_cached for answer in plain.answers] == [0] * 6
     assert ours.tokens == plain.tokens
     ours.check_no_trouble()
+    (info,) = ours.data["info"]
+    assert (info["ranks"], info["memory"], info["numa_node"]) == ("2", "pageable", "unknown")
+    assert info["huge_pages"] in ("asked for", "refused")
+    assert info["copies_by"].split(", ")[-1] == "each"
+    assert ours.log.count("Host memory is ready: ") == 1
+    assert "on each of 2 ranks. It is pageable" in ours.log
     assert ours.data["left_processes"] == []

@@ -1,4 +1,4 @@
-"""Break our code, line by line, and let the simulator find out.
+"""Break our code, statement by statement, and let the simulator find out.
 
 Each mutant is applied in memory, in a process of its own, and runs seeds until a checker fires. It
 counts as caught if the checker is the one that the mutant's promise names. What the simulator does
@@ -10,6 +10,7 @@ not run, the GPU backend, is left to tests over the stand-in device: one of them
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.abc
 import importlib.util
@@ -25,26 +26,29 @@ from typing import Any
 
 import pytest
 
+from tests.mutants.anchors import mutate
 from tests.mutants.catalogue import MUTANTS, Mutant
 
 PACKAGE = Path(__file__).parents[2] / "safe_offload"
 
 
-def mutated(mutant: Mutant) -> str:
-    """The source of a file with the mutant in it."""
+def mutated(mutant: Mutant) -> ast.Module:
+    """Return a file, parsed, with the mutant in it.
+
+    Raises:
+        AnchorError: the file does not say what the mutant changes, or says it more than once.
+    """
     source = (PACKAGE / mutant.file).read_text()
-    if source.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name!r}: its line occurs {source.count(mutant.old)} times")
-    return source.replace(mutant.old, mutant.new)
+    return mutate(source, mutant.function, mutant.old, mutant.new)
 
 
 class MutantLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from changed source."""
+    """Imports one module with a change."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._path = PACKAGE / mutant.file
         self._name = "safe_offload." + mutant.file.removesuffix(".py").replace("/", ".")
-        self._source = mutated(mutant)
+        self._tree = mutated(mutant)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """See `MetaPathFinder`."""
@@ -54,7 +58,7 @@ class MutantLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """See `Loader`."""
-        exec(compile(self._source, str(self._path), "exec"), module.__dict__)
+        exec(compile(self._tree, str(self._path), "exec"), module.__dict__)
 
 
 @dataclass(frozen=True, slots=True)

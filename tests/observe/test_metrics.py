@@ -8,10 +8,12 @@ import pickle
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import VllmConfig
+from vllm.v1.outputs import KVConnectorOutput
 
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import GAUGES, INFO, OffloadPromMetrics, OffloadStats
+from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, StepReport
 from safe_offload.sim.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
@@ -210,12 +212,47 @@ def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(make_rig,
     told = first.aggregate(stats({"hit_tokens": 1})).data["info"]
     assert set(told) == set(INFO)
     assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "slru")
+    assert told["memory"] == "unknown", "the workers of the simulator tell nothing of theirs"
     connector._planner.has_changed = True
     later = connector.get_kv_connector_stats()
     assert later is None or "info" not in later.data
     metrics.observe({"info": told}, engine_idx=3)
     assert value(registry, "info", engine=3, **told) == 1
     assert value(registry, "info", engine=0, **told) is None
+
+
+def facts_of(rank: int, kind: MemoryKind, paths: tuple[str, ...] = ("batch", "each")) -> HostFacts:
+    return HostFacts(rank, MemoryFacts(kind, "99 %", (1,)), paths)
+
+
+def report(connector: SafeCPUOffloadConnector, *facts: HostFacts) -> OffloadStats | None:
+    """Let the workers report; returns the statistics of that step."""
+    output = KVConnectorOutput(kv_connector_worker_meta=StepReport(host_facts=facts))
+    connector.update_connector_output(output)
+    return connector.get_kv_connector_stats()
+
+
+def test_what_the_ranks_report_of_their_memory_stands_in_labels(make_rig, metrics, registry):
+    connector = make_rig(tensor_ranks=2).connector
+    connector.get_kv_connector_stats()
+    assert report(connector, facts_of(0, MemoryKind.LOCKING)) is None, "one of two ranks"
+    locking = report(connector, facts_of(1, MemoryKind.LOCKING)).data
+    assert locking["info"]["memory"] == "being page-locked"
+    locked = [facts_of(rank, MemoryKind.PAGE_LOCKED) for rank in range(2)]
+    locked_stats = report(connector, *locked)
+    assert report(connector, *locked) is None, "nothing has changed"
+    metrics.observe(locking)
+    assert value(registry, "info", **locking["info"]) == 1
+    metrics.observe(OffloadStats().aggregate(locked_stats).data)
+    now = locked_stats.data["info"]
+    assert {name: now[name] for name in ("memory", "huge_pages", "numa_node", "copies_by")} == {
+        "memory": "page-locked",
+        "huge_pages": "99 %",
+        "numa_node": "1",
+        "copies_by": "batch, each",
+    }
+    assert value(registry, "info", **now) == 1
+    assert value(registry, "info", **locking["info"]) == 0, "what was said before"
 
 
 def test_each_engine_has_its_own(metrics, registry):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.errors import TransferError
-from safe_offload.protocol import FailureReason, Transfer
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer
 from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.engine import TransferEngine
 
@@ -86,6 +86,7 @@ class FakeBackend:
     slot_bytes = SLOT_BYTES
     num_slots = num_usable_slots = 1_000_000
     paths = (CopyPath.EACH,)
+    memory = MemoryFacts(MemoryKind.PAGEABLE, "refused")
 
     def __init__(self) -> None:
         self.num_demotions = 0

@@ -19,6 +19,9 @@ from safe_offload.protocol import (
     BadSlots,
     Capacity,
     FailureReason,
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
     Outcome,
     StepPlan,
     StepReport,
@@ -27,7 +30,7 @@ from safe_offload.protocol import (
 )
 from safe_offload.worker import bridge as bridge_module
 from safe_offload.worker.backends import cpu
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, flush, transfer
@@ -376,10 +379,35 @@ def test_a_wrong_id_fails_its_transfer_and_no_other(worker):
 
 def test_the_first_report_has_the_capacity_and_no_later_one_has(worker):
     worker.step(EMPTY_PLAN)
-    assert worker.reports == [StepReport(capacities=(Capacity(RANK, 12),))]
+    (first,) = worker.reports
+    assert dataclasses.replace(first, host_facts=()) == StepReport(capacities=(Capacity(RANK, 12),))
     worker.step(StepPlan(stores_after_forward=(transfer(1),)))
     worker.settle()
     assert worker.reports[1:] == [StepReport(outcomes=(Outcome(RANK, 1),))]
+
+
+def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
+    make_worker, monkeypatch
+):
+    worker = make_worker()
+    backend = faked(worker, monkeypatch)
+    worker.step(EMPTY_PLAN)
+    assert worker.reports[0].host_facts == (HostFacts(RANK, backend.memory, ("each",)),)
+    assert worker.bridge.report() is None
+    backend.memory = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
+    locked = HostFacts(RANK, backend.memory, ("each",))
+    assert worker.bridge.report() == StepReport(host_facts=(locked,))
+    backend.paths = (CopyPath.BATCH, CopyPath.EACH)
+    assert worker.bridge.report().host_facts[0].copy_paths == ("batch", "each")
+    assert worker.bridge.report() is None
+
+
+def test_on_the_cpu_host_memory_is_pageable(worker):
+    worker.step(EMPTY_PLAN)
+    (facts,) = worker.reports[0].host_facts
+    assert facts.memory.kind is MemoryKind.PAGEABLE
+    assert facts.memory.huge_pages in ("asked for", "refused")
+    assert facts.copy_paths[-1] == "each"
 
 
 def test_a_step_in_which_nothing_settled_has_no_report(worker):

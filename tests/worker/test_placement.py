@@ -72,16 +72,16 @@ def test_cores_that_may_not_be_used_are_a_reason_and_no_error(system, monkeypatc
 def test_pages_are_described_by_size_and_node(tmp_path):
     (tmp_path / "smaps").write_text(SMAPS)
     (tmp_path / "numa_maps").write_text(NUMA_MAPS)
-    found = placement.describe(0x7F0000000000, 4 << 20, tmp_path)
-    assert found == "50 % in huge pages, 12 % on NUMA node 0, 87 % on NUMA node 1"
+    found = placement.pages_of(0x7F0000000000, 4 << 20, tmp_path)
+    assert str(found) == "50 % in huge pages, 12 % on NUMA node 0, 87 % on NUMA node 1"
 
 
 def test_a_system_that_tells_nothing_is_described_so(tmp_path):
-    assert placement.describe(0, 4096, tmp_path) == "page size unknown"
+    assert str(placement.pages_of(0, 4096, tmp_path)) == "page size unknown"
 
 
 def test_this_system_tells_of_memory_that_was_touched():
     memory = HostMemory.allocate(8 * mmap.PAGESIZE)
     memory.tensor.fill_(1)
-    assert "% in huge pages" in placement.describe(memory.tensor.data_ptr(), memory.size_bytes)
+    assert "% in huge" in str(placement.pages_of(memory.tensor.data_ptr(), memory.size_bytes))
     memory.close()

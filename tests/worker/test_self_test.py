@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.worker import page_lock
+from safe_offload.worker import placement
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
@@ -81,7 +81,7 @@ def make() -> Iterator[Make]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
+    monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
     gpu = FakeGpu()
     yield gpu
     gpu.close()

@@ -48,7 +48,7 @@ from safe_offload.sim.vllm_setup import (
     make_kv_cache_config,
 )
 from safe_offload.worker import bridge as bridge_module
-from safe_offload.worker import page_lock
+from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.self_test import TorchRows
 from tests.worker.backends.fake_device import INDEX, FakeGpu, FakeRows
@@ -505,7 +505,7 @@ def _put_on_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     monkeypatch.setattr(bridge_module, "WorkerBridge", over_threads)
     monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
     # Small slabs are many, and the system takes long to say where they lie.
-    monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
+    monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
 
 
 def _watch_hooks(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from safe_offload.protocol import MemoryFacts
+
 
 class Direction(enum.Enum):
     """Which way the bytes go."""
@@ -133,6 +135,10 @@ class ProvableBackend(Backend, Protocol):
 
     paths: tuple[CopyPath, ...]
     num_demotions: int
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """What is known of the host memory; another object once something has changed."""
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """Copy by some of its paths only; called while nothing is being copied."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
-from safe_offload.protocol import FailureReason
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
 from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
@@ -75,6 +75,9 @@ class CpuBackend:
     ) -> None:
         self.slot_bytes = layout.geometry.slot_bytes
         self.num_slots = self.num_usable_slots = layout.num_slots
+        self.memory = MemoryFacts(
+            MemoryKind.PAGEABLE, "asked for" if host.has_huge_pages else "refused"
+        )
         self._host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)

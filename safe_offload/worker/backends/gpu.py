@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
-from safe_offload.protocol import FailureReason
+from safe_offload.protocol import FailureReason, MemoryFacts
 from safe_offload.worker.backends import row_kernel
 from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.backends.device import Device
@@ -156,6 +156,11 @@ class GpuBackend:
     def is_pageable(self) -> bool:
         """Whether the driver would not page-lock host memory."""
         return self._lock.is_pageable
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """See `ProvableBackend.memory`."""
+        return self._lock.facts
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`."""

@@ -104,6 +104,15 @@ def connector_metrics(llm: Any) -> dict[str, float]:
     }
 
 
+def connector_info(llm: Any) -> list[dict[str, str]]:
+    """Labels of the connector's metric `info`: how it is set up now."""
+    return [
+        metric.labels
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:safe_offload_info" and metric.value
+    ]
+
+
 def scheduler_of(llm: Any) -> Any:
     """vLLM's Scheduler, of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler

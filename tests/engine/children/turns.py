@@ -19,6 +19,7 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
             engine.drain(llm)
         report["audit"] = engine.audit(llm)
     report["metrics"] = engine.connector_metrics(llm)
+    report["info"] = engine.connector_info(llm)
     if not job["in_process"]:
         report["left_processes"] = shut_down(llm)
     return report

@@ -14,8 +14,8 @@ import pytest
 
 from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
-from safe_offload.protocol import FailureReason
-from safe_offload.worker import page_lock
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
+from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends import gpu as gpu_backend
 from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.gpu import GpuBackend
@@ -62,10 +62,17 @@ class FakeGpuSubject(Subject):
 
     def wait_until_locked(self) -> None:
         """Wait until every slab that can be locked is."""
+        self.wait_until(
+            lambda: (
+                self.backend.num_usable_slots >= self.layout.num_slots
+                or len(self.gpu.locked) >= self.gpu.num_lockable
+            )
+        )
+
+    @staticmethod
+    def wait_until(is_met: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S
-        while self.backend.num_usable_slots < self.layout.num_slots and time.monotonic() < end_s:
-            if len(self.gpu.locked) >= self.gpu.num_lockable:
-                return
+        while not is_met() and time.monotonic() < end_s:
             time.sleep(0.001)
 
     def read_storage(self) -> Bytes:
@@ -107,7 +114,8 @@ def _quick_locking(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     """Small slabs are many, and the system takes long to say where they lie."""
     monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
     if "is_logged" not in request.node.name:
-        monkeypatch.setattr(page_lock.placement, "describe", lambda *_: "somewhere")
+        pages = placement.Pages(99, {1: 100})
+        monkeypatch.setattr(placement, "pages_of", lambda *_: pages)
 
 
 @pytest.fixture
@@ -286,12 +294,26 @@ def test_what_was_locked_and_how_it_lies_is_logged(make_gpu, caplog):
     assert "in huge pages" in caplog.text
 
 
+def test_what_is_known_of_the_memory_changes_when_all_of_it_is_locked(make_gpu):
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
+    first = subject.backend.memory
+    assert first is subject.backend.memory
+    assert first.kind is MemoryKind.LOCKING
+    gpu.may_lock.set()
+    subject.wait_until_locked()
+    subject.wait_until(lambda: subject.backend.memory is not first)
+    assert subject.backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
+
+
 async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
     gpu = FakeGpu()
     gpu.num_lockable = 0
     subject = make_gpu(gpu=gpu)
     assert subject.backend.num_usable_slots == NUM_SLOTS
     assert "Fix: raise the limit for locked memory" in caplog.text
+    assert subject.backend.memory.kind is MemoryKind.PAGEABLE
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [3], [30])
     assert set(gpu.calls[-3:]) == {"copy"}, "the copy engines cannot reach it by batch"

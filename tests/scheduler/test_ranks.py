@@ -1,0 +1,71 @@
+"""What the ranks report of their host memory, put together, and the line when it is ready."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from safe_offload.observe.counters import Counters
+from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
+from safe_offload.scheduler.ranks import Ranks, merge
+from safe_offload.scheduler.slots import SlotPool
+
+LOCKED = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
+LOCKING = MemoryFacts(MemoryKind.LOCKING, "unknown")
+PATHS = ("kernel", "batch", "each")
+
+
+def make_ranks(num_ranks: int) -> Ranks:
+    return Ranks(num_ranks, SlotPool(8, 1, "lru"), Counters())
+
+
+def test_what_is_the_same_on_all_ranks_is_said_once():
+    merged = merge([HostFacts(0, LOCKED, PATHS), HostFacts(1, LOCKED, PATHS)])
+    assert merged == {
+        "memory": "page-locked",
+        "huge_pages": "99 %",
+        "numa_node": "1",
+        "copies_by": "kernel, batch, each",
+    }
+
+
+def test_what_differs_between_ranks_is_mixed_and_their_nodes_are_listed():
+    other = MemoryFacts(MemoryKind.PAGEABLE, "unknown", (10, 0))
+    merged = merge([HostFacts(0, LOCKED, PATHS), HostFacts(1, other, ("each",))])
+    assert merged == {
+        "memory": "mixed",
+        "huge_pages": "mixed",
+        "numa_node": "0,1,10",
+        "copies_by": "mixed",
+    }
+
+
+def test_what_no_rank_knows_is_unknown():
+    assert set(merge([]).values()) == {"unknown"}
+    assert merge([HostFacts(0, LOCKING, PATHS)])["numa_node"] == "unknown"
+
+
+def test_a_line_says_once_that_the_memory_of_all_ranks_is_ready(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO)
+    ranks = make_ranks(2)
+    ranks.add_facts(HostFacts(0, LOCKED, PATHS))
+    ranks.add_facts(HostFacts(1, LOCKING, PATHS))
+    assert "Host memory is ready" not in caplog.text
+    ranks.add_facts(HostFacts(1, LOCKED, PATHS))
+    ranks.add_facts(HostFacts(1, LOCKED, ("each",)))
+    assert caplog.text.count("Host memory is ready") == 1
+    assert "It is page-locked, huge pages 99 %, NUMA node 1. Copies by kernel," in caplog.text
+
+
+def test_the_labels_are_another_object_only_when_they_have_changed():
+    ranks = make_ranks(1)
+    unknown = ranks.host_labels
+    ranks.add_facts(HostFacts(0, LOCKED, PATHS))
+    first = ranks.host_labels
+    ranks.add_facts(HostFacts(0, LOCKED, PATHS))
+    assert first is ranks.host_labels is not unknown
+    ranks.add_facts(HostFacts(0, LOCKED, ("each",)))
+    assert ranks.host_labels["copies_by"] == "each"
