@@ -35,6 +35,7 @@ _SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
+_SHARED = "worker/shared_memory.py"
 _GPU_BLOCKS, _WITNESS = "scheduler/gpu_blocks.py", "scheduler/witness.py"
 
 MUTANTS = (
@@ -260,6 +261,38 @@ MUTANTS = (
         "()",
         "I6",
         ("late-copies", "back-to-back"),
+    ),
+    Mutant(
+        "a part of a store is no rank's share",
+        _SHARED,
+        "(at + 1) * num_items // self.count)",
+        "at * num_items // self.count + num_items // self.count)",
+        "I6",
+        ("mla-shared",),
+    ),
+    Mutant(
+        "a rank loads its share only",
+        "worker/bridge.py",
+        "        if direction is Direction.STORE:\n",
+        "        if True:\n",
+        "I6",
+        ("mla-shared",),
+    ),
+    Mutant(
+        "ranks store as if they had one copy where each has its own",
+        "worker/bridge.py",
+        "                self._share = ALONE\n",
+        "",
+        "I6",
+        tests=("tests/worker/test_shared_ranks.py", "-k", "has_its_own"),
+    ),
+    Mutant(
+        "ranks share a memory that one of them has not mapped",
+        _SHARED,
+        "if any(peer.recv(MESSAGE_BYTES_MAX) != MAPPED for peer in peers):",
+        "if False:",
+        "I6",
+        tests=("tests/worker/test_shared_memory.py", "-k", "cannot_map_the_memory"),
     ),
     Mutant(
         "the worker skips the fences",
