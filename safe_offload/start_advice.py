@@ -182,9 +182,9 @@ def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> 
     num_same = compat.num_replicas(kv_cache_config)
     if config.ranks_per_copy == 1 < num_same:
         logger.warning(
-            "%d ranks hold the same KV cache, and each of them keeps a copy of its own: ranks share "
-            'one only on one machine, with distributed_executor_backend "mp" and without prefill '
-            "context parallelism.",
+            "%d ranks hold the same KV cache, and each of them keeps a copy of its own: ranks "
+            'share one only on one machine, with distributed_executor_backend "mp" and without '
+            "prefill context parallelism.",
             num_same,
         )
 

@@ -473,5 +473,5 @@ def test_ranks_with_one_copy_have_the_slots_of_their_memory_together():
     counted = dataclasses.replace(together, num_slots=7)
     assert counted.num_slots_of(10 * KIB) == 7, "so many are in the one copy"
     assert together.num_slots_of(200 * KIB) == 4
-    with pytest.raises(ConfigError, match="gives each rank 100.00 KiB; expected at least one"):
+    with pytest.raises(ConfigError, match=r"gives each rank 100\.00 KiB; expected at least one"):
         config.num_slots_of(200 * KIB)
