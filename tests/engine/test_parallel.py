@@ -90,6 +90,6 @@ def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
     ((inode, by_rank),) = ours.data["shared"].items()
     assert len(by_rank) == 2
     # What the self-test has touched, and the checksums, come on top.
-    assert stored_bytes <= sum(by_rank) < 1.25 * stored_bytes, "each block is there once"
+    assert stored_bytes <= sum(by_rank) < 1.5 * stored_bytes, "each block is there once"
     assert ours.data["left_processes"] == []
     assert inode not in ours.data["left_shared"]
