@@ -264,14 +264,14 @@ def test_nobody_shares_if_one_rank_cannot_map_the_memory(make_ranks, monkeypatch
 @pytest.mark.parametrize("num_messages", [0, 1], ids=["before its terms", "before it has mapped"])
 def test_nobody_shares_if_a_rank_dies_on_the_way(make_ranks, num_messages):
     ranks = make_ranks(3)
-    futures = [ranks.start(0), ranks.start(1)]
+    # Who comes when the first rank has given up finds nobody, and waits as long as it may.
+    futures = [ranks.start(0, timeout_s=3.0), ranks.start(1, timeout_s=3.0)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
-        for _ in range(1000):
-            try:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
                 dying.connect(f"\0{ranks.address}")
                 break
-            except ConnectionRefusedError:
-                continue
+            assert not futures[0].done()
         if num_messages:
             dying.send(hashlib.sha256(repr(LAYOUT).encode()).digest())
     expect_that_nobody_shares(futures, "")
