@@ -250,8 +250,8 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 def num_replicas(kv_cache_config: KVCacheConfig) -> int:
     """How many consecutive ranks hold the same KV cache, of all layers; 1 for none but itself.
 
-    vLLM 0.32 tells it; one that does not counts as none. A model with some layers that are the same on all ranks and some
-    that are not counts as one without: a block may be of either kind.
+    vLLM 0.32 tells it; a version that does not counts as having none. A model with some layers that
+    are the same on all ranks and some that are not counts as one without: a block may be of either.
     Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
     """
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
