@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,9 @@ __all__ = [
     "make_coordinator",
     "num_blocks_of_longest_request",
     "num_decode_tokens_max",
+    "num_replicas",
     "num_steps_in_flight",
+    "ranks_per_copy",
     "refuse_unsupported",
     "replace_full_attention",
     "resolve_block_sizes",
@@ -242,6 +245,33 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     tensors = kv_cache_config.kv_cache_tensors
     size_bytes: int = max((t.size for t in tensors), default=0)
     return size_bytes // max(int(kv_cache_config.num_blocks), 1)
+
+
+def num_replicas(kv_cache_config: KVCacheConfig) -> int:
+    """How many consecutive ranks hold the same KV cache, of all layers; 1 for none but itself.
+
+    vLLM 0.32 tells it; a version that does not counts as having none. A model with some layers that
+    are the same on all ranks and some that are not counts as one without: a block may be of either.
+    Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
+    """
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many consecutive ranks hold the same KV cache and can share the memory of one machine.
+
+    Of the executors only "mp" says which ranks those are: so many in order on each machine.
+    Source: vLLM 0.32.0, ParallelConfig.local_world_size, v1/executor/multiproc_executor.py.
+    """
+    parallel = vllm_config.parallel_config
+    num_same = num_replicas(kv_cache_config)
+    if (
+        num_same == 1
+        or parallel.distributed_executor_backend != "mp"
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return 1
+    return math.gcd(num_same, int(parallel.local_world_size))
 
 
 def num_blocks_of_longest_request(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -118,6 +118,7 @@ class OffloadConfig:
         num_slots: exact number of host slots, or None for as many as the bytes hold.
         capacity_key: the key that decides the size of the pool, for messages with a fix.
         world_size: number of workers of this engine, which share `cpu_bytes_to_use`.
+        ranks_per_copy: ranks that put their memory together, because all hold the same KV cache.
         lazy_offload: store only blocks that are about to be evicted, instead of every full block.
         eviction_policy: which slot goes first when a new one is needed; see scheduler/eviction.py.
         max_inflight_bytes: bytes of copies that one worker may have under way at a time.
@@ -137,6 +138,7 @@ class OffloadConfig:
     num_slots: int | None = None
     capacity_key: CapacityKey = "cpu_bytes_to_use"
     world_size: int = 1
+    ranks_per_copy: int = 1
     lazy_offload: bool = False
     eviction_policy: str = "lru"
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES
@@ -147,6 +149,22 @@ class OffloadConfig:
     min_load_tokens: int | None = 0
     verify_every: int = 0
     verify_invariants: bool = False
+
+    def num_slots_of(self, slot_bytes: int) -> int:
+        """Return how many host slots of this size each rank has; ranks with one copy the same.
+
+        Raises:
+            ConfigError: there is not room for one.
+        """
+        pool_bytes = self.cpu_bytes_per_rank * self.ranks_per_copy
+        num_slots = self.num_slots or pool_bytes // slot_bytes
+        if num_slots:
+            return num_slots
+        raise ConfigError(
+            f'"{self.capacity_key}" gives each rank {format_bytes(self.cpu_bytes_per_rank)}; '
+            f"expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or shorten "
+            "the block size."
+        )
 
     @classmethod
     def from_extra_config(

@@ -8,6 +8,7 @@ cache that always misses. Bad configuration is the exception: it is an error whe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -23,8 +24,8 @@ from safe_offload.compat import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from safe_offload.config import OffloadConfig, format_bytes
-from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.config import OffloadConfig
+from safe_offload.errors import InvariantError
 from safe_offload.last_words import telling
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
@@ -92,7 +93,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         compat.refuse_unsupported(vllm_config, kv_cache_config)
         world_size = vllm_config.parallel_config.world_size
         extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
-        self._config = OffloadConfig.from_extra_config(extra, world_size=world_size)
+        self._config = dataclasses.replace(
+            OffloadConfig.from_extra_config(extra, world_size=world_size),
+            ranks_per_copy=compat.ranks_per_copy(vllm_config, kv_cache_config),
+        )
         self._counters = Counters()
         self._last_gauges: dict[str, int] = {}
         self._info: dict[str, str] = {}
@@ -113,13 +117,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
-        num_slots = config.num_slots or config.cpu_bytes_per_rank // slot_bytes
-        if num_slots < 1:
-            raise ConfigError(
-                f'"{config.capacity_key}" gives each rank {format_bytes(config.cpu_bytes_per_rank)}'
-                f"; expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or "
-                "shorten the block size."
-            )
+        num_slots = config.num_slots_of(slot_bytes)
         policy = config.eviction_policy
         index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
         self._info = advise(vllm_config, kv_cache_config, config, num_slots)

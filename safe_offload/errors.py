@@ -51,6 +51,10 @@ class CaptureError(DeviceError):
     """A call that the driver refused because a CUDA graph is being captured; it may work later."""
 
 
+class SharingError(SafeOffloadError):
+    """Ranks that hold the same KV cache cannot keep one copy of it; each keeps one of its own."""
+
+
 class InvariantError(SafeOffloadError):
     """One of the numbered promises I1 to I8 does not hold: a defect of safe_offload itself.
 

@@ -46,6 +46,7 @@ def advise(
         _advise_on_role(transfer_config)
         _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
         _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
+        _advise_on_copies(kv_cache_config, config)
         return _introduce(vllm_config, kv_cache_config, config, num_slots)
     except Exception:
         logger.debug("There is advice that could not be given", exc_info=True)
@@ -65,7 +66,8 @@ def _introduce(
     """
     num_request_tokens = vllm_config.model_config.max_model_len
     num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
-    host_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    num_sharing = config.ranks_per_copy
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     info = {
         "version": __version__,
@@ -76,7 +78,8 @@ def _introduce(
         "self_test": "on" if config.self_test else "off",
         "ranks": str(config.world_size),
         "slots_per_rank": str(num_slots),
-        "host_bytes_per_rank": str(host_bytes),
+        "host_bytes_per_rank": str(copy_bytes // num_sharing),
+        "ranks_per_copy": str(num_sharing),
         "tokens": str(int(num_requests * num_request_tokens)),
         "longest_requests": f"{num_requests:.1f}",
         "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
@@ -84,7 +87,7 @@ def _introduce(
     }
     logger.info(
         "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %s ranks keeps up "
-        "to %s slots in %s of host memory: about %s tokens, or %s requests of max_model_len (%d "
+        "to %s slots in %s of host memory%s: about %s tokens, or %s requests of max_model_len (%d "
         "tokens), %s times the GPU's own pool. KV cache groups: %s. copy_path %s, self-test %s.",
         info["version"],
         info["stores"],
@@ -92,7 +95,8 @@ def _introduce(
         "ends its request with an error" if policy == "fail" else "is recomputed",
         info["ranks"],
         info["slots_per_rank"],
-        format_bytes(host_bytes),
+        format_bytes(copy_bytes),
+        f", one copy for {num_sharing} ranks" if num_sharing > 1 else "",
         info["tokens"],
         info["longest_requests"],
         num_request_tokens,
@@ -174,10 +178,21 @@ def _advise_on_pool(
         )
 
 
+def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> None:
+    num_same = compat.num_replicas(kv_cache_config)
+    if config.ranks_per_copy == 1 < num_same:
+        logger.warning(
+            "%d ranks hold the same KV cache, and each of them keeps a copy of its own: ranks "
+            'share one only on one machine, with distributed_executor_backend "mp" and without '
+            "prefill context parallelism.",
+            num_same,
+        )
+
+
 def _value(config: OffloadConfig, num_blocks: int, block_bytes: int) -> str:
     """Return the value of the key that counts which gives each rank so many blocks."""
     if config.capacity_key == "num_cpu_blocks":
         return str(num_blocks)
     num_shares = config.world_size if config.capacity_key == "cpu_bytes_to_use" else 1
-    size_mib = -(-num_blocks * block_bytes * num_shares // (1 << 20))
+    size_mib = -(-num_blocks * block_bytes * num_shares // (config.ranks_per_copy << 20))
     return f'"{size_mib}MiB"'

@@ -1,5 +1,6 @@
 """What users write in kv_connector_extra_config: what it means, and what is refused how."""
 
+import dataclasses
 import json
 import math
 from dataclasses import FrozenInstanceError
@@ -462,3 +463,15 @@ def test_a_size_means_the_same_as_number_as_string_and_through_json(size_bytes):
     for extra in (json.loads(text), {"cpu_bytes_to_use": str(size_bytes)}):
         config = OffloadConfig.from_extra_config(extra, world_size=1)
         assert config.cpu_bytes_per_rank == size_bytes
+
+
+def test_ranks_with_one_copy_have_the_slots_of_their_memory_together():
+    config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": 800 * KIB}, world_size=8)
+    assert config.num_slots_of(10 * KIB) == 10
+    together = dataclasses.replace(config, ranks_per_copy=8)
+    assert together.num_slots_of(10 * KIB) == 80
+    counted = dataclasses.replace(together, num_slots=7)
+    assert counted.num_slots_of(10 * KIB) == 7, "so many are in the one copy"
+    assert together.num_slots_of(200 * KIB) == 4
+    with pytest.raises(ConfigError, match=r"gives each rank 100\.00 KiB; expected at least one"):
+        config.num_slots_of(200 * KIB)

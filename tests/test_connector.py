@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from safe_offload import compat
 from safe_offload.compat import KVConnectorRole, KVConnectorTransferResults
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
@@ -555,3 +556,32 @@ def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector
     connector._planner.has_changed = True
     total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 5}
+
+
+@pytest.mark.parametrize(
+    ("num_same", "backend", "num_on_machine", "context_ranks", "expected"),
+    [
+        (1, "mp", 8, 1, 1),
+        (8, "mp", 8, 1, 8),
+        (8, "mp", 32, 1, 8),  # four pipeline stages
+        (16, "mp", 8, 1, 8),  # two machines
+        (8, "mp", 12, 1, 4),  # a stage ends in the middle of a machine
+        (8, "ray", 8, 1, 1),
+        (8, "mp", 8, 2, 1),
+    ],
+)
+def test_ranks_that_hold_the_same_on_one_machine_keep_one_copy(
+    num_same, backend, num_on_machine, context_ranks, expected
+):
+    parallel = SimpleNamespace(
+        distributed_executor_backend=backend,
+        local_world_size=num_on_machine,
+        prefill_context_parallel_size=context_ranks,
+    )
+    cache = SimpleNamespace(kv_tp_replicas=num_same)
+    assert compat.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
+
+
+def test_a_vllm_that_does_not_tell_which_ranks_hold_the_same_has_a_copy_for_each():
+    config = SimpleNamespace(parallel_config=SimpleNamespace())
+    assert compat.ranks_per_copy(config, SimpleNamespace()) == 1

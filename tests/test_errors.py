@@ -10,12 +10,14 @@ from safe_offload.errors import (
     InvariantError,
     ProtocolError,
     SafeOffloadError,
+    SharingError,
     TransferError,
 )
 
 ERRORS = [
     ConfigError("bad"),
     ProtocolError("bad"),
+    SharingError("bad"),
     TransferError("TIMED_OUT", "3 of 4 blocks."),
     InvariantError("I2", "2 references, expected 0."),
 ]

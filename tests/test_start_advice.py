@@ -78,6 +78,21 @@ def test_of_several_sizes_the_one_that_counts_is_named(said, extra, expected):
     assert all(str(expected) in message for message in said)
 
 
+def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(said):
+    config, cache = make_config(FULL), make_kv_cache_config(FULL)
+    cache.kv_tp_replicas = 4
+    settings = OffloadConfig.from_extra_config({}, world_size=4)
+    start_advice.advise(config, cache, settings, 100)
+    (message,) = said
+    assert message.startswith("4 ranks hold the same KV cache, and each of them keeps a copy")
+    said.clear()
+    settings = dataclasses.replace(settings, ranks_per_copy=4)
+    info = start_advice.advise(config, cache, settings, 100)
+    assert said == []
+    assert info["ranks_per_copy"] == "4"
+    assert int(info["host_bytes_per_rank"]) == 100 * compat.block_bytes(cache) // 4
+
+
 def test_a_pool_of_the_gpus_size_is_not_small(said):
     advise(100)
     assert said == []

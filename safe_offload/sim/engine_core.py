@@ -12,6 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from safe_offload.config import OffloadConfig
 from safe_offload.sim.chance import Chance
 from safe_offload.sim.device import Device, DeviceOptions, Memory, SimBackend
@@ -53,6 +56,8 @@ class EngineCore:
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
         self.num_steps = 0
+        self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
+        """Host memory and its checksums, by the first of the ranks that have it."""
         with as_model_runner(shape):
             self.scheduler, self._hasher = make_scheduler(shape)
             self.connector._clock = lambda: self.clock.now_s
@@ -95,15 +100,18 @@ class EngineCore:
     ) -> tuple[Device, SteppedEngine]:
         """A device and the transfer engine that copies for it."""
         shape = self.shape
+        memory = Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words)
+        own = memory.host, np.zeros(len(memory.host), dtype=np.uint64)
+        memory.host, checksums = self._hosts.setdefault(shape.holder_of(rank), own)
         device = Device(
             rank,
-            Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words),
+            memory,
             DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
             self.chance,
             self.clock,
         )
         loop = VirtualLoop(self.clock)
-        return device, SteppedEngine(SimBackend(device, loop), config, loop)
+        return device, SteppedEngine(SimBackend(device, loop), config, loop, checksums)
 
     # ---- what clients do -----------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ FLOORS = {
     "sparse-windows-lazy": Floor(stored=1.11, loaded=0.75, hit=0.40),
     "chunked": Floor(stored=1.84, loaded=0.75, hit=0.35),
     "mla": Floor(stored=0.87, loaded=0.75, hit=0.48),
+    "mla-shared": Floor(stored=0.88, loaded=0.75, hit=0.43),
+    "mla-shared-failing": Floor(stored=0.94, loaded=0.65, hit=0.19),
     "block-sizes": Floor(stored=1.22, loaded=0.75, hit=0.51),
     "mamba": Floor(stored=1.56, loaded=0.75, hit=0.39),
     "mamba-gpu": Floor(stored=1.34, loaded=0.75, hit=0.42),

@@ -185,13 +185,13 @@ class ModelRunner:
                 self._read(batch, group_idx, device)
 
     def _read(self, batch: Batch, group_idx: int, device: Device) -> None:
-        bits = place(group_idx, device.rank)
+        bits = place(group_idx, self._shape.holder_of(device.rank))
         for work in batch.works:
             for span in work.reads[group_idx]:
                 self._check(work, group_idx, span, device, bits)
 
     def _write(self, batch: Batch, group_idx: int, device: Device) -> None:
-        bits = place(group_idx, device.rank)
+        bits = place(group_idx, self._shape.holder_of(device.rank))
         for work in batch.works:
             for span in work.writes[group_idx]:
                 words = span.words(work.sequel, bits, self._shape.block_words)

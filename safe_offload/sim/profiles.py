@@ -136,6 +136,26 @@ PROFILES: dict[str, Profile] = {
         EngineShape(groups=("chunk:16", "full"), num_blocks=60, num_slots=90),
     ),
     "mla": Profile("MLA", EngineShape(groups=("mla",), has_streams=True)),
+    "mla-shared": Profile(
+        "MLA on three ranks that keep one copy and store a share of it each",
+        EngineShape(
+            groups=("mla",), tensor_ranks=3, is_replicated=True, has_streams=True, is_async=True
+        ),
+        faults=PEER_FAULTS,
+    ),
+    "mla-shared-failing": Profile(
+        "the same in two stages of two ranks, with copies that fail, bits that flip, verify on",
+        EngineShape(
+            groups=("mla",),
+            tensor_ranks=2,
+            pipeline_ranks=2,
+            is_replicated=True,
+            num_slots=40,
+            extra={"verify": "load"},
+        ),
+        Workload(num_requests=32),
+        faults={**COPY_FAULTS, FaultKind.FLIP: 20},
+    ),
     "block-sizes": Profile(
         "groups with different block sizes",
         EngineShape(groups=("full", "window:12@8"), num_blocks=60, num_slots=90),

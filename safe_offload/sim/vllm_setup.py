@@ -25,6 +25,7 @@ class EngineShape:
         ticks_per_slot: of the device, until one more host slot is ready; 0: all are at once.
         tensor_ranks: ranks of each pipeline stage.
         pipeline_ranks: stages; as many steps are in flight.
+        is_replicated: the ranks of a stage hold the same words and keep one copy on the host.
         is_async: asynchronous scheduling: two steps in flight.
         is_v2: vLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
         has_streams: a GPU; otherwise vLLM's CPU engine.
@@ -48,6 +49,7 @@ class EngineShape:
     ticks_per_slot: int = 0
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
+    is_replicated: bool = False
     is_async: bool = False
     is_v2: bool = False
     has_streams: bool = False
@@ -61,6 +63,10 @@ class EngineShape:
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "SafeCPUOffloadConnector"
     failure_policy: str = "recompute"
+
+    def holder_of(self, rank: int) -> int:
+        """The first of the ranks that hold what this rank holds."""
+        return rank - rank % self.tensor_ranks if self.is_replicated else rank
 
     def slots_of(self, rank: int) -> int:
         """Host slots of a rank."""
@@ -128,6 +134,8 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     parallel.pipeline_parallel_size = shape.pipeline_ranks
     parallel.world_size = shape.num_ranks
     parallel.rank = rank
+    if shape.is_replicated:
+        parallel.distributed_executor_backend = "mp"
     config.kv_transfer_config.kv_connector_extra_config = {
         "num_cpu_blocks": shape.num_slots,
         # Steps and copies take what the seed says, so whether a hit pays is not to be asked.
@@ -163,7 +171,7 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
     ]
     page = groups[0].kv_cache_spec.page_size_bytes
     size = page * shape.num_blocks
-    return KVCacheConfig(
+    config = KVCacheConfig(
         num_blocks=shape.num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(size=size, layers=g.layer_names, layer_stride=size, block_stride=page)
@@ -172,6 +180,8 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
         kv_cache_groups=groups,
         prefix_cache_retention_interval=shape.retention_interval,
     )
+    config.kv_tp_replicas = shape.tensor_ranks if shape.is_replicated else 1
+    return config
 
 
 def as_model_runner(shape: EngineShape) -> Any:

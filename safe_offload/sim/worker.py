@@ -14,6 +14,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from safe_offload.config import OffloadConfig
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import StepPlan
@@ -38,14 +41,22 @@ class SteppedEngine(TransferEngine):
         backend: of the device.
         config: as in production.
         loop: not running.
+        checksums: of the host slots.
     """
 
-    def __init__(self, backend: SimBackend, config: OffloadConfig, loop: VirtualLoop) -> None:
+    def __init__(
+        self,
+        backend: SimBackend,
+        config: OffloadConfig,
+        loop: VirtualLoop,
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
         super().__init__(
             backend,
             config.max_inflight_bytes,
             timeout_s=config.transfer_timeout_s,
             verify_every=config.verify_every,
+            checksums=checksums,
         )
         self._device = backend.device
         self._virtual = loop

@@ -13,6 +13,8 @@ but the last: there the stores of a step are started by the `before_step` of the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
 from safe_offload.config import OffloadConfig, format_bytes
-from safe_offload.errors import ConfigError, DeviceError, TransferError
+from safe_offload.errors import ConfigError, DeviceError, SharingError, TransferError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import (
@@ -44,6 +46,13 @@ from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.page_lock import SLAB_BYTES
 from safe_offload.worker.self_test import Rows, SelfTest, TorchRows
+from safe_offload.worker.shared_memory import (
+    ALONE,
+    Share,
+    checksum_table,
+    meeting_place,
+    share_memory,
+)
 from safe_offload.worker.threads import on_other_cores
 
 if TYPE_CHECKING:
@@ -55,6 +64,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SLEEP_TIMEOUT_S = 30.0
 """vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
 POLL_S = 0.001
+
+NOT_SHARED = (
+    "Ranks that hold the same KV cache cannot share one copy of it on this machine: %s. Each keeps "
+    "a copy of its own, so that the host memory holds that many times fewer tokens."
+)
 
 
 def open_backend(
@@ -112,6 +126,7 @@ class WorkerBridge:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
+        self._share = Share(rank % config.ranks_per_copy, config.ranks_per_copy)
         self._num_ranks_on_host = num_ranks_on_host
         self._is_child = is_child
         self._open_backend = open_backend
@@ -155,8 +170,8 @@ class WorkerBridge:
         )
         if self._config.verify_every:
             require_xxhash()
-        layout = self._lay_out(geometry, device)
-        host = self._take_host_memory(layout)
+        layout, host = self._take_host_memory(geometry, device)
+        is_shared = self._share.count > 1
         is_bound = device.type == "cpu" and self._is_child
         with on_other_cores() if is_bound else contextlib.nullcontext():
             backend, rows = self._open_backend(self._storage, device, layout, host, self._config)
@@ -165,21 +180,24 @@ class WorkerBridge:
                 self._config.max_inflight_bytes,
                 timeout_s=self._config.transfer_timeout_s,
                 verify_every=self._config.verify_every,
+                checksums=checksum_table(host, layout) if is_shared else None,
             )
             engine.start()
         if self._config.self_test:
             test = SelfTest(engine, backend, rows, host.tensor.numpy(), layout)
-            if not test.run():
+            # Others test in this memory too, each in slots of its own.
+            if not test.run(slots=self._share.part(layout.slots_per_slab) if is_shared else None):
                 engine.close()
                 self._is_lost = True
                 return
         self._backend = backend
         self.attach(engine)
         logger.info(
-            "Rank %d keeps KV cache in %s of host memory: %d slots of %d bytes, %d of them ready "
+            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes, %d of them ready "
             "by now. Copies by %s.",
             self._rank,
             format_bytes(host.size_bytes),
+            f", one copy for {self._share.count} ranks" if is_shared else "",
             backend.num_slots,
             backend.slot_bytes,
             backend.num_usable_slots,
@@ -235,26 +253,43 @@ class WorkerBridge:
         """Use a running engine."""
         self._engine = engine
 
+    def _take_host_memory(
+        self, geometry: Geometry, device: torch.device
+    ) -> tuple[HostLayout, HostMemory]:
+        """Share a memory with the ranks that hold the same, or take one for this rank alone."""
+        if self._share.count > 1:
+            layout = self._lay_out(geometry, device)
+            check = functools.partial(self._check_host_bytes, layout)
+            try:
+                address = meeting_place(self._rank - self._share.index)
+                return layout, share_memory(self._share, layout, address, check)
+            except SharingError as error:
+                logger.log(
+                    # Of the others once is enough; each of them has a reason of its own.
+                    logging.INFO if self._share.index else logging.WARNING,
+                    NOT_SHARED,
+                    error,
+                )
+                self._share = ALONE
+                self._config = dataclasses.replace(self._config, ranks_per_copy=1)
+        layout = self._lay_out(geometry, device)
+        self._check_host_bytes(layout)
+        return layout, HostMemory.allocate(layout.size_bytes)
+
     def _lay_out(self, geometry: Geometry, device: torch.device) -> HostLayout:
-        num_slots = self._config.num_slots or self._config.cpu_bytes_per_rank // geometry.slot_bytes
-        if num_slots < 1:
-            raise ConfigError(
-                f'"{self._config.capacity_key}" gives each rank '
-                f"{format_bytes(self._config.cpu_bytes_per_rank)}; expected at least one block, "
-                f"{format_bytes(geometry.slot_bytes)}. Fix: give more, or shorten the block size."
-            )
+        num_slots = self._config.num_slots_of(geometry.slot_bytes)
         if device.type == "cpu":
             return HostLayout.in_one_slab(geometry, num_slots)
         return HostLayout.in_slabs(geometry, num_slots, SLAB_BYTES)
 
-    def _take_host_memory(self, layout: HostLayout) -> HostMemory:
+    def _check_host_bytes(self, layout: HostLayout) -> None:
         check_host_bytes(
             self._config,
-            pool_bytes_per_rank=layout.size_bytes,
+            # What several ranks share is there once.
+            pool_bytes_per_rank=layout.size_bytes // self._share.count,
             num_ranks_on_host=self._num_ranks_on_host,
             available_bytes=available_host_bytes(),
         )
-        return HostMemory.allocate(layout.size_bytes)
 
     def before_step(self, plan: StepPlan) -> None:
         """handle_preemptions: rescue and fence what this step is about to overwrite."""
@@ -371,8 +406,14 @@ class WorkerBridge:
             reason = FailureReason.NOT_RUNNING if is_over else FailureReason.CANCELLED
             self._fail(transfer, reason)
             return
+        mine: Transfer | None = transfer
+        if direction is Direction.STORE:
+            mine = self._share.of_store(transfer)
+        if mine is None:  # others store all of it
+            self._outcomes.append(Outcome(self._rank, transfer.transfer_id))
+            return
         try:
-            self._engine.submit(direction, transfer)
+            self._engine.submit(direction, mine)
             self._running.add(transfer.transfer_id)
         except Exception:
             logger.exception("Transfer %d could not be queued", transfer.transfer_id)

@@ -23,6 +23,7 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from safe_offload.config import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
@@ -61,6 +62,7 @@ class TransferEngine:
         max_inflight_bytes: bytes of the copies that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
         verify_every: one in so many loaded slots is compared with its checksum; 0 for none.
+        checksums: where they are kept, if several ranks store the slots.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class TransferEngine:
         *,
         timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
         verify_every: int = 0,
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         self._backend = backend
         self._turnstile = Turnstile(max_inflight_bytes)
         self._timeout_s = timeout_s
-        self._verifier = Verifier(backend, verify_every) if verify_every else None
+        self._verifier = Verifier(backend, verify_every, checksums) if verify_every else None
         self._jobs: dict[int, Job] = {}
         self._settled: deque[tuple[int, FailureReason | None]] = deque()
         self._bad_slot_ids: deque[int] = deque()

@@ -25,7 +25,7 @@ _logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class HostMemory:
-    """One range of private, zero-filled, pageable host memory, as bytes.
+    """One range of zero-filled, pageable host memory, as bytes.
 
     System calls underneath: `mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)`
     takes addresses only, a page is given when it is first touched. `madvise` then asks for
@@ -34,16 +34,20 @@ class HostMemory:
     size of the pool); each is left out where the system does not know it. `close` gives the pages
     back with MADV_DONTNEED and unmaps the range with `munmap` when no view of it is left.
 
-    Made by `HostMemory.allocate`. Not safe for threads: one owner allocates and closes.
+    Made by `HostMemory.allocate`, or over a mapping that other processes have too
+    (`shared_memory`), whose pages go with the last of them. Not safe for threads: one owner makes
+    and closes it.
     """
 
-    def __init__(self, mapping: mmap.mmap, *, has_huge_pages: bool) -> None:
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.has_huge_pages: Final = _advise(mapping, "MADV_HUGEPAGE")
+        _advise(mapping, "MADV_DONTFORK")
+        _advise(mapping, "MADV_DONTDUMP")
         self._mapping: mmap.mmap | None = mapping
         # torch.frombuffer holds its argument but not a buffer export: only with a memoryview
         # between the two can the mapping not be unmapped under a tensor that is still alive.
         self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
         self.size_bytes: Final = len(mapping)
-        self.has_huge_pages: Final = has_huge_pages
 
     @classmethod
     def allocate(cls, size_bytes: int) -> "HostMemory":
@@ -67,10 +71,7 @@ class HostMemory:
                 'a smaller "cpu_bytes_to_use", or raise the limit (ulimit -v, '
                 "vm.overcommit_memory, vm.overcommit_ratio)."
             ) from error
-        has_huge_pages = _advise(mapping, "MADV_HUGEPAGE")
-        _advise(mapping, "MADV_DONTFORK")
-        _advise(mapping, "MADV_DONTDUMP")
-        return cls(mapping, has_huge_pages=has_huge_pages)
+        return cls(mapping)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -91,8 +92,8 @@ class HostMemory:
     def close(self) -> None:
         """Give the memory back to the system; a second call does nothing.
 
-        The pages are gone when this returns. A view that somebody still holds stays safe to touch
-        and reads zeros; the addresses go with the last one.
+        The pages are gone when this returns, unless another process has them. A view that somebody
+        still holds stays safe to touch and reads zeros; the addresses go with the last one.
         """
         mapping, self._mapping, self._tensor = self._mapping, None, None
         if mapping is None:

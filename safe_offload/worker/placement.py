@@ -95,7 +95,7 @@ def _huge_percent(address: int, end: int, process: Path) -> int | None:
         if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             first, last = (int(number, 16) for number in header.groups())
             is_inside = first < end and last > address
-        elif is_inside and line.startswith(("Rss:", "AnonHugePages:")):
+        elif is_inside and line.startswith(("Rss:", "AnonHugePages:", "ShmemPmdMapped:")):
             number = int(line.split()[1])
             if line.startswith("Rss:"):
                 size += number

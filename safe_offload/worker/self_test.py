@@ -132,8 +132,14 @@ class SelfTest:
         self._sound: list[CopyPath] = []
         self._problems: dict[CopyPath, str] = {}
 
-    def run(self, timeout_s: float = TIMEOUT_S) -> bool:
-        """Let the backend use the ways that passed; False if there is none."""
+    def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
+        """Let the backend use the ways that passed; False if there is none.
+
+        Args:
+            timeout_s: for all ways together.
+            slots: that may be written; None for all that are ready.
+        """
+        self._slots_allowed = range(self._engine.num_usable_slots) if slots is None else slots
         start_s = time.monotonic()
         self._deadline_s = start_s + timeout_s
         # A thread of its own: it may hang with the device, and what it allocates on a GPU must not
@@ -192,13 +198,14 @@ class SelfTest:
 
     def _choose(self) -> None:
         """Choose blocks and slots: a run of neighbours first, then scattered ones."""
-        num_blocks, num_slots = self._layout.geometry.num_blocks, self._engine.num_usable_slots
+        num_blocks, allowed = self._layout.geometry.num_blocks, self._slots_allowed
         num_pairs = max(2, min(PAIRS_MAX, PATTERN_BYTES // self._backend.slot_bytes))
-        blocks, slots = _spread(num_blocks, num_pairs), _spread(num_slots, num_pairs)
+        blocks = _spread(num_blocks, num_pairs)
+        slots = [allowed[index] for index in _spread(len(allowed), num_pairs)]
         count = min(len(blocks), len(slots))
         self._blocks, self._slots = blocks[:count], slots[:count]
-        self._watched_blocks = _with_neighbours(self._blocks, num_blocks)
-        self._watched_slots = _with_neighbours(self._slots, num_slots)
+        self._watched_blocks = _with_neighbours(self._blocks, range(num_blocks))
+        self._watched_slots = _with_neighbours(self._slots, allowed)
         # Which rows of a pattern for all that is watched are those that are copied.
         self._block_rows = [self._watched_blocks.index(block) for block in self._blocks]
         self._slot_rows = [self._watched_slots.index(slot) for slot in self._slots]
@@ -291,6 +298,6 @@ def _spread(count: int, num_wanted: int) -> list[int]:
     return (run + single)[:num_wanted]
 
 
-def _with_neighbours(ids: Sequence[int], count: int) -> list[int]:
+def _with_neighbours(ids: Sequence[int], allowed: range) -> list[int]:
     """Return ids and those beside them, sorted."""
-    return sorted({i for j in ids for i in (j - 1, j, j + 1) if 0 <= i < count})
+    return sorted({i for j in ids for i in (j - 1, j, j + 1) if i in allowed})

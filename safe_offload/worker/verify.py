@@ -8,6 +8,7 @@ is over nobody is told of the load, so what it found changed is never attended t
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from safe_offload.worker.backends.base import Backend, Copy, Direction
 from safe_offload.worker.threads import start_threads
@@ -19,12 +20,16 @@ class Verifier:
     Args:
         backend: computes them.
         every: one in so many slots of a load is looked at, others each time; all for 1.
+        kept: one for each slot, where other ranks note what they store too; None for an array of
+            this rank's own.
     """
 
-    def __init__(self, backend: Backend, every: int) -> None:
+    def __init__(
+        self, backend: Backend, every: int, kept: npt.NDArray[np.uint64] | None = None
+    ) -> None:
         self._backend = backend
         self._every = every
-        self._kept = np.zeros(backend.num_slots, dtype=np.uint64)
+        self._kept = np.zeros(backend.num_slots, dtype=np.uint64) if kept is None else kept
         # A thread for each direction, so that no load waits for the checksums of stores.
         self.executors = {
             direction: start_threads(1, f"safe-offload-verify-{direction.value}")

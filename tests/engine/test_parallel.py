@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,45 @@ def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
     assert ours.log.count("Host memory is ready: ") == 1
     assert "on each of 2 ranks. It is pageable" in ours.log
     assert ours.data["left_processes"] == []
+
+
+def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
+    model: GetModel, tmp_path: Path
+) -> None:
+    """Tokens are compared with those of a hit in vLLM's own cache, as in test_models.py."""
+    num_prompt_tokens, block_size = 993, 16
+    num_blocks = num_pool_blocks("deepseek", num_prompt_tokens, block_size=block_size)
+    settings: dict[str, Any] = {
+        "num_prompt_tokens": num_prompt_tokens,
+        "block_size": block_size,
+        "max_num_batched_tokens": 2048,
+        "force_prefix_caching": True,
+        "in_process": False,
+        **TENSOR_PARALLEL,
+    }
+    job = make_job(
+        model("deepseek"),
+        num_blocks=num_blocks,
+        kv_transfer_config=connector(verify="load"),
+        **settings,
+    )
+    ours, plain = run(
+        tmp_path,
+        dataclasses.replace(job, options={"kill_rank": True}),
+        make_job(model("deepseek"), num_blocks=4 * num_blocks, **settings),
+    )
+    num_hit = num_hit_tokens(num_prompt_tokens, block_size)
+    ours.check_second_round_hits(num_hit)
+    assert [answer.num_gpu for answer in plain.answers] == [0, 0, 0, num_hit, num_hit, num_hit]
+    assert ours.tokens == plain.tokens
+    ours.check_no_trouble()
+
+    assert len(re.findall("one copy for 2 ranks", ours.log)) >= 2
+    slot_bytes = int(re.findall(r"slots of (\d+) bytes", ours.log)[0])
+    stored_bytes = ours.count("stored_blocks") * slot_bytes
+    ((inode, by_rank),) = ours.data["shared"].items()
+    assert len(by_rank) == 2
+    # What the self-test has touched, and the checksums, come on top.
+    assert stored_bytes <= sum(by_rank) < 1.5 * stored_bytes, "each block is there once"
+    assert ours.data["left_processes"] == []
+    assert inode not in ours.data["left_shared"]

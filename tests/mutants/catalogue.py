@@ -37,6 +37,7 @@ _SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
+_SHARED = "worker/shared_memory.py"
 _GPU_BLOCKS, _WITNESS = "scheduler/gpu_blocks.py", "scheduler/witness.py"
 
 MUTANTS = (
@@ -281,6 +282,56 @@ MUTANTS = (
         "()",
         "I6",
         ("late-copies", "back-to-back"),
+    ),
+    Mutant(
+        "a part of a store is no rank's share",
+        _SHARED,
+        "Share.part",
+        "return range(at * num_items // self.count, (at + 1) * num_items // self.count)",
+        "return range(at * num_items // self.count, at * num_items // self.count + "
+        "num_items // self.count)",
+        "I6",
+        ("mla-shared",),
+    ),
+    Mutant(
+        "a rank loads its share only",
+        "worker/bridge.py",
+        "WorkerBridge._submit",
+        "if direction is Direction.STORE: ...",
+        "if True: ...",
+        "I6",
+        ("mla-shared",),
+    ),
+    Mutant(
+        "ranks store as if they had one copy where each has its own",
+        "worker/bridge.py",
+        "WorkerBridge._take_host_memory",
+        "try:\n"
+        "    address = meeting_place(self._rank - self._share.index)\n"
+        "    return layout, share_memory(self._share, layout, address, check)\n"
+        "except SharingError as error:\n"
+        "    logger.log(logging.INFO if self._share.index else logging.WARNING, "
+        "NOT_SHARED, error)\n"
+        "    self._share = ALONE\n"
+        "    self._config = dataclasses.replace(self._config, ranks_per_copy=1)",
+        "try:\n"
+        "    address = meeting_place(self._rank - self._share.index)\n"
+        "    return layout, share_memory(self._share, layout, address, check)\n"
+        "except SharingError as error:\n"
+        "    logger.log(logging.INFO if self._share.index else logging.WARNING, "
+        "NOT_SHARED, error)\n"
+        "    self._config = dataclasses.replace(self._config, ranks_per_copy=1)",
+        "I6",
+        tests=("tests/worker/test_shared_ranks.py", "-k", "has_its_own"),
+    ),
+    Mutant(
+        "ranks share a memory that one of them has not mapped",
+        _SHARED,
+        "_Meeting.lead",
+        "if any(peer.recv(MESSAGE_BYTES_MAX) != MAPPED for peer in peers): ...",
+        "if False: ...",
+        "I6",
+        tests=("tests/worker/test_shared_memory.py", "-k", "cannot_map_the_memory"),
     ),
     Mutant(
         "the worker skips the fences",

@@ -47,11 +47,14 @@ class Worker:
 
     def __init__(
         self,
-        num_slots: int = 12,
+        num_slots: int | None = 12,
         *,
         layout: str = "layers outermost",
         extra: dict[str, object] | None = None,
+        rank: int = RANK,
+        ranks_per_copy: int = 1,
     ) -> None:
+        self.rank = rank
         size = SLOT_BYTES * BLOCKS
         layer_stride, block_stride = (
             (PAGE * BLOCKS, PAGE) if layout == "layers outermost" else (PAGE, SLOT_BYTES)
@@ -69,10 +72,16 @@ class Worker:
             for tensor in tensors
             for index, name in enumerate(tensor.layers)
         }
-        settings = {"num_cpu_blocks": num_slots, **(extra or {})}
-        self.config = OffloadConfig.from_extra_config(settings, world_size=1)
+        settings = {**({"num_cpu_blocks": num_slots} if num_slots else {}), **(extra or {})}
+        self.config = dataclasses.replace(
+            OffloadConfig.from_extra_config(settings, world_size=ranks_per_copy),
+            ranks_per_copy=ranks_per_copy,
+        )
         self.bridge = WorkerBridge(
-            self.config, KVCacheConfig(BLOCKS, tensors, []), rank=RANK, num_ranks_on_host=1
+            self.config,
+            KVCacheConfig(BLOCKS, tensors, []),
+            rank=rank,
+            num_ranks_on_host=ranks_per_copy,
         )
         self.reports: list[StepReport] = []
 
@@ -145,7 +154,7 @@ class Worker:
 
     def outcomes(self) -> dict[int, FailureReason | None]:
         found = [outcome for report in self.reports for outcome in report.outcomes]
-        assert all(outcome.rank == RANK for outcome in found)
+        assert all(outcome.rank == self.rank for outcome in found)
         by_id = {outcome.transfer_id: outcome.failure for outcome in found}
         assert len(by_id) == len(found), "a transfer was reported twice"
         return by_id

@@ -171,7 +171,7 @@ class ContentChecker:
             return
         for worker in self._core.workers:
             words = worker.device.memory.host[slot]
-            bits = place(group_idx, worker.rank)
+            bits = place(group_idx, self._core.shape.holder_of(worker.rank))
             if group.kind == "mamba":
                 expected = sequel.words(bits, end - 1, end) * len(words)
             else:
