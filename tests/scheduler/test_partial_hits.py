@@ -19,7 +19,6 @@ from tests.sim.scenes import forget_gpu_cache, watch_matches
 LARGE: dict[str, Any] = {"groups": ("full@16", "mamba@16"), "prefix_match_unit": 4}
 """As in real hybrid models: the blocks of all groups are as large as a state."""
 MIXED: dict[str, Any] = {"groups": ("full", "mamba@16")}
-LAYOUTS = pytest.mark.parametrize("layout", [LARGE, MIXED], ids=["large-blocks", "mixed-blocks"])
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,20 @@ class Return:
 RETURNS = {
     "the-same-prompt": Return(45, 1, 45, 0, 44),
     "shorter-than-a-block": Return(13, 1, 13, 0, 12),
-    "goes-on": Return(45, 1, 45, 10, 44),
-    "goes-on-in-the-next-block": Return(45, 1, 45, 30, 44),
+    "goes-on": Return(45, 1, 45, 30, 44),
     "the-answer-fills-the-block": Return(45, 30, 45, 10, 44),
     "ends-with-a-block": Return(49, 1, 49, 0, 48),
     "leaves-before-the-end": Return(45, 1, 38, 10, 32),
 }
-AGAIN = pytest.mark.parametrize("again", RETURNS.values(), ids=RETURNS)
+CASES = pytest.mark.parametrize(
+    ("layout", "again"),
+    [
+        *((LARGE, again) for again in RETURNS.values()),
+        (MIXED, RETURNS["goes-on"]),
+        (MIXED, RETURNS["leaves-before-the-end"]),
+    ],
+    ids=[*RETURNS, "goes-on-mixed", "leaves-before-the-end-mixed"],
+)
 
 
 def hit_of_peer(connector: str, layout: dict[str, Any], again: Return) -> int:
@@ -77,18 +83,17 @@ def hit_of_peer(connector: str, layout: dict[str, Any], again: Return) -> int:
 
 def make_first(make_rig: MakeRig, again: Return, **shape: Any) -> Rig:
     """An engine whose host, and whose GPU not, has the first prompt."""
-    rig = make_rig(**{"num_blocks": 40, "num_slots": 90, **shape})
+    rig = make_rig(**{"num_blocks": 40, "num_slots": 400, **shape})
     rig.start()
     rig.run_alone("first", again.prompts[0], again.num_answer)
     if rig.planner._options.is_lazy:  # it stores what is about to be evicted
-        for number in range(12):
+        for number in range(6):
             rig.run_alone(f"filler-{number}", random_prompt(90, 100 + number), 1)
     rig.forget_gpu_cache()
     return rig
 
 
-@LAYOUTS
-@AGAIN
+@CASES
 @pytest.mark.parametrize("connector", [NONE, SIMPLE])
 def test_a_hit_of_vllms_own_ends_inside_a_block(
     connector: str, layout: dict[str, Any], again: Return
@@ -96,8 +101,7 @@ def test_a_hit_of_vllms_own_ends_inside_a_block(
     assert hit_of_peer(connector, layout, again) == again.hit
 
 
-@LAYOUTS
-@AGAIN
+@CASES
 def test_the_host_has_what_the_gpu_would_have(
     make_rig: MakeRig, layout: dict[str, Any], again: Return
 ) -> None:
@@ -106,7 +110,6 @@ def test_the_host_has_what_the_gpu_would_have(
     rig.check_idle()
 
 
-@LAYOUTS
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize(
     "how",
@@ -114,10 +117,10 @@ def test_the_host_has_what_the_gpu_would_have(
     ids=["v2", "async", "sparse"],
 )
 def test_the_same_with_either_model_runner_sparse_states_and_lazy_stores(
-    make_rig: MakeRig, layout: dict[str, Any], how: dict[str, Any], is_lazy: bool
+    make_rig: MakeRig, how: dict[str, Any], is_lazy: bool
 ) -> None:
-    again = RETURNS["goes-on-in-the-next-block"]
-    rig = make_first(make_rig, again, **layout, **how, extra={"lazy_offload": is_lazy})
+    again = RETURNS["goes-on"]
+    rig = make_first(make_rig, again, **LARGE, **how, extra={"lazy_offload": is_lazy})
     assert rig.run_alone("again", again.prompts[1]) == again.hit
     rig.check_idle()
 
@@ -172,13 +175,10 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig: MakeR
     assert not rig.planner._index.slots.kept()
 
 
-@LAYOUTS
 @pytest.mark.parametrize("name", ["the-same-prompt", "shorter-than-a-block"])
-def test_one_load_serves_all_who_come_with_the_same_prompt(
-    make_rig: MakeRig, layout: dict[str, Any], name: str
-) -> None:
+def test_one_load_serves_all_who_come_with_the_same_prompt(make_rig: MakeRig, name: str) -> None:
     again = RETURNS[name]
-    rig = make_first(make_rig, again, **layout, max_batched_tokens=256)
+    rig = make_first(make_rig, again, **LARGE, max_batched_tokens=256)
     rig.counts.clear()
     names = [f"r{number}" for number in range(5)]
     for request_id in names:
