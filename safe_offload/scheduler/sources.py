@@ -412,7 +412,8 @@ def sources_of(
     found = [sources for sources in by_group if sources.blocks]
     if gpu.has_more_hashes:
         for sources in found:
-            sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
+            owned = sources.intact()  # what was given away has the hashes of its next owner
+            sources.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
     return found
 
 

@@ -610,6 +610,14 @@ MUTANTS = (
         tests=("tests/scheduler/test_partial_hits.py", "-k", "computed_before_a_reset"),
     ),
     Mutant(
+        "lazy: what was given away is found by the hashes of its next owner",
+        _SOURCES,
+        "owned = sources.intact()",
+        "owned = sources",
+        "I6",
+        ("mamba-large-lazy",),
+    ),
+    Mutant(
         "a load that ends elsewhere than its state is made",
         _LOADS,
         "num_tokens < hit.num_tokens and self._index.has_states",
