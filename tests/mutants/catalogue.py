@@ -599,7 +599,7 @@ MUTANTS = (
         "tails.append(Sources(group_idx))",
         "tails.append(Sources(group_idx, homes=[]))",
         "I6",
-        ("mamba-large",),
+        tests=("tests/scheduler/test_partial_hits.py", "-k", "before_it_is_overwritten"),
     ),
     Mutant(
         "the block that a prompt ends in is stored although it is from before a reset",

@@ -134,6 +134,24 @@ def test_the_block_that_a_prompt_ends_in_is_stored_once(make_rig: MakeRig) -> No
     assert rig.counts["stored_blocks"] == 4 + 4 + 1
 
 
+def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(
+    make_rig: MakeRig,
+) -> None:
+    again = RETURNS["shorter-than-a-block"]
+    rig = make_rig(num_blocks=10, num_slots=90, **LARGE)
+    rig.start()
+    rig.hold_copies(True)
+    rig.add("first", again.prompts[0], 1)
+    rig.run_until_finished("first")
+    rig.add("other", random_prompt(100, 3), 1)  # takes its blocks while they are being read
+    rig.run_until_finished("other")
+    rig.hold_copies(False)
+    rig.drain()
+    rig.forget_gpu_cache()
+    assert rig.run_alone("again", again.prompts[1]) == again.hit
+    rig.check_idle()
+
+
 def test_a_load_that_ends_elsewhere_than_its_state_is_not_made(make_rig: MakeRig) -> None:
     """I6: vLLM may take fewer tokens than were offered, and a state is of one position."""
     again = RETURNS["the-same-prompt"]
