@@ -138,12 +138,12 @@ def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(
     make_rig: MakeRig,
 ) -> None:
     again = RETURNS["shorter-than-a-block"]
-    rig = make_rig(num_blocks=10, num_slots=90, **LARGE)
+    rig = make_rig(num_blocks=14, num_slots=90, **LARGE)
     rig.start()
     rig.hold_copies(True)
     rig.add("first", again.prompts[0], 1)
     rig.run_until_finished("first")
-    rig.add("other", random_prompt(100, 3), 1)  # takes its blocks while they are being read
+    rig.add("other", random_prompt(110, 3), 1)  # takes its blocks while they are being read
     rig.run_until_finished("other")
     rig.hold_copies(False)
     rig.drain()
