@@ -57,6 +57,7 @@ __all__ = [
     "cacheable_group_ids",
     "can_be_of_use",
     "early_written_block_ids",
+    "ends_inside_blocks",
     "full_attention_group",
     "has_plain_hits",
     "make_coordinator",
@@ -182,6 +183,15 @@ def retention_interval(coordinator: Any) -> int | None:
     return getattr(coordinator, "retention_interval", None)
 
 
+def ends_inside_blocks(coordinator: Any) -> bool:
+    """Whether hits may end inside a block, where vLLM's own cache ends them.
+
+    Args:
+        coordinator: vLLM's `KVCacheCoordinator`.
+    """
+    return bool(getattr(coordinator, "enable_partial_hash_hits", False))
+
+
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
     """Whether workers run vLLM's Model Runner V2; if it cannot be told True, the careful answer."""
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
@@ -302,7 +312,8 @@ def make_coordinator(
 ) -> Any:
     """vLLM's cache coordinator over another size of cache.
 
-    Hits that end inside a block are switched off: transfers are of whole blocks.
+    Hits end inside a block where vLLM's own do: with Mamba states in blocks larger than what
+    requests have hashes of. (vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits)
     """
     speculative = vllm_config.speculative_config
     wanted = {
@@ -317,7 +328,6 @@ def make_coordinator(
         "scheduler_block_size": scheduler_block_size,
         "hash_block_size": hash_block_size,
         "num_prefill_lookahead": getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
-        "allow_partial_hash_hits": False,
     }
     accepted = inspect.signature(get_kv_cache_coordinator).parameters
     return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})

@@ -90,6 +90,8 @@ class Harvest:
             return
         if self._scan is not None:
             self._add_found(self._scan, state, Found.EARLIER)
+            for sources in self._scan.tails(state):
+                self._add(state, sources, Found.EARLIER)
         elif self._walk is not None:
             self._walk.watch(state)
 

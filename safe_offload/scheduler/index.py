@@ -168,6 +168,10 @@ class HostIndex:
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
         self.slots = slots
         self.epoch = 0
+        self.has_states = bool(compat.state_group_ids(coordinator.kv_cache_config))
+        """Whether there are Mamba states."""
+        self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
+        """Whether hits may end inside a block."""
         self.retention_interval = compat.retention_interval(coordinator)
         """See `compat.retention_interval`."""
 

@@ -244,10 +244,13 @@ class Loads:
 
         Returns:
             Empty if the hit cannot fill every block that vLLM allocated for these tokens: loading
-            the rest would leave bytes in the window of attention that nobody wrote (I6).
+            the rest would leave bytes in the window of attention that nobody wrote (I6). And if it
+            ends elsewhere than the Mamba state that it brings.
         """
         hit = state.hit
         if hit is None or num_tokens > hit.num_tokens:
+            return [], []
+        if num_tokens < hit.num_tokens and self._index.has_states:
             return [], []
         all_block_ids: list[int] = []
         all_slots: list[int] = []

@@ -144,17 +144,27 @@ class Sharing:
 
         By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
         prompt needs and nothing else; what the load's own request has of its prompt beyond the load
-        is computed in the step that finds the load landed.
+        is computed in the step that finds the load landed. A load that ends inside a block leaves
+        no Mamba state there, if the prompt of its request does not end with it.
         """
-        interval = self._index.retention_interval
-        if interval is None:
+        index = self._index
+        interval, size = index.retention_interval, index.hash_block_size
+        units = [index.alignment_tokens]
+        if index.ends_inside_blocks:
+            units.append(size)
+        end = load.end_hash * size
+        if interval is None and not (index.ends_inside_blocks and end % units[0]):
             return True
-        size = self._index.hash_block_size
-        if interval and load.end_hash * size // interval * interval > num_computed_tokens:
+        if interval and end // interval * interval > num_computed_tokens:
             return True
-        aligned = self._index.alignment_tokens
-        end: int = (load.owner.request.num_prompt_tokens - 1) // aligned * aligned
-        last: int = end // size - 1
-        if end <= num_computed_tokens or last >= min(len(hashes), len(load.hashes)):
-            return False
-        return hashes[last] == load.hashes[last]
+        num_tokens = load.owner.request.num_prompt_tokens - 1
+        ends = [num_tokens // unit * unit for unit in units]
+        return any(
+            end > num_computed_tokens and _is_shared(load, hashes, end // size) for end in ends
+        )
+
+
+def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
+    """Whether a request has the first so many hashes of the one that loads."""
+    known = min(len(hashes), len(load.hashes))
+    return count <= known and hashes[count - 1] == load.hashes[count - 1]

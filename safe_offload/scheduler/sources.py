@@ -54,6 +54,9 @@ class EagerScan:
         self._block_sizes = index.group_block_sizes
         self._gpu = gpu
         self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
+        self._larger_ids = [
+            g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
+        ]
 
     def new(self) -> dict[int, Sources]:
         """Nothing, for each group: what `scan` adds to."""
@@ -92,11 +95,32 @@ class EagerScan:
                     sources.homes.append(Home(tables, request_id, table))
         return present
 
+    def tails(self, state: RequestState) -> list[Sources]:
+        """The blocks in which the prompt ends, if vLLM finds them by their first tokens.
+
+        vLLM hashes such a block where hits end inside a block, before it is full. It may become
+        full while its request runs, so it is worth storing when that has ended.
+        (vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block)
+        """
+        request_id, limit = state.request.request_id, state.limits.store_tokens
+        tails = []
+        for group_idx in self._larger_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            place = nums_hashed.get(request_id, 0)
+            is_allowed = limit is None or (place + 1) * self._block_sizes[group_idx] <= limit
+            table = tables.get(request_id, ())
+            if is_allowed and state.cursors[group_idx] <= place < len(table):
+                tails.append(Sources(group_idx))
+                self._scan_block(state, table[place], place, tails[-1], [])
+        return tails
+
     def pass_over(self, state: RequestState) -> None:
         """Move the cursors to the end of what is hashed, whatever it holds."""
         for group_idx in self._group_ids:
             _, nums_hashed = self._gpu.tables_of(group_idx)
             num_hashed = nums_hashed.get(state.request.request_id, 0)
+            if group_idx in self._larger_ids:
+                num_hashed += 1  # the prompt may end in it
             state.cursors[group_idx] = max(state.cursors[group_idx], num_hashed)
 
     def _scan_table(
@@ -299,9 +323,9 @@ class LazyWalk:
         request_id = state.request.request_id
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
-            num_hashed = nums_hashed.get(request_id, 0)
-            first = max(0, num_hashed - num_at_risk)
-            blocks = tables.get(request_id, ())[first:num_hashed]
+            end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
+            first = max(0, end - 1 - num_at_risk)
+            blocks = tables.get(request_id, ())[first:end]
             if blocks:
                 self._watched.append((blocks, hashes_of(blocks)))
 
@@ -388,7 +412,8 @@ def sources_of(
     found = [sources for sources in by_group if sources.blocks]
     if gpu.has_more_hashes:
         for sources in found:
-            sources.more_keys = find_more_keys(gpu, sources.blocks, sources.hashes)
+            owned = sources.intact()  # what was given away has the hashes of its next owner
+            sources.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
     return found
 
 

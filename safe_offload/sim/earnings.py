@@ -87,7 +87,7 @@ class Earnings:
     def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core
         self._ledger = ledger
-        self._hash_tokens = min(group.block_tokens for group in core.shape.parsed_groups)
+        self._hash_tokens = core.shape.hash_tokens
         self._earned = Earned()
         self._computed: set[bytes] = set()
         """Hashes of what has been computed since the host forgot everything last."""

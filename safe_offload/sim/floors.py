@@ -31,6 +31,8 @@ FLOORS = {
     "mamba": Floor(stored=1.56, loaded=0.75, hit=0.39),
     "mamba-gpu": Floor(stored=1.34, loaded=0.75, hit=0.42),
     "mamba-v2": Floor(stored=1.56, loaded=0.75, hit=0.35),
+    "mamba-large": Floor(stored=0.48, loaded=0.75, hit=0.29),
+    "mamba-large-lazy": Floor(stored=0.25, loaded=0.75, hit=0.20),
     "drafts": Floor(stored=0.81, loaded=0.75, hit=0.42),
     "drafts-gpu": Floor(stored=0.88, loaded=0.75, hit=0.45),
     "tensor-parallel": Floor(stored=0.85, loaded=0.75, hit=0.49),

@@ -81,6 +81,7 @@ class Profile:
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
 _STRICT = {"verify": "load", "transfer_timeout_s": 10}
 _GPU = EngineShape(has_streams=True, is_v2=True, is_async=True)
+_LARGE = EngineShape(groups=("full@16", "mamba@16"), prefix_match_unit=4, has_streams=True)
 _FEW_BLOCKS = EngineShape(tensor_ranks=2, num_blocks=26, is_async=True)
 _FEW_REQUESTS = Workload(
     num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24
@@ -171,6 +172,14 @@ PROFILES: dict[str, Profile] = {
     "mamba-v2": Profile(
         "Mamba with Model Runner V2, which moves states ahead of the connector's hooks",
         replace(_GPU, groups=("full", "mamba"), num_blocks=60, num_slots=90, is_async=False),
+    ),
+    "mamba-large": Profile(
+        "Mamba and full attention in large blocks on a GPU: hits inside both kinds of blocks",
+        replace(_LARGE, is_v2=True, is_async=True, num_blocks=40),
+    ),
+    "mamba-large-lazy": Profile(
+        "the same with lazy_offload and Model Runner V1, a small GPU pool: preemptions",
+        replace(_LARGE, num_blocks=22, extra={"lazy_offload": True}),
     ),
     "drafts": Profile(
         "speculative decoding: rejected tokens, deferred finalize",

@@ -32,6 +32,8 @@ class EngineShape:
         is_zeroed: groups of two precisions, for which vLLM zeroes new blocks.
         retention_interval: of the blocks of windows vLLM hashes one run every so many tokens, with
             0 those at the end of a prompt only, with None all.
+        prefix_match_unit: hits may end at a multiple of so many tokens inside a block, where there
+            are Mamba states; 0 for the tokens of the smallest block.
         num_draft_tokens: of speculative decoding; 0 for none.
         is_priority: scheduling by priority.
         max_batched_tokens: of a step.
@@ -55,6 +57,7 @@ class EngineShape:
     has_streams: bool = False
     is_zeroed: bool = False
     retention_interval: int | None = None
+    prefix_match_unit: int = 0
     num_draft_tokens: int = 0
     is_priority: bool = False
     max_batched_tokens: int = 24
@@ -87,6 +90,11 @@ class EngineShape:
         """Words of a block: as many as the largest group has tokens."""
         return max(group.block_tokens for group in self.parsed_groups)
 
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of one hash of a request."""
+        return self.prefix_match_unit or min(group.block_tokens for group in self.parsed_groups)
+
 
 @functools.cache
 def _base_config(connector: str) -> Any:
@@ -118,6 +126,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     config = copy.deepcopy(_base_config(shape.connector))
     config.cache_config.block_size = min(g.block_tokens for g in shape.parsed_groups)
     config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.cache_config.prefix_match_unit = shape.prefix_match_unit or None
     config.model_config.max_model_len = shape.max_model_len
     for group in shape.parsed_groups:
         if group.kind == "mamba":  # whose blocks the scheduler ends chunks at

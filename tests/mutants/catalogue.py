@@ -709,6 +709,38 @@ MUTANTS = (
         "I6",
         ("flips",),
     ),
+    Mutant(
+        "the block that a prompt ends in counts as kept for ever",
+        _SOURCES,
+        "tails.append(Sources(group_idx))",
+        "tails.append(Sources(group_idx, homes=[]))",
+        "I6",
+        tests=("tests/scheduler/test_partial_hits.py", "-k", "before_it_is_overwritten"),
+    ),
+    Mutant(
+        "the block that a prompt ends in is stored although it is from before a reset",
+        _SOURCES,
+        "state.cursors[group_idx] <= place < len(table)",
+        "place < len(table)",
+        "I6",
+        tests=("tests/scheduler/test_partial_hits.py", "-k", "computed_before_a_reset"),
+    ),
+    Mutant(
+        "lazy: what was given away is found by the hashes of its next owner",
+        _SOURCES,
+        "owned = sources.intact()",
+        "owned = sources",
+        "I6",
+        ("mamba-large-lazy",),
+    ),
+    Mutant(
+        "a load that ends elsewhere than its state is made",
+        _LOADS,
+        "num_tokens < hit.num_tokens and self._index.has_states",
+        "not hit",
+        "I6",
+        tests=("tests/scheduler/test_partial_hits.py", "-k", "ends_elsewhere"),
+    ),
     # ---- I7: everything ends ----
     Mutant(
         "stores wait without end",

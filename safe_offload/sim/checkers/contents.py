@@ -63,7 +63,7 @@ class ContentChecker:
         original(request)
 
     def _learn(self) -> None:
-        hash_tokens = min(group.block_tokens for group in self._core.shape.parsed_groups)
+        hash_tokens = self._core.shape.hash_tokens
         for entry in self._requests:
             request, sequel, num_known = entry
             hashes = request.block_hashes
@@ -155,12 +155,13 @@ class ContentChecker:
         if self._matching is None:
             return
         sequel = self._core.runner.sequels[self._matching.request_id]
+        hit_end = hit.num_computed_tokens + hit.num_tokens
         for group_idx, slots in enumerate(hit.slots_by_group):
             block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
             first = hit.num_computed_tokens // block_tokens
             for index, slot in enumerate(slots):
                 if slot != NO_SLOT:
-                    end = (first + index + 1) * block_tokens
+                    end = min((first + index + 1) * block_tokens, hit_end)
                     self._check(slot, group_idx, sequel, end, "is a hit")
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
