@@ -712,6 +712,7 @@ MUTANTS = (
     Mutant(
         "the block that a prompt ends in counts as kept for ever",
         _SOURCES,
+        "EagerScan.tails",
         "tails.append(Sources(group_idx))",
         "tails.append(Sources(group_idx, homes=[]))",
         "I6",
@@ -720,6 +721,7 @@ MUTANTS = (
     Mutant(
         "the block that a prompt ends in is stored although it is from before a reset",
         _SOURCES,
+        "EagerScan.tails",
         "state.cursors[group_idx] <= place < len(table)",
         "place < len(table)",
         "I6",
@@ -728,6 +730,7 @@ MUTANTS = (
     Mutant(
         "lazy: what was given away is found by the hashes of its next owner",
         _SOURCES,
+        "sources_of",
         "owned = sources.intact()",
         "owned = sources",
         "I6",
@@ -736,6 +739,7 @@ MUTANTS = (
     Mutant(
         "a load that ends elsewhere than its state is made",
         _LOADS,
+        "Loads._pair",
         "num_tokens < hit.num_tokens and self._index.has_states",
         "not hit",
         "I6",
