@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,20 +156,34 @@ def test_between_two_sizes_it_is_a_line() -> None:
 # ---- how long a step takes ---------------------------------------------------------------------
 
 
-def watched(num_in_flight: int, *steps: tuple[dict[str, int], float]) -> list[tuple[int, float]]:
-    """What is noted of steps, planned at these times."""
+def watched(
+    num_in_flight: int, *steps: tuple[dict[str, int], float], begins: str = ""
+) -> list[tuple[int, float]]:
+    """What is noted of steps, planned at these times; requests named in `begins` are new."""
     noted: list[tuple[int, float]] = []
-    curve: Any = Curve(is_cheap_beyond=False)
-    curve.add = lambda size, seconds: noted.append((size, round(seconds, 6)))
-    watch = StepWatch(curve, num_in_flight)
+    costs = Costs(None, STEP_TOKENS)
+    costs.steps.add = lambda size, seconds: noted.append((size, round(seconds, 6)))  # type: ignore[method-assign]
+    watch = StepWatch(costs, num_in_flight, 1)
     for scheduled, now_s in steps:
-        watch.planned(scheduled, sum(scheduled.values()), now_s)
+        new = [name for name in scheduled if name in begins]
+        begins = "".join(name for name in begins if name not in new)
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=new,
+        )
+        watch.planned(output, now_s)
     return noted
 
 
 def test_a_step_takes_until_the_next_of_the_same_request_is_planned() -> None:
     steps = (({"a": 100}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0))
-    assert watched(1, *steps) == [(100, 0.5), (1, 0.1), (8, 0.4)]
+    assert watched(1, *steps) == [(100, 0.5), (8, 0.4)], "one that only generates is not timed"
+
+
+def test_a_step_in_which_a_request_begins_is_timed_however_few_its_tokens() -> None:
+    steps = (({"a": 1}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0))
+    assert watched(1, *steps, begins="b") == [(2, 0.4)]
 
 
 def test_an_idle_engine_says_nothing() -> None:
@@ -176,8 +191,14 @@ def test_an_idle_engine_says_nothing() -> None:
 
 
 def test_with_two_steps_in_flight_the_third_is_planned_when_the_first_has_ended() -> None:
-    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 3}, 1.6)]
-    assert watched(2, *steps) == [(100, 0.499), (1, 0.1)]
+    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 1}, 1.6)]
+    assert watched(2, *steps) == [(100, 0.499)]
+    assert watched(2, *steps, ({"a": 1}, 1.7)) == [(100, 0.499), (2, 0.1)]
+
+
+def test_a_step_that_is_timed_counts_if_the_engine_goes_on_without_a_pause() -> None:
+    steps = (({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6))
+    assert watched(1, *steps) == [(50, 0.1)]
 
 
 # ---- on vLLM's real scheduler ------------------------------------------------------------------
@@ -217,7 +238,7 @@ def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRi
     costs = rig.planner._costs
     assert costs.loads.num_samples == 1
     assert [round(size) for size, _ in costs.loads.points] == [40]
-    assert costs.steps.num_samples > 10
+    assert costs.steps.num_samples == 2, "of two prompts; answers are not timed"
 
 
 @pytest.mark.parametrize(("limit", "num_hit_tokens"), [(40, 40), (41, 0)])
