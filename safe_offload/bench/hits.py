@@ -1,10 +1,11 @@
 """Time to first token of one request whose prefix is on the host: is it ever slower than no hit?
 
-Three real engines live side by side and are asked in turns, one request at a time: one without a
+Three real engines live side by side and have their turns, one request at a time: one without a
 connector, which computes; one that loads every hit; and one that loads what is expected to be
 faster. Each sees a prompt for the first time and stores it. Then its own prefix cache is reset, so
 that the prefix is on the host, and it is asked again: that is what counts. A third time says what a
-hit in its own cache takes.
+hit in its own cache takes. Before each turn there is a pause, because vLLM's processes poll for a
+second after they have worked (0.32.0, SpinCondition of shm_broadcast.py), on the others' cores.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ BLOCK_TOKENS = 32
 TAIL_TOKENS = 16
 """Of each prompt, behind the prefix; it is computed in any case."""
 ANSWER_TOKENS = 4
-ROUNDS = 31
-WARM_UP_ROUNDS = 9
-LONG_TOKENS, LONG_EVERY = 4096, 4
-"""Longer hits are asked for in one round of so many: there is less doubt, and they take long."""
-SETTLE_S, SETTLE_TOKEN_S = 0.04, 20e-6
+ROUNDS = 12
+WARM_UP_ROUNDS = 3
+PROMPTS_PER_TURN = 3
+"""Of each length."""
+LONG_TOKENS, LONG_EVERY = 4096, 3
+"""Longer hits are asked for once in so many rounds: there is less doubt, and they take long."""
+PAUSE_S = 1.3
+SETTLE_S, SETTLE_TOKEN_S = 0.03, 20e-6
 """After a prompt was seen for the first time, for its stores, and for each of its tokens."""
 _TOKEN_IDS = range(32, 127)
 _TIMEOUT_S = 600.0
@@ -143,13 +147,11 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> 
         engines = _start(Path(name), max(lengths), running, say)
         order = [*engines]
         for index in range(-num_warm_up, rounds):
-            for number in lengths:
-                if number > LONG_TOKENS and index % LONG_EVERY:
-                    continue
-                question = _question(number, index)
-                for way in order:
-                    cold, warm = engines[way].call(ask_three_times, question, _TIMEOUT_S)
-                    _check(way, number, cold, warm)
+            questions = _questions(lengths, index)
+            for way in order:
+                answered = engines[way].call(take_turn, questions, _TIMEOUT_S)
+                for (number, _), (cold, warm) in zip(questions, answered, strict=True):
+                    check_answers(way, number, cold, warm)
                     if index >= 0:
                         kept = found[number][way]
                         kept.ttft_s.append(cold.ttft_s)
@@ -191,28 +193,45 @@ def _options(longest: int, min_load_tokens: int | str) -> BenchOptions:
     )
 
 
-def _question(num_tokens: int, index: int) -> Question:
-    generator = random.Random(f"hits/{num_tokens}/{index}")
-    prompt = tuple(generator.choices(_TOKEN_IDS, k=num_tokens + TAIL_TOKENS))
-    return Question(prompt, ANSWER_TOKENS)
+def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]:
+    """Hits and prompts of one round, lengths mixed."""
+    generator = random.Random(f"hits/{index}")
+    numbers = [number for number in lengths if number <= LONG_TOKENS] * PROMPTS_PER_TURN
+    if index % LONG_EVERY == 0:
+        numbers += [number for number in lengths if number > LONG_TOKENS]
+    return [
+        (
+            number,
+            Question(tuple(generator.choices(_TOKEN_IDS, k=number + TAIL_TOKENS)), ANSWER_TOKENS),
+        )
+        for number in numbers
+    ]
 
 
-def ask_three_times(engine: Any, question: Question) -> tuple[Answer, Answer]:
-    """Run in the engine's process: see a prompt, then answer it from the host and from the GPU.
+def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[tuple[Answer, Answer]]:
+    """Run in the engine's process: see each prompt, then answer it from the host, then the GPU.
 
     Returns:
-        The answer when the GPU has forgotten the prompt, and the one when it has it.
+        The answers when the GPU has forgotten a prompt, and when it has it.
     """
-    prompt = question.prompt_token_ids
-    generate(engine, [prompt], [question.num_answer_tokens])
-    time.sleep(SETTLE_S + len(prompt) * SETTLE_TOKEN_S)
-    if not engine.reset_prefix_cache():
-        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
-    return answer(engine, question), answer(engine, question)
+    time.sleep(PAUSE_S)
+    answers = []
+    for _, question in questions:
+        prompt = question.prompt_token_ids
+        generate(engine, [prompt], [question.num_answer_tokens])
+        time.sleep(SETTLE_S + len(prompt) * SETTLE_TOKEN_S)
+        if not engine.reset_prefix_cache():
+            raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+        answers.append((answer(engine, question), answer(engine, question)))
+    return answers
 
 
-def _check(way: str, num_tokens: int, cold: Answer, warm: Answer) -> None:
-    """Raise SafeOffloadError if the tokens did not come from where they were to come from."""
+def check_answers(way: str, num_tokens: int, cold: Answer, warm: Answer) -> None:
+    """See that the tokens of both answers came from where they should.
+
+    Raises:
+        SafeOffloadError: they did not.
+    """
     expected = {BASELINE: (0,), LOADED: (num_tokens,), RULE: (0, num_tokens)}[way]
     if cold.num_host_tokens not in expected or cold.num_gpu_tokens:
         raise SafeOffloadError(

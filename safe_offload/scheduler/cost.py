@@ -29,14 +29,17 @@ PROBE_EVERY = 32
 """So many hits are refused, then one is offered all the same, to measure how loads fare now; and
 the other way round where computing is expected to take at most `PROBE_REACH` times as long."""
 PROBE_REACH = 2.0
+GAUGES_EVERY_MAX = 64
+"""Samples, after which the gauges are worked out again; sooner while there are few."""
 
 
 class Curve:
     """Seconds by size: a moving median for each power of two, straight lines between them.
 
     More takes no less: where the medians say otherwise, which is noise, their neighbours' mean
-    counts. Below the smallest size that was measured it goes through zero. Beyond the largest it
-    goes on like the last two, or, where `is_cheap_beyond`, stays level if there is but one.
+    counts. Below the smallest size that was measured and beyond the largest it goes on like the two
+    next to it. If there is but one, it goes through zero and that, or, where `is_cheap_beyond`,
+    stays level beyond it.
     """
 
     def __init__(self, *, is_cheap_beyond: bool) -> None:
@@ -85,16 +88,13 @@ class Curve:
         sizes, seconds = self._sizes, self._seconds
         if size <= 0 or not sizes:
             return 0.0
-        index = bisect_left(sizes, size)
-        if index == 0:
-            return seconds[0] * size / sizes[0]
-        if index == len(sizes):
-            if index == 1:
-                return seconds[0] if self._is_cheap_beyond else seconds[0] * size / sizes[0]
-            index -= 1
+        if len(sizes) == 1:
+            is_level = self._is_cheap_beyond and size > sizes[0]
+            return seconds[0] if is_level else seconds[0] * size / sizes[0]
+        index = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         size_before, before_s = sizes[index - 1], seconds[index - 1]
         rise = (seconds[index] - before_s) / (sizes[index] - size_before)
-        return before_s + rise * (size - size_before)
+        return max(0.0, before_s + rise * (size - size_before))
 
 
 def _never_falling(values: list[tuple[float, int]]) -> list[float]:
@@ -151,6 +151,7 @@ class Costs:
         """Tokens of the last step by request; each request adds one to what the next computes."""
         self.landed: list[tuple[int, float]] = []
         """Loads since the last plan: their tokens, and when the plan was made that named them."""
+        self._gauges, self._gauges_due = NOTHING_MEASURED, 1
         # What has not been measured is taken as cheap to load and dear to compute: that ends with
         # the first load. The other way round nothing would ever be measured.
         self.steps = Curve(is_cheap_beyond=False)
@@ -194,15 +195,20 @@ class Costs:
         return num_full * self.steps.at(self._num_step_tokens_max) + self.steps.at(num_rest)
 
     def gauges(self) -> dict[str, int]:
-        """What was measured; see `observe.metrics.GAUGES`."""
-        if not self.is_measuring:
-            return NOTHING_MEASURED
-        steps, loads = self.steps.points, self.loads.points
-        return {
-            "compute_tokens_per_s": _rate(steps),
-            "load_tokens_per_s": _rate(loads),
-            "load_latency_us": round(loads[0][1] * 1e6) if loads else 0,
-        }
+        """What was measured, a few samples ago; see `observe.metrics.GAUGES`.
+
+        vLLM asks after every step, most of which change nothing that shows.
+        """
+        num_samples = self.steps.num_samples + self.loads.num_samples
+        if self.is_measuring and num_samples >= self._gauges_due:
+            self._gauges_due = num_samples + 1 + min(num_samples // 8, GAUGES_EVERY_MAX)
+            steps, loads = self.steps.points, self.loads.points
+            self._gauges = {
+                "compute_tokens_per_s": _rate(steps),
+                "load_tokens_per_s": _rate(loads),
+                "load_latency_us": round(loads[0][1] * 1e6) if loads else 0,
+            }
+        return self._gauges
 
 
 def _rate(points: list[tuple[float, float]]) -> int:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_offload.scheduler.cost import (
+    GAUGES_EVERY_MAX,
     KEPT_SAMPLES,
     PROBE_EVERY,
+    PROBE_REACH,
     SAMPLES_MIN,
     Costs,
     Curve,
@@ -96,6 +98,57 @@ def test_what_is_refused_is_tried_now_and_then() -> None:
     assert sum(answers) == 3
 
 
+def test_a_hit_that_barely_pays_is_computed_now_and_then() -> None:
+    costs = measured()
+    assert PROBE_REACH > costs.compute_s(Offer(256, 20)) / costs.load_s(Offer(256, 20)) > 1
+    answers = [costs.pays(Offer(256, 20)) for _ in range(3 * PROBE_EVERY)]
+    assert answers.count(False) == 3
+
+
+def test_a_hit_that_pays_well_is_always_loaded() -> None:
+    costs = measured()
+    assert all(costs.pays(Offer(2000, 20)) for _ in range(3 * PROBE_EVERY))
+
+
+def test_who_waits_for_a_load_is_not_made_to_compute_for_a_measurement() -> None:
+    costs = measured()
+    waits = Offer(256, 20, loading_s=0.0005)
+    assert all(costs.pays(waits) for _ in range(3 * PROBE_EVERY))
+
+
+@pytest.mark.parametrize("was_slow", [True, False])
+def test_what_computing_takes_is_learned_again_from_the_hits_that_are_tried(
+    was_slow: bool,
+) -> None:
+    """Every prompt is a hit, so that nothing else is ever computed; then the machine changes."""
+    costs = measured()
+    before_s, after_s = (TOKEN_S, TOKEN_S / 4) if was_slow else (TOKEN_S / 4, TOKEN_S)
+    answers = [serve_hit(costs, token_s) for token_s in [before_s] * 1000 + [after_s] * 1000]
+    assert sum(answers[900:1000]) == pytest.approx(97 if was_slow else 3, abs=1)
+    assert sum(answers[1900:]) == pytest.approx(3 if was_slow else 97, abs=1)
+
+
+def serve_hit(costs: Costs, token_s: float) -> bool:
+    """Let a hit of 256 tokens be loaded or computed, and note what that took."""
+    if costs.pays(Offer(256, 20)):
+        costs.loads.add(256, LOAD_S + 256 * LOADED_TOKEN_S)
+        costs.steps.add(20, STEP_S + 20 * token_s)
+        return True
+    costs.steps.add(276, STEP_S + 276 * token_s)
+    return False
+
+
+def test_what_others_generate_is_computed_in_any_case() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(SAMPLES_MIN):
+        for size, seconds in ((16, 0.004), (64, 0.004), (512, 0.04)):
+            costs.steps.add(size, seconds)
+        costs.loads.add(32, 0.001)
+    assert not costs.pays(Offer(32, 1)), "a step of so few tokens takes no longer for them"
+    costs.scheduled = dict.fromkeys(map(str, range(60)), 1)
+    assert costs.pays(Offer(32, 1))
+
+
 def test_what_is_measured_anew_replaces_what_was() -> None:
     costs = measured()
     assert not costs.pays(Offer(128, 20))
@@ -149,8 +202,19 @@ def test_more_never_takes_less() -> None:
 def test_between_two_sizes_it_is_a_line() -> None:
     curve = Curve(is_cheap_beyond=False)
     curve.add(100, 1.0)
+    assert [curve.at(size) for size in (0, 50, 200)] == [0, 0.5, 2]
     curve.add(300, 2.0)
-    assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.5, 1, 1.5, 2, 3]
+    assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.75, 1, 1.5, 2, 3]
+
+
+def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    curve.add(10, 5.0)
+    for _ in range(KEPT_SAMPLES):
+        curve.add(100, 2.0)
+    assert curve.at(100) < 2.2
+    curve.add(10, 1.0)
+    assert curve.at(100) == 2.0, "of two, the faster one counts"
 
 
 # ---- how long a step takes ---------------------------------------------------------------------
@@ -228,6 +292,37 @@ def test_a_hit_that_does_not_pay_is_computed(
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
     assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
     rig.check_idle()
+
+
+def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.add("again", rig.prompt(41, 1))
+    rig.planned_step()
+    (load,) = rig.planner._loads._in_flight.values()
+    began_s = load.sent_s
+    assert began_s is not None
+    rig.step_until(lambda: rig.scheduler.requests["again"].status.name == "RUNNING")
+    planned_s = rig.planner._steps._last_s
+    assert rig.planner._costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
+    rig.drain()
+
+
+def test_the_gauges_follow_what_is_measured() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert set(costs.gauges().values()) == {0}
+    costs.loads.add(100, 0.5)
+    assert costs.gauges()["load_latency_us"] == 500_000
+    for _ in range(4 * GAUGES_EVERY_MAX):
+        costs.loads.add(100, 0.25)
+        costs.steps.add(100, 0.5)
+        costs.gauges()
+    assert costs.gauges() == {
+        "compute_tokens_per_s": 200,
+        "load_tokens_per_s": 400,
+        "load_latency_us": 250_000,
+    }
 
 
 def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRig) -> None:
