@@ -1,11 +1,13 @@
 """Time to first token of one request whose prefix is on the host: is it ever slower than no hit?
 
-Three real engines live side by side and have their turns, one request at a time: one without a
-connector, which computes; one that loads every hit; and one that loads what is expected to be
-faster. Each sees a prompt for the first time and stores it. Then its own prefix cache is reset, so
-that the prefix is on the host, and it is asked again: that is what counts. A third time says what a
-hit in its own cache takes. Before each turn there is a pause, because vLLM's processes poll for a
-second after they have worked (0.32.0, SpinCondition of shm_broadcast.py), on the others' cores.
+Two real engines have their turns, one request at a time: one loads every hit, the other what is
+expected to be faster ("min_load_tokens": "auto"). Each sees a prompt for the first time and stores
+it. Then its own prefix cache is reset, so that the prefix is on the host, and it is asked again:
+once as it is set up, once by a request that forbids loading and so is computed, in either order. A
+last time says what a hit in its own cache takes. No two processes of one engine are equally fast,
+so each engine's time is held against what the same engine takes to compute the same prompts. Before
+each turn there is a pause, because vLLM's processes poll for a second after they have worked
+(0.32.0, SpinCondition of shm_broadcast.py), on the other engine's cores.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safe_offload.bench.engine import BASELINE, CONNECTOR, BenchOptions, engine_options
+from safe_offload.bench.engine import CONNECTOR, BenchOptions, engine_options
 from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer, generate
 from safe_offload.bench.machine import describe_machine
 from safe_offload.bench.output import write_report
@@ -50,40 +52,47 @@ _TIMEOUT_S = 600.0
 Say = Callable[[str], None]
 
 
+class Answers(NamedTuple):
+    """To one prompt, in the ways of `Found`."""
+
+    hit: Answer
+    computed: Answer
+    on_gpu: Answer
+
+
 @dataclass(slots=True)
 class Found:
-    """One way to serve hits of one length; times by round, of the same rounds for all ways.
+    """One engine's hits of one length; times by prompt.
 
     Attributes:
-        ttft_s: with nothing in the GPU's prefix cache.
-        on_gpu_s: the same prompt again, at once.
-        num_loaded: rounds in which the host's tokens were used.
+        hit_s: to the first token, with the prefix on the host, as the engine is set up.
+        computed_s: the same prompt, with loading forbidden.
+        on_gpu_s: the same prompt with the prefix in the GPU's cache.
+        num_loaded: prompts of which the host's tokens were used.
     """
 
-    ttft_s: list[float] = field(default_factory=list)
+    hit_s: list[float] = field(default_factory=list)
+    computed_s: list[float] = field(default_factory=list)
     on_gpu_s: list[float] = field(default_factory=list)
     num_loaded: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Return the time of a hit, in terms of computing it."""
+        return statistics.median(self.hit_s) / statistics.median(self.computed_s)
 
 
 @dataclass(slots=True)
 class HitsReport:
-    """What was found, by length and way."""
+    """What was found, by length and engine."""
 
     found: dict[int, dict[str, Found]]
     machine: dict[str, Any]
 
-    def median_s(self, num_tokens: int, way: str) -> float:
-        """Return the time to first token of a prompt whose prefix only the host has."""
-        return statistics.median(self.found[num_tokens][way].ttft_s)
-
-    def on_gpu_s(self, num_tokens: int, way: str = LOADED) -> float:
-        """Return the time to first token of a prompt whose prefix the GPU has."""
-        return statistics.median(self.found[num_tokens][way].on_gpu_s)
-
     def ratio(self, num_tokens: int) -> float:
-        """Return the time with the rule, in terms of the better of the other two."""
-        better_s = min(self.median_s(num_tokens, way) for way in (BASELINE, LOADED))
-        return self.median_s(num_tokens, RULE) / better_s
+        """Return the time with the rule, in terms of the better of loading and computing."""
+        by_way = self.found[num_tokens]
+        return by_way[RULE].ratio / min(1.0, by_way[LOADED].ratio)
 
     def to_json(self) -> dict[str, Any]:
         """Return samples, figures and method."""
@@ -91,7 +100,7 @@ class HitsReport:
             {
                 "hit_tokens": num_tokens,
                 "ratio": self.ratio(num_tokens),
-                "ways": {way: asdict(found) for way, found in by_way.items()},
+                "engines": {way: asdict(found) for way, found in by_way.items()},
             }
             for num_tokens, by_way in self.found.items()
         ]
@@ -127,10 +136,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> HitsReport:
-    """Ask all three engines for hits of every length, round by round.
+    """Ask both engines for hits of every length, round by round.
 
     The engine that goes first changes from round to round, so that a drift of the machine's speed
-    hits all alike.
+    hits both alike.
 
     Args:
         lengths: of hits, in tokens.
@@ -142,7 +151,7 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> 
         SafeOffloadError: an engine died, or what is to be a hit was none.
     """
     machine = describe_machine()
-    found = {number: {way: Found() for way in (BASELINE, LOADED, RULE)} for number in lengths}
+    found = {number: {way: Found() for way in MIN_LOAD_TOKENS} for number in lengths}
     with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as name, ExitStack() as running:
         engines = _start(Path(name), max(lengths), running, say)
         order = [*engines]
@@ -150,24 +159,27 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> 
             questions = _questions(lengths, index)
             for way in order:
                 answered = engines[way].call(take_turn, questions, _TIMEOUT_S)
-                for (number, _), (cold, warm) in zip(questions, answered, strict=True):
-                    check_answers(way, number, cold, warm)
+                for (number, _), answers in zip(questions, answered, strict=True):
+                    check_answers(way, number, answers)
                     if index >= 0:
-                        kept = found[number][way]
-                        kept.ttft_s.append(cold.ttft_s)
-                        kept.on_gpu_s.append(warm.ttft_s)
-                        kept.num_loaded += cold.num_host_tokens > 0
-            order.append(order.pop(0))
+                        _keep(found[number][way], answers)
+            order.reverse()
     return HitsReport(found, machine)
 
 
+def _keep(found: Found, answers: Answers) -> None:
+    found.hit_s.append(answers.hit.ttft_s)
+    found.computed_s.append(answers.computed.ttft_s)
+    found.on_gpu_s.append(answers.on_gpu.ttft_s)
+    found.num_loaded += answers.hit.num_host_tokens > 0
+
+
 def _start(folder: Path, longest: int, running: ExitStack, say: Say) -> dict[str, EngineProcess]:
-    """Start the three engines, which differ in nothing but the connector."""
+    """Start both engines, which differ in one key."""
     engines: dict[str, EngineProcess] = {}
-    for way in (BASELINE, LOADED, RULE):
+    for way, min_load_tokens in MIN_LOAD_TOKENS.items():
         say(f"starting the engine: {way} ...")
-        options = engine_options(_options(longest, MIN_LOAD_TOKENS.get(way, 0)), folder)
-        chosen = options[BASELINE if way == BASELINE else CONNECTOR]
+        chosen = engine_options(_options(longest, min_load_tokens), folder)[CONNECTOR]
         log_path = folder / f"{way.replace(' ', '-')}.log"
         engines[way] = running.enter_context(EngineProcess(way, chosen, log_path))
         engines[way].wait_until_started(_TIMEOUT_S)
@@ -208,62 +220,63 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
     ]
 
 
-def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[tuple[Answer, Answer]]:
-    """Run in the engine's process: see each prompt, then answer it from the host, then the GPU.
-
-    Returns:
-        The answers when the GPU has forgotten a prompt, and when it has it.
-    """
+def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answers]:
+    """Run in the engine's process: see each prompt, then answer it in each way."""
     time.sleep(PAUSE_S)
     answers = []
-    for _, question in questions:
+    for place, (_, question) in enumerate(questions):
         prompt = question.prompt_token_ids
         generate(engine, [prompt], [question.num_answer_tokens])
         time.sleep(SETTLE_S + len(prompt) * SETTLE_TOKEN_S)
-        if not engine.reset_prefix_cache():
-            raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
-        answers.append((answer(engine, question), answer(engine, question)))
+        asked = [question, replace(question, num_load_tokens_max=0)]
+        turns = asked[:: -1 if place % 2 else 1]
+        hit, computed = [_ask_cold(engine, turn) for turn in turns][:: -1 if place % 2 else 1]
+        answers.append(Answers(hit, computed, answer(engine, question)))
     return answers
 
 
-def check_answers(way: str, num_tokens: int, cold: Answer, warm: Answer) -> None:
-    """See that the tokens of both answers came from where they should.
+def _ask_cold(engine: Any, question: Question) -> Answer:
+    """Answer what the GPU has forgotten."""
+    if not engine.reset_prefix_cache():
+        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+    return answer(engine, question)
+
+
+def check_answers(way: str, num_tokens: int, answers: Answers) -> None:
+    """See that the tokens of all answers came from where they should.
 
     Raises:
         SafeOffloadError: they did not.
     """
-    expected = {BASELINE: (0,), LOADED: (num_tokens,), RULE: (0, num_tokens)}[way]
-    if cold.num_host_tokens not in expected or cold.num_gpu_tokens:
+    found = [(one.num_host_tokens, one.num_gpu_tokens) for one in answers]
+    hits = [(num_tokens, 0)] if way == LOADED else [(num_tokens, 0), (0, 0)]
+    if found not in [[hit, (0, 0), (0, num_tokens)] for hit in hits]:
         raise SafeOffloadError(
-            f"{way}, {num_tokens} tokens: expected {expected} from the host and none from the GPU, "
-            f"found {cold.num_host_tokens} and {cold.num_gpu_tokens}"
-        )
-    if warm.num_gpu_tokens != num_tokens:
-        raise SafeOffloadError(
-            f"{way}, {num_tokens} tokens: the GPU had {warm.num_gpu_tokens} of them"
+            f"{way}, {num_tokens} tokens: expected a hit on the host, none, and one on the GPU; "
+            f"found these tokens on host and GPU: {found}"
         )
 
 
 def render_table(report: HitsReport) -> str:
     """Return the report as text."""
     lines = [
-        "Time to first token of one request alone, in ms: medians of rounds in turns.",
+        "Time to first token of one request alone: medians in ms, and ratios of medians.",
         f"Tiny Llama on vLLM's CPU engine; {TAIL_TOKENS} tokens behind the hit are computed in any "
         "case.",
-        f"{'tokens':>7}{'computed':>10}{'loaded':>10}{'the rule':>10}{'GPU hit':>10}"
-        f"{'rule / better':>15}{'loads by the rule':>19}",
+        "Engine that loads every hit, engine with the rule; 'better' is the better of loading and "
+        "computing.",
+        f"{'tokens':>7}{'computed':>10}{'loaded':>9}{'ratio':>7}{'GPU hit':>9}"
+        f"{'computed':>12}{'rule':>9}{'ratio':>7}{'GPU hit':>9}{'loads':>11}{'rule / better':>15}",
     ]
     for number, by_way in report.found.items():
-        times_s = [report.median_s(number, way) for way in (BASELINE, LOADED, RULE)]
-        cells = "".join(f"{time_s * 1000:10.2f}" for time_s in (*times_s, report.on_gpu_s(number)))
-        share = f"{by_way[RULE].num_loaded} of {len(by_way[RULE].ttft_s)}"
-        lines.append(f"{number:>7}{cells}{report.ratio(number):15.2f}{share:>19}")
-    worst = max(
-        max(times_s) / min(times_s)
-        for number, by_way in report.found.items()
-        for times_s in [[report.on_gpu_s(number, way) for way in by_way]]
-    )
-    lines.append(
-        f"GPU hits, which all engines serve alike, differ between them by up to {worst:.2f}."
-    )
+        line = f"{number:>7}"
+        for way, width in ((LOADED, 10), (RULE, 12)):
+            found = by_way[way]
+            computed_s, hit_s, on_gpu_s = (
+                statistics.median(times_s) * 1000
+                for times_s in (found.computed_s, found.hit_s, found.on_gpu_s)
+            )
+            line += f"{computed_s:{width}.2f}{hit_s:9.2f}{found.ratio:7.2f}{on_gpu_s:9.2f}"
+        loads = f"{by_way[RULE].num_loaded} of {len(by_way[RULE].hit_s)}"
+        lines.append(f"{line}{loads:>11}{report.ratio(number):15.2f}")
     return "\n".join(lines)

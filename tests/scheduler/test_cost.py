@@ -9,6 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from safe_offload.bench.peers import OURS
+from safe_offload.bench.scheduler_engine import CONTESTANTS, Contestant, engine_for, serve
+from safe_offload.bench.scheduler_measure import COPY_STEPS
+from safe_offload.bench.scheduler_probe import Counts, HookCounter
+from safe_offload.bench.scheduler_traces import Trace, make_trace
+from safe_offload.scheduler import cost
 from safe_offload.scheduler.cost import (
     GAUGES_EVERY_MAX,
     KEPT_SAMPLES,
@@ -390,3 +396,29 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) ->
     rig.check_tokens("second", 4)
     rig.check_idle()
     assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
+
+
+# ---- what it costs itself ----------------------------------------------------------------------
+
+
+def num_instructions(name: str, trace: Trace) -> int:
+    """Count what all hooks execute, on a clock that the trace alone moves."""
+    counter = HookCounter()
+    with engine_for(name, trace, COPY_STEPS) as engine:
+        engine.connector._clock = lambda: engine.num_steps * STEP_S + engine.num_computed * TOKEN_S
+        serve(engine, trace, counter)
+    return sum(counter.counts.values(), Counts()).instructions
+
+
+@pytest.mark.parametrize("trace_name", ["chats", "turns"])
+def test_measuring_and_deciding_take_one_twentieth_of_the_hooks_at_most(
+    trace_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every hit offered all the same, so that both serve alike."""
+    monkeypatch.setattr(cost, "PROBE_EVERY", 1)
+    monkeypatch.setattr(cost, "PROBE_REACH", 0.0)
+    monkeypatch.setitem(CONTESTANTS, "auto", Contestant(OURS, {"min_load_tokens": "auto"}))
+    monkeypatch.setitem(CONTESTANTS, "zero", Contestant(OURS, {"min_load_tokens": 0}))
+    trace = make_trace(trace_name, "plain", share=16)
+    num_instructions("zero", trace)  # fills caches of the process
+    assert num_instructions("auto", trace) <= 1.05 * num_instructions("zero", trace)
