@@ -149,6 +149,7 @@ class Loads:
         num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
         if hit is not state.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
             self._counters[Count.UNPAID_HITS] += 1
+            state.must_compute = True  # decided once, however often vLLM asks
             state.drop_hit()
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):

@@ -300,6 +300,22 @@ def test_a_hit_that_does_not_pay_is_computed(
     rig.check_idle()
 
 
+def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    measure(rig, 1000.0)
+    rig.add("again", rig.prompt(41, 1))
+    request = rig.scheduler.requests["again"]
+    asked = [rig.planner.match(request, 0, rig.clock.now_s) for _ in range(3 * PROBE_EVERY)]
+    assert set(asked) == {0}, "it is not for its asking that another is tried"
+    assert rig.counts["unpaid_hits"] == 1
+    rig.drain()
+    rig.check_idle()
+
+
 def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
     rig.start()
