@@ -228,7 +228,8 @@ def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answer
         prompt = question.prompt_token_ids
         generate(engine, [prompt], [question.num_answer_tokens])
         time.sleep(SETTLE_S + len(prompt) * SETTLE_TOKEN_S)
-        asked = [question, replace(question, num_load_tokens_max=0)]
+        # A limit in both: a request that has one takes vLLM longer than one that has none.
+        asked = [replace(question, num_load_tokens_max=limit) for limit in (len(prompt), 0)]
         turns = asked[:: -1 if place % 2 else 1]
         hit, computed = [_ask_cold(engine, turn) for turn in turns][:: -1 if place % 2 else 1]
         answers.append(Answers(hit, computed, answer(engine, question)))

@@ -29,8 +29,10 @@ PROBE_EVERY = 32
 """So many hits are refused, then one is offered all the same, to measure how loads fare now; and
 the other way round where computing is expected to take at most `PROBE_REACH` times as long."""
 PROBE_REACH = 2.0
+REFRESH_EVERY_MAX = 7
+"""Samples that may come before what follows from them is worked out again; fewer at first."""
 GAUGES_EVERY_MAX = 64
-"""Samples, after which the gauges are worked out again; sooner while there are few."""
+"""Samples, after which the gauges are worked out again; while there are few, when they double."""
 
 
 class Curve:
@@ -49,6 +51,7 @@ class Curve:
         self._stale: set[int] = set()
         self._sizes: list[float] = []
         self._seconds: list[float] = []
+        self._refresh_due = 1
         self.num_samples = 0
 
     def add(self, size: int, seconds: float) -> None:
@@ -70,6 +73,7 @@ class Curve:
             # The lower one of two: what disturbs a measurement only ever makes it longer.
             self._medians[power] = sum(sizes) / count, sorted(seconds)[(count - 1) // 2], count
         self._stale.clear()
+        self._refresh_due = self.num_samples + 1 + min(self.num_samples // 8, REFRESH_EVERY_MAX)
         medians = [median for _, median in sorted(self._medians.items())]
         self._sizes = [size for size, _, _ in medians]
         self._seconds = _never_falling([(seconds, count) for _, seconds, count in medians])
@@ -82,8 +86,8 @@ class Curve:
         return list(zip(self._sizes, self._seconds, strict=True))
 
     def at(self, size: int) -> float:
-        """Seconds that something of a size is expected to take."""
-        if self._stale:
+        """Seconds that something of a size is expected to take, as of a few samples ago."""
+        if self.num_samples >= self._refresh_due:
             self._refresh()
         sizes, seconds = self._sizes, self._seconds
         if size <= 0 or not sizes:
@@ -148,7 +152,7 @@ class Costs:
         self._num_refused = 0
         self._num_close = 0
         self.scheduled: Mapping[str, int] = {}
-        """Tokens of the last step by request; each request adds one to what the next computes."""
+        """Tokens by request of the last step that was of interest; each adds one to the next."""
         self.landed: list[tuple[int, float]] = []
         """Loads since the last plan: their tokens, and when the plan was made that named them."""
         self._gauges, self._gauges_due = NOTHING_MEASURED, 1
@@ -201,7 +205,7 @@ class Costs:
         """
         num_samples = self.steps.num_samples + self.loads.num_samples
         if self.is_measuring and num_samples >= self._gauges_due:
-            self._gauges_due = num_samples + 1 + min(num_samples // 8, GAUGES_EVERY_MAX)
+            self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
             steps, loads = self.steps.points, self.loads.points
             self._gauges = {
                 "compute_tokens_per_s": _rate(steps),
@@ -244,27 +248,25 @@ class StepWatch:
             scheduler_output: of vLLM.
             now_s: of a clock that never goes back.
         """
-        costs = self._costs
-        last, scheduled = costs.scheduled, scheduler_output.num_scheduled_tokens
-        costs.scheduled = scheduled
-        if costs.landed:
-            for num_tokens, sent_s in costs.landed:
-                costs.loads.add(num_tokens, now_s - sent_s)
-            costs.landed.clear()
+        costs, scheduled = self._costs, scheduler_output.num_scheduled_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         computes_prompt = (
-            num_tokens > self._num_decode_tokens_max * len(scheduled)
-            or scheduler_output.scheduled_new_reqs
+            scheduler_output.scheduled_new_reqs
+            or num_tokens > self._num_decode_tokens_max * len(scheduled)
         )
         num_left = self._num_plans_left
+        if not (computes_prompt or num_left or costs.landed):
+            return  # most steps
+        for num_loaded, sent_s in costs.landed:
+            costs.loads.add(num_loaded, now_s - sent_s)
+        costs.landed.clear()
         if num_left:
             num_left -= 1
-            if scheduled.keys().isdisjoint(last):
+            if scheduled.keys().isdisjoint(costs.scheduled):
                 num_left = 0
             elif not num_left:
                 costs.steps.add(self._num_tokens, now_s - self._last_s)
-        elif not computes_prompt:
-            return
         if not num_left and computes_prompt:
             self._num_tokens, num_left = num_tokens, self._num_in_flight
+        costs.scheduled = scheduled
         self._num_plans_left, self._last_s = num_left, now_s
