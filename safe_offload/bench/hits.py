@@ -5,9 +5,7 @@ expected to be faster ("min_load_tokens": "auto"). Each sees a prompt for the fi
 it. Then its own prefix cache is reset, so that the prefix is on the host, and it is asked again:
 once as it is set up, once by a request that forbids loading and so is computed, in either order. A
 last time says what a hit in its own cache takes. No two processes of one engine are equally fast,
-so each engine's time is held against what the same engine takes to compute the same prompts. Before
-each turn there is a pause, because vLLM's processes poll for a second after they have worked
-(0.32.0, SpinCondition of shm_broadcast.py), on the other engine's cores.
+so each engine's time is held against what the same engine takes to compute the same prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ PROMPTS_PER_TURN = 3
 """Of each length."""
 LONG_TOKENS, LONG_EVERY = 4096, 3
 """Longer hits are asked for once in so many rounds: there is less doubt, and they take long."""
-PAUSE_S = 1.3
 SETTLE_S, SETTLE_TOKEN_S = 0.03, 20e-6
 """After a prompt was seen for the first time, for its stores, and for each of its tokens."""
 _TOKEN_IDS = range(32, 127)
@@ -222,7 +219,6 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
 
 def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answers]:
     """Run in the engine's process: see each prompt, then answer it in each way."""
-    time.sleep(PAUSE_S)
     answers = []
     for place, (_, question) in enumerate(questions):
         prompt = question.prompt_token_ids
