@@ -66,6 +66,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, what in (
         ("engine", "time to first token in a real vLLM engine, with and without us"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("preemption", "tokens computed again after preemptions, with and without us"),
         ("policies", "hit rates of the eviction policies, and what they cost"),

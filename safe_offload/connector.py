@@ -243,7 +243,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._planner is None:
             return
         try:
-            self._planner.settle(connector_output, self._clock())
+            self._planner.settle(connector_output)
             self._check()
         except Exception as error:
             report = connector_output.kv_connector_worker_meta

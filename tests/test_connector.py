@@ -446,7 +446,7 @@ def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, m
         connector = make_connector(check_invariants=wanted)
         planner = connector._planner
         monkeypatch.setattr(planner, "plan", lambda scheduler_output, now_s: EMPTY_PLAN)
-        monkeypatch.setattr(planner, "settle", lambda output, now_s: None)
+        monkeypatch.setattr(planner, "settle", lambda output: None)
         monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
         connector.build_connector_meta(None)
         connector.update_connector_output(None)

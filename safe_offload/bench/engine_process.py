@@ -60,6 +60,8 @@ class Question:
 
     prompt_token_ids: tuple[int, ...]
     num_answer_tokens: int
+    num_load_tokens_max: int | None = None
+    """Of the host's tokens it uses no more; needs this connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,12 @@ def answer(engine: Any, question: Question) -> Answer:
     """Run one request alone and measure it."""
     before = _count_prompt_tokens(engine)
     start = time.perf_counter()
-    (output,) = generate(engine, [question.prompt_token_ids], [question.num_answer_tokens])
+    (output,) = generate(
+        engine,
+        [question.prompt_token_ids],
+        [question.num_answer_tokens],
+        question.num_load_tokens_max,
+    )
     total_s = time.perf_counter() - start
     after = _count_prompt_tokens(engine)
     # Sources of the three times: `RequestStateStats` in vllm/v1/metrics/stats.py (0.32.0).
@@ -260,13 +267,24 @@ def answer(engine: Any, question: Question) -> Answer:
 
 
 def generate(
-    engine: Any, prompts: Sequence[Sequence[int]], nums_answer_tokens: Sequence[int]
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    nums_answer_tokens: Sequence[int],
+    num_load_tokens_max: int | None = None,
 ) -> list[Any]:
     """Return vLLM's outputs for greedy requests, all at once, each of its fixed length."""
     from vllm import SamplingParams
 
+    limits = {"max_load_tokens": num_load_tokens_max}
+    extra = None if num_load_tokens_max is None else {"kv_transfer_params": limits}
     sampling = [
-        SamplingParams(max_tokens=number, temperature=0.0, ignore_eos=True, detokenize=False)
+        SamplingParams(
+            max_tokens=number,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+        )
         for number in nums_answer_tokens
     ]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

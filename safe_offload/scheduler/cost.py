@@ -3,92 +3,119 @@
 A load costs a few steps that wait for one another, whatever its size, and then its bytes; computing
 costs the tokens. Where the one overtakes the other depends on model, machine and load, so both are
 measured while requests are served: the time of a step by the tokens computed in it, and the time of
-a load by its tokens, from the plan that sends it to the report that settles it. That is what a
-request feels, queues and steps in between included. There is no clock in here: times are handed in.
+a load by its tokens. Both are taken from plan to plan: that is what a request feels, queues, steps
+in between and vLLM's pauses included. There is no clock in here: times are handed in.
+
+Most steps only generate. They decide nothing here and cost nothing: those are timed in which a
+prompt is computed, and what follows from them is worked out when a hit is found.
 """
 
 from __future__ import annotations
 
-import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 KEPT_SAMPLES = 15
 """Of sizes within a factor of two; their median counts, so that one slow step decides nothing."""
 SAMPLES_MIN = 4
 """Of each kind; before that every hit is offered."""
 PROBE_EVERY = 32
-"""So many hits are refused, then one is offered all the same, to measure how loads fare now."""
+"""So many hits are refused, then one is offered all the same, to measure how loads fare now; and
+the other way round where computing is expected to take at most `PROBE_REACH` times as long."""
+PROBE_REACH = 2.0
+REFRESH_EVERY_MAX = 7
+"""Samples that may come before what follows from them is worked out again; fewer at first."""
+GAUGES_EVERY_MAX = 64
+"""Samples, after which the gauges are worked out again; while there are few, when they double."""
 
 
 class Curve:
     """Seconds by size: a moving median for each power of two, straight lines between them.
 
     More takes no less: where the medians say otherwise, which is noise, their neighbours' mean
-    counts. Below the smallest size that was measured it goes through zero. Beyond the largest it
-    goes on like the last two, or, where `is_cheap_beyond`, stays level if there is but one.
+    counts. Below the smallest size that was measured and beyond the largest it goes on like the two
+    next to it. If there is but one, it goes through zero and that, or, where `is_cheap_beyond`,
+    stays level beyond it.
     """
 
     def __init__(self, *, is_cheap_beyond: bool) -> None:
         self._is_cheap_beyond = is_cheap_beyond
-        self._samples: dict[int, deque[tuple[int, float]]] = {}
-        self._points: list[tuple[float, float]] | None = []
+        self._samples: dict[int, tuple[deque[int], deque[float]]] = {}
+        self._medians: dict[int, tuple[float, float, int]] = {}
+        self._stale: set[int] = set()
+        self._sizes: list[float] = []
+        self._seconds: list[float] = []
+        self._refresh_due = 1
         self.num_samples = 0
 
     def add(self, size: int, seconds: float) -> None:
         """Note how long something of a size took."""
-        kept = self._samples.setdefault(size.bit_length(), deque(maxlen=KEPT_SAMPLES))
-        kept.append((size, seconds))
-        self._points = None
+        power = size.bit_length()
+        kept = self._samples.get(power)
+        if kept is None:
+            kept = self._samples[power] = deque(maxlen=KEPT_SAMPLES), deque(maxlen=KEPT_SAMPLES)
+        kept[0].append(size)
+        kept[1].append(seconds)
+        self._stale.add(power)
         self.num_samples += 1
+
+    def _refresh(self) -> None:
+        """Work out the points again, of what is new since the last time."""
+        for power in self._stale:
+            sizes, seconds = self._samples[power]
+            count = len(sizes)
+            # The lower one of two: what disturbs a measurement only ever makes it longer.
+            self._medians[power] = sum(sizes) / count, sorted(seconds)[(count - 1) // 2], count
+        self._stale.clear()
+        self._refresh_due = self.num_samples + 1 + min(self.num_samples // 8, REFRESH_EVERY_MAX)
+        medians = [median for _, median in sorted(self._medians.items())]
+        self._sizes = [size for size, _, _ in medians]
+        self._seconds = _never_falling([(seconds, count) for _, seconds, count in medians])
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """Sizes and seconds, the smallest first."""
-        if self._points is None:
-            kept_by_size = [kept for _, kept in sorted(self._samples.items())]
-            sizes = [statistics.fmean(size for size, _ in kept) for kept in kept_by_size]
-            medians = [statistics.median(seconds for _, seconds in kept) for kept in kept_by_size]
-            self._points = list(zip(sizes, _never_falling(medians), strict=True))
-        return self._points
+        if self._stale:
+            self._refresh()
+        return list(zip(self._sizes, self._seconds, strict=True))
 
     def at(self, size: int) -> float:
-        """Seconds that something of a size is expected to take."""
-        points = self.points
-        if size <= 0 or not points:
+        """Seconds that something of a size is expected to take, as of a few samples ago."""
+        if self.num_samples >= self._refresh_due:
+            self._refresh()
+        sizes, seconds = self._sizes, self._seconds
+        if size <= 0 or not sizes:
             return 0.0
-        before = (0.0, 0.0)
-        for point in points:
-            if size <= point[0]:
-                return _between(before, point, size)
-            before = point
-        last = points[-1]
-        if len(points) > 1:
-            return max(last[1], _between(points[-2], last, size))
-        return last[1] if self._is_cheap_beyond else last[1] * size / last[0]
+        if len(sizes) == 1:
+            is_level = self._is_cheap_beyond and size > sizes[0]
+            return seconds[0] if is_level else seconds[0] * size / sizes[0]
+        index = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        size_before, before_s = sizes[index - 1], seconds[index - 1]
+        rise = (seconds[index] - before_s) / (sizes[index] - size_before)
+        return max(0.0, before_s + rise * (size - size_before))
 
 
-def _never_falling(values: list[float]) -> list[float]:
-    """The nearest to some values that never falls: neighbours that do are replaced by their mean.
+def _never_falling(values: list[tuple[float, int]]) -> list[float]:
+    """The nearest to some weighted values that never falls: those that do become their mean.
 
     It is the isotonic regression, by pooling adjacent violators.
     """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
+    pools: list[tuple[float, int, int]] = []
+    for value, weight in values:
+        mean, total, count = value, weight, 1
         while pools and pools[-1][0] > mean:
-            other, other_count = pools.pop()
-            mean = (mean * count + other * other_count) / (count + other_count)
+            other, other_total, other_count = pools.pop()
+            mean = (mean * total + other * other_total) / (total + other_total)
+            total += other_total
             count += other_count
-        pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
-
-
-def _between(first: tuple[float, float], second: tuple[float, float], size: float) -> float:
-    """The height over `size` of the line through two points."""
-    share = (size - first[0]) / (second[0] - first[0])
-    return first[1] + share * (second[1] - first[1])
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +150,12 @@ class Costs:
         self._min_load_tokens = min_load_tokens
         self._num_step_tokens_max = num_step_tokens_max
         self._num_refused = 0
+        self._num_close = 0
+        self.scheduled: Mapping[str, int] = {}
+        """Tokens by request of the last step that was of interest; each adds one to the next."""
+        self.landed: list[tuple[int, float]] = []
+        """Loads since the last plan: their tokens, and when the plan was made that named them."""
+        self._gauges, self._gauges_due = NOTHING_MEASURED, 1
         # What has not been measured is taken as cheap to load and dear to compute: that ends with
         # the first load. The other way round nothing would ever be measured.
         self.steps = Curve(is_cheap_beyond=False)
@@ -139,10 +172,14 @@ class Costs:
             return offer.num_tokens >= self._min_load_tokens
         if min(self.steps.num_samples, self.loads.num_samples) < SAMPLES_MIN:
             return True
-        if self.load_s(offer) <= self.compute_s(offer):
-            return True
-        self._num_refused += 1
-        return self._num_refused % PROBE_EVERY == 0
+        load_s, compute_s = self.load_s(offer), self.compute_s(offer)
+        if load_s > compute_s:
+            self._num_refused += 1
+            return self._num_refused % PROBE_EVERY == 0
+        if offer.loading_s is None and compute_s <= PROBE_REACH * load_s:
+            self._num_close += 1
+            return self._num_close % PROBE_EVERY != 0
+        return True
 
     def load_s(self, offer: Offer) -> float:
         """Seconds until the tokens of a hit are expected to be there.
@@ -154,23 +191,28 @@ class Costs:
 
     def compute_s(self, offer: Offer) -> float:
         """Seconds that computing them would add to what is computed in any case."""
-        num_left = offer.num_tokens_left
-        return self._steps_s(num_left + offer.num_tokens) - self._steps_s(num_left)
+        num_rest = offer.num_tokens_left + len(self.scheduled)
+        return self._steps_s(num_rest + offer.num_tokens) - self._steps_s(num_rest)
 
     def _steps_s(self, num_tokens: int) -> float:
         num_full, num_rest = divmod(num_tokens, self._num_step_tokens_max)
         return num_full * self.steps.at(self._num_step_tokens_max) + self.steps.at(num_rest)
 
     def gauges(self) -> dict[str, int]:
-        """What was measured; see `observe.metrics.GAUGES`."""
-        if not self.is_measuring:
-            return NOTHING_MEASURED
-        steps, loads = self.steps.points, self.loads.points
-        return {
-            "compute_tokens_per_s": _rate(steps),
-            "load_tokens_per_s": _rate(loads),
-            "load_latency_us": round(loads[0][1] * 1e6) if loads else 0,
-        }
+        """What was measured, a few samples ago; see `observe.metrics.GAUGES`.
+
+        vLLM asks after every step, most of which change nothing that shows.
+        """
+        num_samples = self.steps.num_samples + self.loads.num_samples
+        if self.is_measuring and num_samples >= self._gauges_due:
+            self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
+            steps, loads = self.steps.points, self.loads.points
+            self._gauges = {
+                "compute_tokens_per_s": _rate(steps),
+                "load_tokens_per_s": _rate(loads),
+                "load_latency_us": round(loads[0][1] * 1e6) if loads else 0,
+            }
+        return self._gauges
 
 
 def _rate(points: list[tuple[float, float]]) -> int:
@@ -179,35 +221,52 @@ def _rate(points: list[tuple[float, float]]) -> int:
 
 
 class StepWatch:
-    """From the times at which steps are planned to how long each took.
+    """From the times at which steps are planned to what steps and loads take.
 
     With n steps in flight, the next is planned when the first of them has ended. That is so while
     the engine is busy: steps that follow one another have a request in common. Otherwise the time
-    between them says nothing.
+    between them says nothing. One step is timed at a time.
 
     Args:
-        steps: where it is noted.
+        costs: where it is noted.
         num_in_flight: steps that the engine has in flight while it is busy.
+        num_decode_tokens_max: a request that computes no prompt has at most so many in a step.
     """
 
-    def __init__(self, steps: Curve, num_in_flight: int) -> None:
-        self._steps = steps
+    def __init__(self, costs: Costs, num_in_flight: int, num_decode_tokens_max: int) -> None:
+        self._costs = costs
         self._num_in_flight = num_in_flight
-        self._running: deque[int] = deque()
-        self._last: Mapping[str, int] = {}
+        self._num_decode_tokens_max = num_decode_tokens_max
+        self._num_plans_left = 0
+        self._num_tokens = 0
         self._last_s = 0.0
 
-    def planned(self, scheduled: Mapping[str, int], num_tokens: int, now_s: float) -> None:
+    def planned(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
         """A step is planned.
 
         Args:
-            scheduled: its tokens by request id.
-            num_tokens: of all requests.
+            scheduler_output: of vLLM.
             now_s: of a clock that never goes back.
         """
-        if scheduled.keys().isdisjoint(self._last):
-            self._running.clear()
-        elif len(self._running) == self._num_in_flight:
-            self._steps.add(self._running.popleft(), now_s - self._last_s)
-        self._running.append(num_tokens)
-        self._last, self._last_s = scheduled, now_s
+        costs, scheduled = self._costs, scheduler_output.num_scheduled_tokens
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        computes_prompt = (
+            scheduler_output.scheduled_new_reqs
+            or num_tokens > self._num_decode_tokens_max * len(scheduled)
+        )
+        num_left = self._num_plans_left
+        if not (computes_prompt or num_left or costs.landed):
+            return  # most steps
+        for num_loaded, sent_s in costs.landed:
+            costs.loads.add(num_loaded, now_s - sent_s)
+        costs.landed.clear()
+        if num_left:
+            num_left -= 1
+            if scheduled.keys().isdisjoint(costs.scheduled):
+                num_left = 0
+            elif not num_left:
+                costs.steps.add(self._num_tokens, now_s - self._last_s)
+        if not num_left and computes_prompt:
+            self._num_tokens, num_left = num_tokens, self._num_in_flight
+        costs.scheduled = scheduled
+        self._num_plans_left, self._last_s = num_left, now_s

@@ -149,6 +149,7 @@ class Loads:
         num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
         if hit is not state.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
             self._counters[Count.UNPAID_HITS] += 1
+            state.must_compute = True  # decided once, however often vLLM asks
             state.drop_hit()
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
@@ -339,12 +340,8 @@ class Loads:
         """The load of that id, if it is in flight."""
         return self._in_flight.get(transfer_id)
 
-    def settle(self, load: Load, now_s: float) -> RequestState | None:
+    def settle(self, load: Load) -> RequestState | None:
         """Every rank has reported a load.
-
-        Args:
-            load: which.
-            now_s: of a clock that never goes back.
 
         Returns:
             The request that may run now; None if the load failed, which is announced later.
@@ -360,11 +357,11 @@ class Loads:
             return None
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
-        if self._costs.is_measuring and load.sent_s is not None:
-            self._costs.loads.add(load.num_tokens, now_s - load.sent_s)
         if state.finished:
             load.lease.release()
         else:
+            if self._costs.is_measuring and load.sent_s is not None:
+                self._costs.landed.append((load.num_tokens, load.sent_s))
             state.let_go_prefix()
             state.loaded = load.lease
         if state.phase is Phase.LOADING:

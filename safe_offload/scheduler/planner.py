@@ -100,7 +100,8 @@ class Planner:
         self._leases = LeaseBook(index.slots)
         self._book = RequestBook(len(index.group_block_sizes), counters)
         self._costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
-        watch = StepWatch(self._costs.steps, options.num_steps_in_flight)
+        num_in_flight, num_decoded = options.num_steps_in_flight, options.num_decode_tokens_max
+        watch = StepWatch(self._costs, num_in_flight, num_decoded)
         self._steps = watch if self._costs.is_measuring else None
         ranks, wait_max_s = options.num_ranks, min(WAIT_MAX_S, options.transfer_timeout_s)
         self._loads = Loads(
@@ -250,8 +251,7 @@ class Planner:
         if self._gpu is None:
             return EMPTY_PLAN
         if self._steps is not None:
-            scheduled = scheduler_output.num_scheduled_tokens
-            self._steps.planned(scheduled, scheduler_output.total_num_scheduled_tokens, now_s)
+            self._steps.planned(scheduler_output, now_s)
         self._book.purge(self._gpu)
         if not self._is_disabled:
             self._find_stores(scheduler_output)
@@ -306,7 +306,7 @@ class Planner:
 
     # ---- the workers have reported -------------------------------------------------------------
 
-    def settle(self, output: KVConnectorOutput, now_s: float) -> None:
+    def settle(self, output: KVConnectorOutput) -> None:
         """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
@@ -315,12 +315,12 @@ class Planner:
         try:
             if isinstance(report, StepReport):
                 self.has_changed = True
-                self._settle_report(report, output, now_s)
+                self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if self._gpu is not None and (output.finished_recving or output.finished_sending):
                 self._book.filter(output, self._gpu)
 
-    def _settle_report(self, report: StepReport, output: KVConnectorOutput, now_s: float) -> None:
+    def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
 
         All outcomes are noted before the first transfer is settled, because none of them is told
@@ -330,7 +330,7 @@ class Planner:
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
-            if isinstance(load, Load) and (state := self._loads.settle(load, now_s)) is not None:
+            if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
                 received = output.finished_recving or ()
                 output.finished_recving = {*received, state.request.request_id}
         for store in complete:

@@ -78,7 +78,8 @@ class RequestState:
             end its wait, has not come back.
         announced: vLLM was told that its present wait has ended.
         limits: what its client allows to be stored and loaded.
-        must_compute: its load failed; no hit is reported for it before it has run.
+        must_compute: its load failed, or its hit does not pay; no hit is reported for it before it
+            has run.
         num_failed_loads: over its whole life.
         wait: for loads of others.
     """
