@@ -532,8 +532,8 @@ MUTANTS = (
     Mutant(
         "a prefix's hashes are counted from its first block in every step",
         _SOURCES,
-        "state.request.block_hashes[first : first + len(blocks)]",
-        "state.request.block_hashes[: len(blocks)]",
+        "request.block_hashes[first : first + len(blocks)]",
+        "request.block_hashes[: len(blocks)]",
         "I6",
         ("plain",),
     ),
