@@ -57,6 +57,7 @@ class Sizes:
     num_blocks: int
     num_slots: int
     max_seqs: int = 8
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
 
 
 class LightEngine:
@@ -86,7 +87,7 @@ class LightEngine:
             num_blocks=sizes.num_blocks,
             num_slots=sizes.num_slots,
             max_seqs=sizes.max_seqs,
-            max_batched_tokens=MAX_BATCHED_TOKENS,
+            max_batched_tokens=sizes.max_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             extra=dict(contestant.extra),
         )
@@ -238,6 +239,8 @@ def serve(engine: LightEngine, trace: Trace, probe: Probe) -> None:
 @contextlib.contextmanager
 def engine_for(name: str, trace: Trace, copy_steps: int) -> Iterator[LightEngine]:
     """An engine of the size that a trace asks for."""
-    sizes = Sizes(trace.groups, trace.num_blocks, trace.num_slots, trace.max_seqs)
+    sizes = Sizes(
+        trace.groups, trace.num_blocks, trace.num_slots, trace.max_seqs, trace.max_batched_tokens
+    )
     with LightEngine(name, sizes, copy_steps) as engine:
         yield engine

@@ -69,6 +69,7 @@ class Trace:
         num_slots: host slots.
         max_seqs: running at once.
         users: what they send.
+        max_batched_tokens: computed in a step.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Trace:
     num_slots: int
     max_seqs: int
     users: tuple[User, ...]
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
 
     @property
     def num_requests(self) -> int:
@@ -109,7 +111,11 @@ def make_trace(name: str, layout: str, *, seed: int = 0, share: int = 1) -> Trac
     pool_blocks, num_slots, max_seqs, users = TRACES[name](seed, share)
     groups = LAYOUTS[layout]
     num_blocks = pool_blocks[len(groups) - 1] + 1
-    return Trace(f"{name} {layout}", groups, num_blocks, num_slots * len(groups), max_seqs, users)
+    num_slots *= len(groups)
+    max_batched_tokens = STEP_TOKENS.get(name, MAX_BATCHED_TOKENS)
+    return Trace(
+        f"{name} {layout}", groups, num_blocks, num_slots, max_seqs, users, max_batched_tokens
+    )
 
 
 _Made = tuple[tuple[int, int], int, int, tuple[User, ...]]
@@ -163,13 +169,36 @@ def _pressure(seed: int, share: int) -> _Made:
     return (1400 // share, 2800 // share), 8000 // share, max(64 // share, 8), tuple(users)
 
 
+def _documents(seed: int, share: int) -> _Made:
+    """Short questions about many short documents, which come and go on the GPU and on the host."""
+    num_documents, num_users = max(240 // share, 30), max(32 // share, 8)
+    documents = []
+    for index in range(num_documents):
+        draw = _Draw(seed, "document", index)
+        documents.append(draw.tokens(draw.number(200, 1700)))
+    users = []
+    for index in range(num_users):
+        draw = _Draw(seed, "documents", index)
+        turns = []
+        for _ in range(960 // share // num_users):
+            document = documents[draw.number(0, num_documents - 1)]
+            prompt = document + draw.tokens(draw.number(16, 100))
+            turns.append(Turn(prompt, draw.number(16, 64), continues=False))
+        users.append(User(f"reader{index}", 0, 0, tuple(turns)))
+    num_blocks = max(3000 // share, 600)  # more than what runs
+    return (num_blocks, num_blocks * 2), num_documents * 50, num_users, tuple(users)
+
+
 TRACES: dict[str, Callable[[int, int], _Made]] = {
     "chats": _chats,
     "turns": _turns,
     "long": _long,
     "pressure": _pressure,
+    "documents": _documents,
 }
 """How each trace is made, from the seed and from how many times smaller it is."""
+STEP_TOKENS = {"documents": 2048}
+"""Where it is not `MAX_BATCHED_TOKENS`."""
 
 
 def prompt_of(draw_name: str, num_tokens: int, *, seed: int = 0) -> TokenIds:

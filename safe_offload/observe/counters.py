@@ -141,7 +141,8 @@ class Counters(Counter[str]):
     def add_seconds(self, name: str, seconds: float) -> None:
         """Count whole seconds, and keep the rest for the next time."""
         total_s = self._part_s.get(name, 0.0) + seconds
-        self[name] += int(total_s)
+        if total_s >= 1:
+            self[name] += int(total_s)
         self._part_s[name] = total_s - int(total_s)
 
     def take(self) -> dict[str, int]:

@@ -244,13 +244,17 @@ class _Queue:
         while num_left > 0:
             batches = self._swept or self._batches
             ticket, released_s, batch = batches[0]
-            entries = batch[-num_left:]
-            del batch[-num_left:]
+            slots = [slot for slot in batch[-num_left:] if tickets[slot] == ticket]
+            if len(slots) < num_left:  # there are stale ones, so rid the batch of all of them
+                live = [slot for slot in batch if tickets[slot] == ticket]
+                self._num_entries -= len(batch) - len(live)
+                batch[:] = live
+                slots = live[-num_left:]
+            del batch[len(batch) - len(slots) :]
             if not batch:
                 batches.popleft()
-            entries.reverse()
-            self._num_entries -= len(entries)
-            slots = [slot for slot in entries if tickets[slot] == ticket]
+            slots.reverse()
+            self._num_entries -= len(slots)
             for slot in slots:
                 tickets[slot] = 0
             num_left -= len(slots)

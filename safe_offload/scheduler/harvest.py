@@ -89,7 +89,7 @@ class Harvest:
         if state.phase is not Phase.RUNNING:
             return
         if self._scan is not None:
-            self._add_found(self._scan, state, Found.EARLIER)
+            self._add_found(self._scan, [state], Found.EARLIER)
             for sources in self._scan.tails(state):
                 self._add(state, sources, Found.EARLIER)
         elif self._walk is not None:
@@ -160,16 +160,14 @@ class Harvest:
                 state.snapshots = self._take_snapshots(state)
         if self._scan is None:
             return
-        if len(states) == 1:
-            self._add_found(self._scan, states[0], Found.NOW)
-            return
         plain = []
         for state in states:
             if state.leftover or state.loaded is not None:
-                self._add_found(self._scan, state, Found.NOW)
+                self._add_found(self._scan, [state], Found.NOW)
             else:
                 plain.append(state)
-        self._add_found_of_all(self._scan, plain)
+        if plain:
+            self._add_found(self._scan, plain, Found.NOW)
 
     def _take_snapshots(self, state: RequestState) -> list[Snapshot]:
         """The block tables of a request, of groups whose tables say which tokens a block holds."""
@@ -229,40 +227,41 @@ class Harvest:
         for sources in sources_of(blocks, hashes_of(blocks), self._gpu, self._index.slots):
             self._add(None, sources, Found.EARLIER)
 
-    def _add_found(self, scan: EagerScan, state: RequestState, when: Found) -> None:
-        """Take slots for what of a request is computed and not stored."""
-        found = scan.new()
-        self._extend_prefix(state, scan.scan(state, found))
-        if state.leftover:
-            leftover, state.leftover = state.leftover, []
-            self._short_of_slots.discard(state)
-            for sources in leftover:
-                self._add(state, self._still_wanted(sources.intact()), when)
-            # A request that began again finds there what it has left over from before.
-            found = {group_idx: self._still_wanted(found[group_idx]) for group_idx in found}
-        for sources in found.values():
-            self._add(state, sources, when)
+    def _add_found(self, scan: EagerScan, states: Sequence[RequestState], when: Found) -> None:
+        """Take slots for what of requests is computed and not stored.
 
-    def _add_found_of_all(self, scan: EagerScan, states: Sequence[RequestState]) -> None:
-        """The same for many requests in one go: most of them have a block or none.
-
-        What does not go at once, for want of slots or because two requests have computed the same,
-        goes request by request.
+        All of it in one go: most requests have a block or none. What does not go at once, for want
+        of slots or because two requests have computed the same, goes request by request.
         """
-        found = scan.new()
+        found, present = scan.scan(states)
+        has_leftover = False
         for state in states:
-            present = scan.scan(state, found)
-            if present:
-                self._extend_prefix(state, present)
-        for sources in found.values():
-            if sources.blocks and not self._add_whole(sources):
+            if state in present or state.loaded is not None:
+                self._extend_prefix(state, present.get(state, []))
+            if state.leftover:
+                self._add_leftover(state, when)
+                has_leftover = True
+        for sources in found:
+            owners = sources.owners
+            if len(owners) == 1:
+                # A request that began again finds there what it has left over from before.
+                wanted = self._still_wanted(sources) if has_leftover else sources
+                self._add(owners[0][0], wanted, when)
+            elif not self._add_whole(sources, when):
                 start = 0
-                for state, count in sources.owners:
+                for state, count in owners:
                     part = sources.part(range(start, start + count))
-                    self._add(state, self._still_wanted(part), Found.NOW)
+                    self._add(state, self._still_wanted(part), when)
                     start += count
 
-    def _add_whole(self, sources: Sources) -> bool:
+    def _add_leftover(self, state: RequestState, when: Found) -> None:
+        """Take slots for what a request found none for before."""
+        leftover, state.leftover = state.leftover, []
+        self._short_of_slots.discard(state)
+        for sources in leftover:
+            self._add(state, self._still_wanted(sources.intact()), when)
+
+    def _add_whole(self, sources: Sources, when: Found) -> bool:
         """Store all of these, of several requests; False, and none is stored, if not all go."""
         count = len(sources.blocks)
         if count > self._num_blocks_max - self.num_blocks:
@@ -274,7 +273,7 @@ class Harvest:
             if lease is not None:
                 lease.release()
             return False
-        self._begin(Part(sources, lease), Found.NOW)
+        self._begin(Part(sources, lease), when)
         return True
 
     def _extend_prefix(self, state: RequestState, present: list[int]) -> None:

@@ -357,11 +357,11 @@ class Loads:
             return None
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
+        if self._costs.is_measuring and load.sent_s is not None and not state.finished:
+            self._costs.landed.append((load.num_tokens, load.sent_s))
         if state.finished:
             load.lease.release()
         else:
-            if self._costs.is_measuring and load.sent_s is not None:
-                self._costs.landed.append((load.num_tokens, load.sent_s))
             state.let_go_prefix()
             state.loaded = load.lease
         if state.phase is Phase.LOADING:

@@ -84,7 +84,7 @@ class SlotPool:
     @property
     def num_leased(self) -> int:
         """Slots under at least one lease; those that are retired do not count."""
-        return self.num_usable - self.num_free - self.num_retired
+        return len(self._leased) - len(self._retired)
 
     @property
     def num_filled(self) -> int:
@@ -283,6 +283,7 @@ class SlotPool:
         slots = [slot for slot in slots if slot in self._hashes]
         self.num_forgets += 1
         self._hit.difference_update(slots)
+        self._being_stored.difference_update(slots)
         self._unname(slots)
         self._filled.forget(slots)
         self._empty += [slot for slot in slots if slot not in self._leased]
@@ -300,27 +301,22 @@ class SlotPool:
         self._filled.now_s = now_s
 
     def _count_evicted(self, slots: Sequence[int]) -> None:
-        num_hit = 0
-        if self._hit:
-            hit = self._hit.intersection(slots)
+        hit = self._hit.intersection(slots)
+        if hit:
             self._hit -= hit
-            num_hit = len(hit)
-        self.counters[Count.EVICTED_BLOCKS_HIT] += num_hit
-        self.counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - num_hit
+            self.counters[Count.EVICTED_BLOCKS_HIT] += len(hit)
+        self.counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - len(hit)
         self.counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._filled.take_age_s())
 
     def _unname(self, slots: Sequence[int]) -> None:
         """What these hold, or will, cannot be found any more."""
         self.version += 1
-        groups, tables, take_hash = self._groups, self.tables, self._hashes.pop
+        groups, tables, hashes = self._groups, self.tables, map(self._hashes.pop, slots)
         if len(tables) == 1:
-            table = tables[0]
-            for slot in slots:
-                del table[take_hash(slot)]
+            list(map(tables[0].pop, hashes))
         else:
-            for slot in slots:
-                del tables[groups[slot]][take_hash(slot)]
-        self._being_stored.difference_update(slots)
+            for slot, block_hash in zip(slots, hashes, strict=True):
+                del tables[groups[slot]][block_hash]
         if self._more_keys:
             for slot in slots:
                 for key in self._more_keys.pop(slot, ()):

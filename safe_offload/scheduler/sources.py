@@ -58,42 +58,45 @@ class EagerScan:
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
 
-    def new(self) -> dict[int, Sources]:
-        """Nothing, for each group: what `scan` adds to."""
-        return {
-            group_idx: Sources(group_idx, homes=[] if self._gpu.has_homes(group_idx) else None)
-            for group_idx in self._group_ids
-        }
-
-    def scan(self, state: RequestState, found: dict[int, Sources]) -> list[int]:
-        """Move the request's cursors to the end of what is hashed.
-
-        Args:
-            state: of the request.
-            found: what to store is added, by group, in prefix order.
+    def scan(
+        self, states: Sequence[RequestState]
+    ) -> tuple[list[Sources], dict[RequestState, list[int]]]:
+        """Move the requests' cursors to the end of what is hashed.
 
         Returns:
-            The host slots that hold blocks of this request already.
+            What to store, of each group request by request, in prefix order; and of which requests
+            the host has blocks already, in which slots.
         """
-        present: list[int] = []
-        request_id = state.request.request_id
-        cursors, limit = state.cursors, state.limits.store_tokens
-        for group_idx, sources in found.items():
+        found: list[Sources] = []
+        present: dict[RequestState, list[int]] = {}
+        for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
-            num_hashed = nums_hashed.get(request_id, 0)
-            if limit is not None:
-                num_hashed = min(num_hashed, limit // self._block_sizes[group_idx])
-            cursor = cursors[group_idx]
-            if cursor >= num_hashed:
-                continue
-            cursors[group_idx] = num_hashed
-            table = tables[request_id]
-            num_added = self._scan_table(state, table[cursor:num_hashed], cursor, sources, present)
-            if num_added:
-                sources.owners.append((state, num_added))
-                if sources.homes is not None:
-                    sources.homes.append(Home(tables, request_id, table))
-        return present
+            homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
+            sources = Sources(group_idx, homes=homes)
+            for state in states:
+                request = state.request
+                request_id = request.request_id
+                num_hashed = nums_hashed.get(request_id, 0)
+                limit = state.limits.store_tokens
+                if limit is not None:
+                    num_hashed = min(num_hashed, limit // self._block_sizes[group_idx])
+                cursor = state.cursors[group_idx]
+                if cursor >= num_hashed:
+                    continue
+                state.cursors[group_idx] = num_hashed
+                table = tables[request_id]
+                num_before = len(sources.blocks)
+                kept = self._look(request, table[cursor:num_hashed], cursor, sources)
+                if kept:
+                    present[state] = present[state] + kept if state in present else kept
+                num_added = len(sources.blocks) - num_before
+                if num_added:
+                    sources.owners.append((state, num_added))
+                    if homes is not None:
+                        homes.append(Home(tables, request_id, table))
+            if sources.blocks:
+                found.append(sources)
+        return found, present
 
     def tails(self, state: RequestState) -> list[Sources]:
         """The blocks in which the prompt ends, if vLLM finds them by their first tokens.
@@ -111,7 +114,7 @@ class EagerScan:
             table = tables.get(request_id, ())
             if is_allowed and state.cursors[group_idx] <= place < len(table):
                 tails.append(Sources(group_idx))
-                self._scan_block(state, table[place], place, tails[-1], [])
+                self._look(state.request, table[place : place + 1], place, tails[-1])
         return tails
 
     def pass_over(self, state: RequestState) -> None:
@@ -123,69 +126,42 @@ class EagerScan:
                 num_hashed += 1  # the prompt may end in it
             state.cursors[group_idx] = max(state.cursors[group_idx], num_hashed)
 
-    def _scan_table(
-        self,
-        state: RequestState,
-        blocks: list[KVCacheBlock],
-        first: int,
-        sources: Sources,
-        present: list[int],
-    ) -> int:
-        """Look at blocks of a table, from the `first` on: which are to be stored, which are there.
+    def _look(
+        self, request: Request, blocks: list[KVCacheBlock], first: int, sources: Sources
+    ) -> list[int]:
+        """Look at blocks of a table, from the `first` on; add those to `sources` that are missing.
 
         Returns:
-            How many were added to `sources`.
+            The host slots that hold the others.
         """
-        if len(blocks) == 1:
-            return self._scan_block(state, blocks[0], first, sources, present)
         group_idx = sources.group_idx
         witnesses: list[Any] = hashes_of(blocks)
         is_whole = all(witnesses)
         if not is_whole:  # a window slid past some, or no hit can ever need them
+            if not any(witnesses):
+                return []
             blocks = needed(blocks, witnesses, None)
             witnesses = needed(witnesses, witnesses, None)
         if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
-            hashes = state.request.block_hashes[first : first + len(blocks)]
+            hashes = request.block_hashes[first : first + len(blocks)]
         else:
             hashes = [get_block_hash(witness) for witness in witnesses]
         kept: list[Any] = list(map(self._slots.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
             if not num_missing:
-                present += self._slots.filled(kept)
-                return 0
-            present += self._slots.filled([slot for slot in kept if slot is not None])
+                return self._slots.filled(kept)
             missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, missing))
             witnesses = list(compress(witnesses, missing))
             hashes = list(compress(hashes, missing))
+            kept = [slot for slot in kept if slot is not None]
+        else:
+            kept = []
         sources.add(blocks, witnesses, hashes)
         if self._gpu.has_more_hashes:
             sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
-        return num_missing
-
-    def _scan_block(
-        self,
-        state: RequestState,
-        block: KVCacheBlock,
-        place: int,
-        sources: Sources,
-        present: list[int],
-    ) -> int:
-        """The same for one block, which is what a request that decodes has."""
-        witness = block_hash_of(block)
-        if witness is None:
-            return 0
-        is_named = self._block_sizes[sources.group_idx] == self._hash_block_size
-        block_hash = state.request.block_hashes[place] if is_named else get_block_hash(witness)
-        slot = self._slots.tables[sources.group_idx].get(block_hash)
-        if slot is not None:
-            present += self._slots.filled([slot])
-            return 0
-        sources.append(block, witness, block_hash)
-        if self._gpu.has_more_hashes:
-            sources.more_keys.update(find_more_keys(self._gpu, [block], [block_hash]))
-        return 1
+        return self._slots.filled(kept) if kept else kept
 
 
 @dataclass(slots=True)

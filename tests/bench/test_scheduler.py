@@ -36,14 +36,17 @@ INSTRUCTIONS_MAX = {
     ("ours-eager", "simple-eager", "turns"): 0.36,
     ("ours-eager", "simple-eager", "long"): 0.16,
     ("ours-eager", "simple-eager", "pressure"): 0.27,
+    ("ours-eager", "simple-eager", "documents"): 0.28,
     ("ours-eager", "offloading", "chats"): 0.27,
     ("ours-eager", "offloading", "turns"): 0.26,
     ("ours-eager", "offloading", "long"): 0.12,
     ("ours-eager", "offloading", "pressure"): 0.32,
+    ("ours-eager", "offloading", "documents"): 0.21,
     ("ours-lazy", "simple-lazy", "chats"): 0.36,
     ("ours-lazy", "simple-lazy", "turns"): 0.45,
     ("ours-lazy", "simple-lazy", "long"): 0.45,
     ("ours-lazy", "simple-lazy", "pressure"): 0.38,
+    ("ours-lazy", "simple-lazy", "documents"): 0.44,
 }
 """What ours may execute at most, as a multiple of what the other does: a tenth more than now."""
 

@@ -577,7 +577,7 @@ MUTANTS = (
     Mutant(
         "what finds no slot is stored later, overwritten or not",
         _HARVEST,
-        "Harvest._add_found",
+        "Harvest._add_leftover",
         "self._add(state, self._still_wanted(sources.intact()), when)",
         "self._add(state, self._still_wanted(sources), when)",
         "I6",
@@ -640,9 +640,9 @@ MUTANTS = (
     Mutant(
         "a prefix's hashes are counted from its first block in every step",
         _SOURCES,
-        "EagerScan._scan_table",
-        "state.request.block_hashes[first : first + len(blocks)]",
-        "state.request.block_hashes[: len(blocks)]",
+        "EagerScan._look",
+        "request.block_hashes[first : first + len(blocks)]",
+        "request.block_hashes[: len(blocks)]",
         "I6",
         ("plain",),
     ),
