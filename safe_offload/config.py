@@ -146,7 +146,7 @@ class OffloadConfig:
     copy_path: str = "auto"
     self_test: bool = True
     transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
-    min_load_tokens: int | None = 0
+    min_load_tokens: int | None = None
     verify_every: int = 0
     verify_invariants: bool = False
 

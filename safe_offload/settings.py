@@ -36,12 +36,12 @@ def read_count(settings: Mapping[str, object], key: str, *, maximum: int) -> int
 
 
 def read_count_or_auto(settings: Mapping[str, object], key: str, *, maximum: int) -> int | None:
-    """Return a whole number of 0 to `maximum`, 0 where the key is missing; None for "auto"."""
-    value = settings.get(key, 0)
+    """Return a whole number of 0 to `maximum`; None for "auto" or where the key is missing."""
+    value = settings.get(key, "auto")
     if isinstance(value, str) and value == "auto":
         return None
     allowed = f'"auto", or a whole number of 0 to {maximum}'
-    fix = f'write "{key}": "auto" or "{key}": 256, or leave it out for 0'
+    fix = f'write "{key}": "auto" or "{key}": 256, or leave it out for "auto"'
     if isinstance(value, str):
         problem = "this is a string"
     else:

@@ -267,7 +267,7 @@ def test_a_deadline_that_cannot_be_meant_is_refused_with_the_fix(written):
 )
 def test_from_how_many_tokens_a_hit_is_loaded_is_a_number_or_left_to_measuring(written, tokens):
     assert read(min_load_tokens=written).min_load_tokens == tokens
-    assert read().min_load_tokens == 0
+    assert read().min_load_tokens is None
 
 
 @pytest.mark.parametrize(

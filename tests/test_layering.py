@@ -93,7 +93,7 @@ ASSIGNS_FIELDS_OF_OTHERS = {
     "scheduler/stores.py": {"num_blocks", "num_stores", "owners", "poisoned", "prefix"},
     "sim/checkers/contents.py": {"on_host_write"},
     "sim/device.py": {"now_s"},
-    "sim/engine_core.py": {"_clock", "hold_copies"},
+    "sim/engine_core.py": {"_clock", "hold_copies", "host"},
     "sim/faults.py": {"fails_loads", "is_broken"},
     "worker/engine.py": {"completion", "poisoned", "state", "taken_back"},
 }

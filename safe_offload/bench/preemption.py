@@ -221,6 +221,7 @@ def make_engine_options(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "cpu_bytes_to_use": options.cpu_bytes,
+                "min_load_tokens": 0,  # the tokens are counted, not the time
                 **settings,
             },
         }

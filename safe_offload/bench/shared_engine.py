@@ -84,7 +84,7 @@ def measure_engine(rounds: int) -> EngineSeconds:
         cpu_bytes=None,
         kv_transfer_config={
             "kv_connector": CONNECTOR,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB", "min_load_tokens": 0},
         },
         engine_arguments={},
         answer_timeout_s=_TIMEOUT_S,

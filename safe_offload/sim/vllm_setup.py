@@ -148,6 +148,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     config.kv_transfer_config.kv_connector_extra_config = {
         "num_cpu_blocks": shape.num_slots,
         # Steps and copies take what the seed says, so whether a hit pays is not to be asked.
+        "min_load_tokens": 0,
         **shape.extra,
     }
     config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy

@@ -33,6 +33,7 @@ from tests.engine.clients import (
     is_a_tie,
     wait_until_drained,
 )
+from tests.engine.engines import EVERY_HIT
 from tests.engine.http_server import HttpServer
 
 FAULTY_FOLDER = Path(__file__).with_name("faulty")
@@ -141,6 +142,7 @@ def soak(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "num_cpu_blocks": 300,
+            **EVERY_HIT,
             "transfer_timeout_s": 0.25,
             "self_test": "off",  # the faults are for copies of requests
             "verify": "load",

@@ -31,6 +31,7 @@ from tests.engine.clients import (
     is_a_tie,
     wait_until_drained,
 )
+from tests.engine.engines import EVERY_HIT
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -215,6 +216,7 @@ def start_server(
             "kv_connector_extra_config": {
                 "num_cpu_blocks": num_host_slots,
                 "check_invariants": True,
+                **EVERY_HIT,
             },
         }
         arguments += ["--kv-transfer-config", json.dumps(transfer_config)]

@@ -25,6 +25,7 @@ from tests.engine.clients import (
     is_a_tie,
     wait_until_drained,
 )
+from tests.engine.engines import EVERY_HIT
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -82,6 +83,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "num_cpu_blocks": 400,
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "check_invariants": True,
+            **EVERY_HIT,
             "self_test": "off",  # the faults are for copies of requests
         },
     }

@@ -18,7 +18,7 @@ import pytest
 
 import safe_offload
 from tests.engine.conftest import GetModel
-from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.engines import ENVIRONMENT, EVERY_HIT, make_prompts
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -39,6 +39,7 @@ CONFIG = {
     "kv_connector_extra_config": {
         "num_cpu_blocks": 500,
         "check_invariants": True,
+        **EVERY_HIT,
     },
 }
 ARGUMENTS = (
