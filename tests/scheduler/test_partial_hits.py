@@ -143,6 +143,7 @@ def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(
     rig.hold_copies(True)
     rig.add("first", again.prompts[0], 1)
     rig.run_until_finished("first")
+    rig.step()  # a store of its own: together with others it would be watched by theirs
     rig.add("other", random_prompt(110, 3), 1)  # takes its blocks while they are being read
     rig.run_until_finished("other")
     rig.hold_copies(False)
