@@ -91,11 +91,11 @@ def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
     ours.check_no_trouble()
 
     assert len(re.findall("one copy for 2 ranks", ours.log)) >= 2
-    slot_bytes = int(re.findall(r"slots of (\d+) bytes", ours.log)[0])
+    num_slots, slot_bytes = map(int, re.findall(r"(\d+) slots of (\d+) bytes", ours.log)[0])
     stored_bytes = ours.count("stored_blocks") * slot_bytes
     ((inode, by_rank),) = ours.data["shared"].items()
     assert len(by_rank) == 2
-    # What the self-test has touched, and the checksums, come on top.
-    assert stored_bytes <= sum(by_rank) < 1.5 * stored_bytes, "each block is there once"
+    # All slots are touched, as the pool is small. The checksums come on top.
+    assert stored_bytes <= sum(by_rank) < 1.1 * num_slots * slot_bytes, "each slot is there once"
     assert ours.data["left_processes"] == []
     assert inode not in ours.data["left_shared"]

@@ -440,7 +440,7 @@ MUTANTS = (
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
-        ("hybrid", "zeroed"),
+        ("hybrid-gpu", "sparse-windows"),
     ),
     Mutant(
         "a copy is done when it has been issued",
@@ -662,7 +662,7 @@ MUTANTS = (
         "await job.completion.wait()",
         "await asyncio.wait_for(job.completion.wait(), self._timeout_s)",
         "I6",
-        ("overdue-gpu",),
+        ("all-faults",),
     ),
     Mutant(
         "a copy that has begun counts as taken back",
@@ -834,7 +834,7 @@ MUTANTS = (
         "if hit.as_of[1] != self.slots.num_forgets: ...",
         "if False: ...",
         "I7",
-        ("failing", "all-faults", "all-faults-plain", "dying"),
+        tests=("tests/scheduler/test_index.py", "-k", "was_forgotten"),
     ),
     Mutant(
         "what settled is not reported",
