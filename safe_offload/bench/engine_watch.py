@@ -16,11 +16,13 @@ PROBE = "safe_offload.bench.engine_probe.WorkerProbe"
 FRONT_END, SCHEDULER = "front end", "scheduler's process"
 FORWARD, OTHERS = "worker, the forward's thread", "worker, vLLM's other threads"
 LOOP, STORES, LOADS = "worker, our loop", "worker, our stores", "worker, our loads"
-ROLES = (FRONT_END, SCHEDULER, FORWARD, OTHERS, LOOP, STORES, LOADS)
+FIRST_TOUCH = "worker, our first touch of memory"
+ROLES = (FRONT_END, SCHEDULER, FORWARD, OTHERS, LOOP, STORES, LOADS, FIRST_TOUCH)
 _ROLE_OF_NAME = {
     "safe-offload-loop": LOOP,
     "safe-offload-store": STORES,
     "safe-offload-load": LOADS,
+    "safe-offload-touch": FIRST_TOUCH,
 }
 NANOSECONDS_PER_S = 1e9
 

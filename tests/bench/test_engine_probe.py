@@ -14,6 +14,7 @@ import pytest
 from safe_offload.bench import engine_probe
 from safe_offload.bench.engine_probe import WorkerProbe
 from safe_offload.bench.engine_watch import (
+    FIRST_TOUCH,
     LOADS,
     LOOP,
     OTHERS,
@@ -88,7 +89,7 @@ def test_threads_are_told_by_name_with_the_process_they_are_of(worker: Worker) -
     taken = probe.take_probe()
     assert (taken["pid"], taken["parent_pid"]) == (os.getpid(), os.getppid())
     roles = {role_of(name) for name in taken["thread_names"].values()}
-    assert {LOOP, STORES, LOADS, OTHERS} <= roles
+    assert {LOOP, STORES, LOADS, FIRST_TOUCH, OTHERS} <= roles
     assert taken["thread_names"][str(threading.get_native_id())] == "MainThread"
 
 
