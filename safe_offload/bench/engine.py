@@ -54,7 +54,7 @@ from safe_offload.errors import ConfigError
 BASELINE = "no connector"
 CONNECTOR = "SafeCPUOffloadConnector"
 # Token ids of the prompts: readable bytes of the tiny models, and ordinary tokens of any other.
-_PROMPT_TOKEN_IDS = range(32, 127)
+PROMPT_TOKEN_IDS = range(32, 127)
 _START_TIMEOUT_S = 900.0
 _TINY_BLOCK_SIZE = 32
 _DEFAULT_CPU_BYTES = "2GiB"
@@ -94,6 +94,32 @@ class BenchOptions:
             return self.kv_transfer_config
         extra = {"cpu_bytes_to_use": self.cpu_bytes or _DEFAULT_CPU_BYTES}
         return {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra}
+
+
+def tiny_options(
+    kv_transfer_config: dict[str, Any],
+    *,
+    num_prompt_tokens: int,
+    num_answer_tokens: int,
+    pool_ratio: float = 1.6,
+    engine_arguments: dict[str, Any] | None = None,
+) -> BenchOptions:
+    """Return how other benchmarks start an engine of the tiny Llama; they run their own rounds."""
+    return BenchOptions(
+        model="llama",
+        num_prompt_tokens=num_prompt_tokens,
+        num_answer_tokens=num_answer_tokens,
+        rounds=1,
+        pool_ratio=pool_ratio,
+        num_gpu_blocks=None,
+        block_size=_TINY_BLOCK_SIZE,
+        max_num_batched_tokens=2048,
+        cpu_bytes=None,
+        kv_transfer_config=kv_transfer_config,
+        engine_arguments=engine_arguments or {},
+        answer_timeout_s=_START_TIMEOUT_S,
+        seed=0,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -266,7 +292,7 @@ def _make_sample(engine: str, round_index: int, place: int, answer: Answer) -> S
 
 def _make_prompt(options: BenchOptions, round_index: int, which: int) -> tuple[int, ...]:
     generator = random.Random(f"{options.seed}/{round_index}/{which}")
-    return tuple(generator.choices(_PROMPT_TOKEN_IDS, k=options.num_prompt_tokens))
+    return tuple(generator.choices(PROMPT_TOKEN_IDS, k=options.num_prompt_tokens))
 
 
 def _read_options(arguments: argparse.Namespace) -> BenchOptions:

@@ -292,6 +292,16 @@ def generate(
     return outputs
 
 
+def forget_prefix_cache(engine: Any) -> None:
+    """Empty the GPU's own prefix cache.
+
+    Raises:
+        SafeOffloadError: requests still use it.
+    """
+    if not engine.reset_prefix_cache():
+        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+
+
 def _count_prompt_tokens(engine: Any) -> dict[str, int]:
     """Return the engine's counters of prompt tokens so far, by where they came from.
 

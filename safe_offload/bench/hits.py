@@ -21,8 +21,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safe_offload.bench.engine import CONNECTOR, BenchOptions, engine_options
-from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer, generate
+from safe_offload.bench.engine import (
+    CONNECTOR,
+    PROMPT_TOKEN_IDS,
+    BenchOptions,
+    engine_options,
+    tiny_options,
+)
+from safe_offload.bench.engine_process import (
+    Answer,
+    EngineProcess,
+    Question,
+    answer,
+    forget_prefix_cache,
+    generate,
+)
 from safe_offload.bench.machine import describe_machine
 from safe_offload.bench.output import write_report
 from safe_offload.errors import ConfigError, SafeOffloadError
@@ -43,7 +56,6 @@ LONG_TOKENS, LONG_EVERY = 4096, 3
 """Longer hits are asked for once in so many rounds: there is less doubt, and they take long."""
 SETTLE_S, SETTLE_TOKEN_S = 0.03, 20e-6
 """After a prompt was seen for the first time, for its stores, and for each of its tokens."""
-_TOKEN_IDS = range(32, 127)
 _TIMEOUT_S = 600.0
 
 Say = Callable[[str], None]
@@ -185,20 +197,10 @@ def _start(folder: Path, longest: int, running: ExitStack, say: Say) -> dict[str
 
 def _options(longest: int, min_load_tokens: int | str) -> BenchOptions:
     extra = {"cpu_bytes_to_use": "1GiB", "min_load_tokens": min_load_tokens}
-    return BenchOptions(
-        model="llama",
+    return tiny_options(
+        {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
         num_prompt_tokens=longest + TAIL_TOKENS,
         num_answer_tokens=ANSWER_TOKENS,
-        rounds=1,
-        pool_ratio=1.6,
-        num_gpu_blocks=None,
-        block_size=BLOCK_TOKENS,
-        max_num_batched_tokens=2048,
-        cpu_bytes=None,
-        kv_transfer_config={"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
-        engine_arguments={},
-        answer_timeout_s=_TIMEOUT_S,
-        seed=0,
     )
 
 
@@ -211,7 +213,9 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
     return [
         (
             number,
-            Question(tuple(generator.choices(_TOKEN_IDS, k=number + TAIL_TOKENS)), ANSWER_TOKENS),
+            Question(
+                tuple(generator.choices(PROMPT_TOKEN_IDS, k=number + TAIL_TOKENS)), ANSWER_TOKENS
+            ),
         )
         for number in numbers
     ]
@@ -234,8 +238,7 @@ def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answer
 
 def _ask_cold(engine: Any, question: Question) -> Answer:
     """Answer what the GPU has forgotten."""
-    if not engine.reset_prefix_cache():
-        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+    forget_prefix_cache(engine)
     return answer(engine, question)
 
 

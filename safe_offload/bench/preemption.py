@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safe_offload.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.bench.machine import describe_machine
 from safe_offload.bench.output import write_report
@@ -48,7 +49,6 @@ CASES = {
 ENGINES = {BASELINE: None, "ours eager": {}, "ours lazy": {"lazy_offload": True}}
 """Our settings beside the size of the host pool; None for no connector."""
 SLIDING_WINDOW = 128
-_PROMPT_TOKEN_IDS = range(32, 127)
 _START_TIMEOUT_S = 900.0
 _COUNTER_PREFIX = "vllm:safe_offload_"
 
@@ -172,7 +172,7 @@ def make_workload(options: PreemptionOptions) -> Workload:
     for index in range(options.num_requests):
         generator = random.Random(f"{options.seed}/{index}")
         num_prompt_tokens = _draw_length(generator, options.num_prompt_tokens)
-        prompts.append(tuple(generator.choices(_PROMPT_TOKEN_IDS, k=num_prompt_tokens)))
+        prompts.append(tuple(generator.choices(PROMPT_TOKEN_IDS, k=num_prompt_tokens)))
         nums_answer_tokens.append(_draw_length(generator, options.num_answer_tokens))
     return Workload(tuple(prompts), tuple(nums_answer_tokens))
 

@@ -14,16 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import CONNECTOR, BenchOptions, engine_options
-from safe_offload.bench.engine_process import EngineProcess, generate
-from safe_offload.errors import SafeOffloadError
+from safe_offload.bench.engine import (
+    CONNECTOR,
+    PROMPT_TOKEN_IDS,
+    engine_options,
+    tiny_options,
+)
+from safe_offload.bench.engine_process import EngineProcess, forget_prefix_cache, generate
 
 NUM_REQUESTS = 8
 PREFIX_TOKENS = 8000
 TAIL_TOKENS = 16
 ANSWER_TOKENS = 1
 POOL_RATIO = 1.6
-_TOKEN_IDS = range(32, 127)
 _TIMEOUT_S = 600.0
 
 
@@ -72,23 +75,12 @@ class EngineSeconds:
 
 def measure_engine(rounds: int) -> EngineSeconds:
     """Time both ways in turns, after one round that warms up."""
-    options = BenchOptions(
-        model="llama",
+    extra = {"cpu_bytes_to_use": "1GiB", "min_load_tokens": 0}
+    options = tiny_options(
+        {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
         num_prompt_tokens=PREFIX_TOKENS + TAIL_TOKENS,
         num_answer_tokens=ANSWER_TOKENS,
-        rounds=rounds,
         pool_ratio=POOL_RATIO,
-        num_gpu_blocks=None,
-        block_size=32,
-        max_num_batched_tokens=2048,
-        cpu_bytes=None,
-        kv_transfer_config={
-            "kv_connector": CONNECTOR,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB", "min_load_tokens": 0},
-        },
-        engine_arguments={},
-        answer_timeout_s=_TIMEOUT_S,
-        seed=0,
     )
     together: list[float] = []
     in_turn: list[float] = []
@@ -109,14 +101,16 @@ def measure_engine(rounds: int) -> EngineSeconds:
 
 def _prompts(index: int) -> list[tuple[int, ...]]:
     generator = random.Random(f"shared/{index}")
-    prefix = generator.choices(_TOKEN_IDS, k=PREFIX_TOKENS)
-    return [(*prefix, *generator.choices(_TOKEN_IDS, k=TAIL_TOKENS)) for _ in range(NUM_REQUESTS)]
+    prefix = generator.choices(PROMPT_TOKEN_IDS, k=PREFIX_TOKENS)
+    return [
+        (*prefix, *generator.choices(PROMPT_TOKEN_IDS, k=TAIL_TOKENS)) for _ in range(NUM_REQUESTS)
+    ]
 
 
 def serve(engine: Any, batch: Batch) -> float:
     """Run in the engine's process: answer a batch; return the seconds that it took."""
-    if batch.forgets and not engine.reset_prefix_cache():
-        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
+    if batch.forgets:
+        forget_prefix_cache(engine)
     start_s = time.perf_counter()
     for prompts in batch.groups:
         generate(engine, prompts, [ANSWER_TOKENS] * len(prompts))

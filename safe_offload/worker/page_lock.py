@@ -43,7 +43,6 @@ class PageLock:
         address, layout: of the host memory, and where its slabs are.
 
     Attributes:
-        is_pageable: the memory is used as it is, because the driver would not lock any of it.
         facts: of the memory; another object once no more will be locked.
     """
 
@@ -52,13 +51,17 @@ class PageLock:
         self._address = address
         self._layout = layout
         self._num_locked = 0
-        self.is_pageable = False
         self.facts = MemoryFacts(MemoryKind.LOCKING, "unknown")
         self._has_begun = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safe-offload-lock", daemon=True)
         self._thread.start()
         self._has_begun.wait(FIRST_SLAB_TIMEOUT_S)
+
+    @property
+    def is_pageable(self) -> bool:
+        """Whether the memory is used as it is, because the driver would not lock any of it."""
+        return self.facts.kind is MemoryKind.PAGEABLE
 
     @property
     def num_usable_slots(self) -> int:
@@ -131,8 +134,7 @@ class PageLock:
         return self._address + index * self._layout.slab_bytes
 
     def _give_up(self, error: Exception) -> None:
-        self.is_pageable = self._num_locked == 0
-        kind = MemoryKind.PAGEABLE if self.is_pageable else MemoryKind.PAGE_LOCKED
+        kind = MemoryKind.PAGE_LOCKED if self._num_locked else MemoryKind.PAGEABLE
         self.facts = MemoryFacts(kind, "unknown")
         logger.warning(
             "The driver page-locked %s of %s of host memory and then refused (%s). %s Fix: raise "

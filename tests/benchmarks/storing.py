@@ -18,7 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import BASELINE, CONNECTOR, BenchOptions, engine_options
+from safe_offload.bench.engine import (
+    BASELINE,
+    CONNECTOR,
+    PROMPT_TOKEN_IDS,
+    engine_options,
+    tiny_options,
+)
 from safe_offload.bench.engine_process import EngineOptions, EngineProcess, generate
 
 NUM_USERS = 8
@@ -29,7 +35,6 @@ POOL_RATIO = NUM_USERS + 1
 USED_BYTES = "48MiB"
 """Less than a round stores, so that it is full after the warm-up."""
 TIMEOUT_S = 600.0
-_TOKEN_IDS = range(32, 127)
 
 
 def _ours(**extra: Any) -> dict[str, Any]:
@@ -58,26 +63,18 @@ def serve(engine: Any, prompts: list[list[int]]) -> float:
 
 def random_prompt(generator: random.Random) -> list[int]:
     """Return a prompt that no other begins like."""
-    return generator.choices(_TOKEN_IDS, k=PROMPT_TOKENS)
+    return generator.choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS)
 
 
 def start(name: str, folder: Path) -> EngineProcess:
     """Start one engine."""
     config = CONFIGS[name]
-    options = BenchOptions(
-        model="llama",
+    options = tiny_options(
+        config or _ours(),
         num_prompt_tokens=PROMPT_TOKENS,
         num_answer_tokens=1,
-        rounds=1,
         pool_ratio=POOL_RATIO,
-        num_gpu_blocks=None,
-        block_size=32,
-        max_num_batched_tokens=2048,
-        cpu_bytes=None,
-        kv_transfer_config=config or _ours(),
         engine_arguments={"max_num_seqs": NUM_USERS},
-        answer_timeout_s=TIMEOUT_S,
-        seed=0,
     )
     engines: dict[str, EngineOptions] = engine_options(options, folder)
     engine = engines[BASELINE if config is None else config["kv_connector"]]

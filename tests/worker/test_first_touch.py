@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,11 +16,11 @@ from safe_offload.worker.backends import cpu
 from safe_offload.worker.first_touch import FirstTouch, Touch
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.test_host_memory import smaps_of
+from tests.worker.waiting import PATIENCE_S, wait_until
 
 NEEDS_COMPILED = pytest.mark.skipif(
     cpu.find_touch() is None, reason="the loop was not compiled when this was installed"
 )
-PATIENCE_S = 60.0
 SLOT_BYTES = 1 << 16
 NUM_SLOTS = 1024
 
@@ -38,13 +37,6 @@ class Touched:
     def wait_until(self, end: int) -> None:
         """Wait until the range that ends there was touched."""
         wait_until(lambda: bool(self.ranges) and self.ranges[-1][1] == end)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.fixture

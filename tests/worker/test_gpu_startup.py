@@ -26,6 +26,7 @@ from safe_offload.protocol import FailureReason, StepPlan, Transfer
 from safe_offload.worker.backends.base import Direction
 from tests.worker.backends.fake_device import PATIENCE_S, FakeGpu
 from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
+from tests.worker.waiting import wait_until
 
 HAS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """From vLLM 0.33 on."""
@@ -71,13 +72,6 @@ def settle(worker: Worker, *transfer_ids: int) -> dict[int, FailureReason | None
         for outcome in worker.step(num_tokens=0):
             found[outcome.transfer_id] = outcome.failure
     return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 class Turns(threading.Event):

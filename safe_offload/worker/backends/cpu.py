@@ -173,11 +173,7 @@ def find_touch() -> Touch | None:
     except (OSError, AttributeError):
         return None  # `find_move` has said so
     touch.argtypes, touch.restype = [ctypes.c_uint64] * 3, None
-
-    def touch_pages(address: int, length_bytes: int, step_bytes: int) -> None:
-        touch(address, length_bytes, step_bytes)
-
-    return touch_pages
+    return touch
 
 
 def _library() -> ctypes.CDLL:
