@@ -5,6 +5,7 @@
 #   PYTEST_ARGS='-x -k …' passed to pytest
 #   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-report`; .venv has a torch for the CPU
 #   BENCH_ARGS='--quick'  passed to the benchmark
+#   SIM_ARGS='--list'     passed to the simulator
 #   VLLM=0.33.0           the vLLM of `make test-compat`
 #   MODEL=…               the model of `make gpu-report`; ENGINE_ARGS='…' goes to its `bench engine`
 
@@ -17,6 +18,7 @@ PYTEST_ARGS ?=
 VLLM ?=
 GPU_PYTHON ?= python3
 BENCH_ARGS ?=
+SIM_ARGS ?=
 MODEL ?=
 ENGINE_ARGS ?=
 
@@ -36,14 +38,14 @@ COMPAT_PACKAGE_0.33.0 := vllm
 COMPAT_PACKAGE = $(COMPAT_PACKAGE_$(VLLM))
 COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
-COMPAT_TESTS := tests/scheduler tests/sim tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
+COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
 .PHONY: help venv promtool demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
-	needs-model soak mutants digests known-vllm check clean distclean
+	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(READY) ## set up .venv: vLLM's CPU engine, the tools, this package (a few minutes, once)
 
@@ -90,6 +92,12 @@ mutants: venv ## break the code, statement by statement, and let the simulator f
 digests: venv ## what must not change when code is tidied up, as text that diff compares (a few minutes)
 	@$(BIN)/python -m tests.digests
 
+sim: venv ## vLLM's real scheduler and this connector over simulated workers: make sim SIM_ARGS='--profile … --seeds 0..100'
+	$(BIN)/python -m tests.simulator $(SIM_ARGS)
+
+bench-%: venv ## one of our own benchmarks: make bench-scheduler, bench-hits, bench-shared, bench-policies …
+	$(BIN)/python -m tests.benchmarks $* $(BENCH_ARGS)
+
 needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
 		"$(GPU_PYTHON): torch is missing or sees no GPU, so there is nothing to run. Needed: a machine with a GPU, and" \
@@ -108,7 +116,7 @@ known-vllm:
 check: venv ## style, types, layering
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy safe_offload
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 clean: ## remove caches and what the tools left

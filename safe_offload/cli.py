@@ -23,16 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if all is well, 1 if what was asked for failed or showed a defect.
     """
-    arguments = _make_parser().parse_args(argv)
+    return run(_make_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Read the arguments, make the call that they choose, and return its exit status."""
+    arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
     except SafeOffloadError as error:
-        print(f"safe-offload: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return status
 
 
-class _Subcommand(argparse.ArgumentParser):
+class Subcommand(argparse.ArgumentParser):
     """A group of subcommands, or one that is imported when it is chosen.
 
     Args:
@@ -60,24 +65,14 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subcommand)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     for name, what in (
         ("engine", "time to first token in a real vLLM engine, with and without us"),
-        ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
-        ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
-        ("shared", "many requests at once with one prefix: how often it is loaded"),
-        ("preemption", "tokens computed again after preemptions, with and without us"),
-        ("policies", "hit rates of the eviction policies, and what they cost"),
         ("transfer", "rate of the copies, against what the hardware gives"),
     ):
         benchmarks.add_parser(name, help=what, module=f"safe_offload.bench.{name}")
-    commands.add_parser(
-        "sim",
-        help="test this connector on vLLM's real scheduler, over simulated workers",
-        module="safe_offload.sim.command",
-    )
     return parser
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def package_log() -> Iterator[list[logging.LogRecord]]:
     """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
-    from safe_offload.sim.vllm_setup import EngineShape, make_config
+    from tests.simulator.vllm_setup import EngineShape, make_config
 
     make_config(EngineShape())  # vLLM's first one takes away all handlers below its own logger
     records: list[logging.LogRecord] = []

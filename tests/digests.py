@@ -25,7 +25,7 @@ CONNECTORS = ("ours-eager", "ours-lazy")
 
 def digest_of(profile: str, seeds: Iterable[int]) -> str:
     """Return the line of a profile; a run that breaks a promise shows in it."""
-    from safe_offload.sim.run import run
+    from tests.simulator.run import run
 
     events, counts, findings = hashlib.sha256(), hashlib.sha256(), ""
     for seed in seeds:
@@ -50,9 +50,9 @@ def digests(profiles: list[str], seeds: range, num_processes: int) -> Iterator[s
 
 def counts() -> Iterator[str]:
     """Yield a line for each trace, connector and hook: instructions, calls of functions."""
-    from safe_offload.bench.scheduler import CASES, SchedulerOptions, measure
-    from safe_offload.bench.scheduler_measure import COPY_STEPS
-    from safe_offload.bench.scheduler_traces import TRACES
+    from tests.benchmarks.scheduler import CASES, SchedulerOptions, measure
+    from tests.benchmarks.scheduler_measure import COPY_STEPS
+    from tests.benchmarks.scheduler_traces import TRACES
 
     options = SchedulerOptions(
         traces=(*TRACES, CASES),
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--no-counts", action="store_true", help="digests only")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    from safe_offload.sim.profiles import PROFILES
+    from tests.simulator.profiles import PROFILES
 
     logging.disable(logging.CRITICAL)
     profiles = list(PROFILES) if arguments.profile == "all" else arguments.profile.split(",")

@@ -25,7 +25,7 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
-from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
+from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 BLOCKS = 9
 BLOCK_SIZE = 16

@@ -35,6 +35,8 @@ OTHER_FLAGS = {
     "--strict": "mypy",
     "--no-counts": "tests.digests",
 }
+OUR_COMMANDS = ("benchmarks", "simulator")
+"""Folders of tests that have commands."""
 OTHER_VARIABLES = {"VLLM_ARGS": "examples/long_context_back_to_back.sh"}
 OTHER_FOLDERS = ("dev", "proc", "mnt", "path", "tmp", "usr", "bin", "sys")
 WRONG_ON_PURPOSE = ["setting cpu_bytes_to_uze"]
@@ -61,10 +63,12 @@ def names() -> Names:
 
 
 def our_flags() -> set[str]:
-    """Flags of `safe-offload` and its commands."""
+    """Flags of `safe-offload`, of the simulator and of the benchmarks."""
+    folders = Path(safe_offload.__file__).parent, *(ROOT / "tests" / n for n in OUR_COMMANDS)
     return {
         node.value
-        for path in Path(safe_offload.__file__).parent.rglob("*.py")
+        for folder in folders
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and re.fullmatch("--[a-z][a-z-]+", str(node.value))
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import safe_offload
-from safe_offload.sim.profiles import PROFILES
+from tests.simulator.profiles import PROFILES
 
 ROOT = Path(safe_offload.__file__).parent.parent
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()

@@ -26,19 +26,9 @@ IMPORTS_VLLM = {
     "scheduler/gpu_blocks.py": "the blocks of its pool",
     "bench/engine_process.py": "runs an engine",
     "bench/engine_probe.py": "the connector in a worker",
-    "bench/peers.py": "the messages of vLLM's own connectors",
-    "bench/scheduler_engine.py": "steps vLLM's scheduler",
     "bench/vllm_copies.py": "vLLM's own copies, to be compared with ours",
 }
-"""Files that import vLLM when they run, not only for types, and what for.
-
-The simulator, which runs vLLM's scheduler, may do so anywhere.
-"""
-
-KNOW_THE_SIMULATOR = {
-    "bench/peers.py": "vLLM's scheduler, set up as there",
-}
-"""Files outside of the simulator that import it."""
+"""Files that import vLLM when they run, not only for types, and what for."""
 
 PROBES_VLLM = {
     "connector.py": {"local_world_size"},
@@ -61,7 +51,6 @@ IMPORT_CIRCLES = (
         "scheduler/sources.py",
         "scheduler/witness.py",
     },
-    {"bench/scheduler_engine.py", "bench/scheduler_probe.py"},
 )
 """Files that import one another, for types or inside functions too."""
 
@@ -72,8 +61,6 @@ FIELDS_OF_VLLM = {
 """Fields of vLLM's objects that we set, and that classes of ours have too."""
 
 ASSIGNS_FIELDS_OF_OTHERS = {
-    "bench/preemption.py": {"num_again", "num_gpu", "num_host"},
-    "bench/scheduler.py": {"timings"},
     "connector.py": {"has_changed"},
     "scheduler/agenda.py": {"decodes"},
     "scheduler/harvest.py": {
@@ -91,10 +78,6 @@ ASSIGNS_FIELDS_OF_OTHERS = {
     "scheduler/slots.py": {"now_s"},
     "scheduler/sources.py": {"more_keys"},
     "scheduler/stores.py": {"num_blocks", "num_stores", "owners", "poisoned", "prefix"},
-    "sim/checkers/contents.py": {"on_host_write"},
-    "sim/device.py": {"now_s"},
-    "sim/engine_core.py": {"_clock", "hold_copies", "host"},
-    "sim/faults.py": {"fails_loads", "is_broken"},
     "worker/engine.py": {"completion", "poisoned", "state", "taken_back"},
 }
 """Fields that a file assigns and that a class of another file declares."""
@@ -321,12 +304,12 @@ def test_vllm_is_imported_where_it_is_said_to_be():
         for module in imports_of(name, with_types=False)
         if module.split(".")[0] == "vllm"
     }
-    assert {name for name in importing if not name.startswith("sim/")} == set(IMPORTS_VLLM)
+    assert importing == set(IMPORTS_VLLM)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("sim/")])
-def test_the_simulator_is_known_where_it_is_said_to_be(name):
-    assert bool(_imports(name, "safe_offload.sim")) == (name in KNOW_THE_SIMULATOR)
+@pytest.mark.parametrize("name", FILES)
+def test_what_users_install_does_not_need_the_tests(name):
+    assert not _imports(name, "tests")
 
 
 @pytest.mark.parametrize("name", [name for name in WORKER if name != "worker/bridge.py"])
@@ -384,7 +367,7 @@ ENDS_WITH_THE_PROCESS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FILES if not name.startswith(("bench/", "sim/", "cli", "__main__"))]
+    "name", [name for name in FILES if not name.startswith(("bench/", "cli", "__main__"))]
 )
 def test_nothing_is_made_that_outlives_the_process(name):
     """No named memory, file, socket or process (FAULTS: L4), so a crash leaves nothing of ours."""

@@ -12,7 +12,7 @@ import pytest
 import safe_offload
 from safe_offload import compat, start_advice
 from safe_offload.config import OffloadConfig
-from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
+from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 FULL = EngineShape(groups=("full@16",), num_blocks=101, max_model_len=640)
 NUM_REQUEST = 40

@@ -38,7 +38,7 @@ def metrics() -> list[str]:
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from safe_offload.sim.vllm_setup import EngineShape, make_config
+    from tests.simulator.vllm_setup import EngineShape, make_config
 
     PrometheusStatLogger(make_config(EngineShape()), [0])
     suffix = {"counter": "_total"}

@@ -1,4 +1,4 @@
-"""What storing costs requests that never come back: `python -m tests.benchmarks.storing`.
+"""What storing costs requests that never come back: `python -m tests.benchmarks storing`.
 
 Eight users send prompts of 3,000 tokens that nobody has sent before, to vLLM's real CPU engine:
 without a connector, with one that does nothing, and with ours, whose host memory is one block, is
@@ -104,12 +104,14 @@ def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
     return took_s
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `python -m tests.benchmarks storing`."""
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--engines", type=int, nargs="*", help="indices; the first is always in")
-    arguments = parser.parse_args()
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks storing`."""
     names = list(CONFIGS)
     if arguments.engines is not None:
         names = [names[index] for index in sorted({0, *arguments.engines})]
@@ -121,7 +123,4 @@ def main() -> None:
             f"{statistics.median(ratios):.3f} times no connector "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,7 +1,7 @@
 """What a preempted request had computed comes back from the host, in a real engine.
 
 One engine answers every prompt alone, forgets all that it and the connector have, and is then given
-all prompts at once, in a pool for half of them, as `safe-offload bench preemption` does.
+all prompts at once, in a pool for half of them, as `python -m tests.benchmarks preemption` does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from safe_offload.bench import preemption
 from safe_offload.bench.engine_process import EngineProcess, generate
-from safe_offload.bench.preemption import ENGINES, Workload, run_watched
 from safe_offload.bench.tiny_models import ModelKind
+from tests.benchmarks import preemption
+from tests.benchmarks.preemption import ENGINES, Workload, run_watched
 from tests.engine.conftest import GetModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

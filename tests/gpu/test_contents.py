@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-from safe_offload.sim.findings import Finding
 from safe_offload.worker.backends.base import CopyPath
 from safe_offload.worker.backends.gpu import GpuBackend
 from tests.gpu.torch_gpu import TorchMachine
+from tests.simulator.findings import Finding
 from tests.worker.tensor_core import TensorCore, run_random_requests
 from tests.worker.test_contents import GPU, HYBRID, MAMBA, ZEROED
 

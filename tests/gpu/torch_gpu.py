@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.sim.vllm_setup import EngineShape
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.driver import load_library
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
+from tests.simulator.vllm_setup import EngineShape
 from tests.worker.backends.contract import PATIENCE_S, Bytes, Subject
 from tests.worker.machines import SLOTS_PER_SLAB, make_storage
 

@@ -84,7 +84,7 @@ def hunt(mutant: Mutant, num_seeds: int) -> Outcome:
     sys.meta_path.insert(0, MutantLoader(mutant))
     if mutant.tests:
         return run_tests(mutant)
-    from safe_offload.sim.run import run
+    from tests.simulator.run import run
 
     count = 0
     for profile in mutant.profiles:

@@ -14,7 +14,7 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import GAUGES, INFO, OffloadPromMetrics, OffloadStats
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, StepReport
-from safe_offload.sim.vllm_setup import EngineShape, make_config
+from tests.simulator.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
 

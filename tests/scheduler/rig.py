@@ -1,4 +1,4 @@
-"""The simulator's engine (`safe_offload.sim.engine_core`), with what a test asks of it by hand.
+"""The simulator's engine (`tests.simulator.engine_core`), with what a test asks of it by hand.
 
 vLLM's scheduler, both halves of our connector and the transfer engine are real. Memory, copies and
 the model runner are the simulator's: every word that attention reads is checked.
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.sim.device import CopyFault
-from safe_offload.sim.engine_core import EngineCore, random_prompt
-from safe_offload.sim.groups import BLOCK_TOKENS
-from safe_offload.sim.model_runner import Batch
-from safe_offload.sim.vllm_setup import EngineShape
+from tests.simulator.device import CopyFault
+from tests.simulator.engine_core import EngineCore, random_prompt
+from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.model_runner import Batch
+from tests.simulator.vllm_setup import EngineShape
 
 MakeRig = Callable[..., "Rig"]
 """The fixture `make_rig`: arguments as of `Rig`; the engine is closed when the test has ended."""

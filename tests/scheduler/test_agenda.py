@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.sim.groups import BLOCK_TOKENS
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
 
 
 class Running:

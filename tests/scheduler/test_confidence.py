@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from safe_offload.sim.run import run
 from tests.scheduler.rig import MakeRig
+from tests.simulator.run import run
 
 
 @pytest.mark.parametrize("profile", ["all-faults", "failing", "dying", "foreign-ids"])
@@ -15,7 +15,7 @@ def test_a_storm_of_failures_logs_no_token(
     profile: str, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every prompt has a long run of tokens; none of the messages has six of them in a row."""
-    from safe_offload.sim.engine_core import EngineCore
+    from tests.simulator.engine_core import EngineCore
 
     prompts: list[list[int]] = []
     add = EngineCore.add

@@ -9,11 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_offload.bench.peers import OURS
-from safe_offload.bench.scheduler_engine import CONTESTANTS, Contestant, engine_for, serve
-from safe_offload.bench.scheduler_measure import COPY_STEPS
-from safe_offload.bench.scheduler_probe import Counts, HookCounter
-from safe_offload.bench.scheduler_traces import Trace, make_trace
 from safe_offload.scheduler import cost
 from safe_offload.scheduler.cost import (
     GAUGES_EVERY_MAX,
@@ -26,8 +21,13 @@ from safe_offload.scheduler.cost import (
     Offer,
     StepWatch,
 )
-from safe_offload.sim.groups import BLOCK_TOKENS
+from tests.benchmarks.peers import OURS
+from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, engine_for, serve
+from tests.benchmarks.scheduler_measure import COPY_STEPS
+from tests.benchmarks.scheduler_probe import Counts, HookCounter
+from tests.benchmarks.scheduler_traces import Trace, make_trace
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
 
 STEP_TOKENS = 2048
 STEP_S, TOKEN_S = 0.004, 20e-6

@@ -13,8 +13,8 @@ from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
 from safe_offload.scheduler import ranks
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.loads import FAILED_LOADS_MAX
-from safe_offload.sim.device import CopyFault
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.device import CopyFault
 
 
 @pytest.fixture

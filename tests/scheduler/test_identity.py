@@ -14,8 +14,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from safe_offload.sim.words import Sequel
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.words import Sequel
 
 NUM_TOKENS = 41
 NUM_HIT_TOKENS = 40

@@ -15,8 +15,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from safe_offload import compat
 from safe_offload.scheduler.index import HostIndex, _FullAttentionInRuns
 from safe_offload.scheduler.slots import NO_SLOT
-from safe_offload.sim.groups import BLOCK_TOKENS, Group
-from safe_offload.sim.vllm_setup import EngineShape, make_config, make_kv_cache_config
+from tests.simulator.groups import BLOCK_TOKENS, Group
+from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 NUM_BLOCKS = 12
 """Of the longest prompt."""

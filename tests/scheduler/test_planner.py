@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 
 from safe_offload.protocol import FailureReason, Outcome, StepReport
 from safe_offload.scheduler.leases import LeaseKind
-from safe_offload.sim.engine_core import MutateOutputs
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.engine_core import MutateOutputs
 
 
 def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.sharing import WAIT_MAX_S
-from safe_offload.sim.groups import BLOCK_TOKENS
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
 
 NUM_BLOCKS_SHARED = 10
 PREFIX_TOKENS = NUM_BLOCKS_SHARED * BLOCK_TOKENS

@@ -17,9 +17,9 @@ from vllm.v1.request import Request
 
 from safe_offload.compat import allocated_block_ids
 from safe_offload.scheduler.sources import Snapshot
-from safe_offload.sim.groups import BLOCK_TOKENS
-from safe_offload.sim.words import Sequel
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.words import Sequel
 
 
 def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:

@@ -17,10 +17,10 @@ import torch
 
 from safe_offload.config import OffloadConfig
 from safe_offload.layout import Geometry, Segment, make_geometry
-from safe_offload.sim.engine_core import EngineCore, random_prompt
-from safe_offload.sim.vllm_setup import EngineShape
 from safe_offload.worker.backends.base import Backend, Direction
 from safe_offload.worker.engine import TransferEngine
+from tests.simulator.engine_core import EngineCore, random_prompt
+from tests.simulator.vllm_setup import EngineShape
 
 NUM_LAYERS = 5
 WORD_BYTES = 8

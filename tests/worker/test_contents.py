@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from safe_offload.sim.engine_core import random_prompt
-from safe_offload.sim.findings import Finding
-from safe_offload.sim.vllm_setup import EngineShape
 from safe_offload.worker.backends.base import CopyPath
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
+from tests.simulator.engine_core import random_prompt
+from tests.simulator.findings import Finding
+from tests.simulator.vllm_setup import EngineShape
 from tests.worker.machines import CpuMachine, ThreadMachine
 from tests.worker.tensor_core import TensorCore, run_random_requests
 

@@ -41,16 +41,16 @@ from vllm.v1.worker.gpu import model_runner as v2
 
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
-from safe_offload.sim.vllm_setup import (
+from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker import page_lock, placement
+from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.self_test import TorchRows
+from tests.simulator.vllm_setup import (
     EngineShape,
     as_model_runner,
     make_config,
     make_kv_cache_config,
 )
-from safe_offload.worker import bridge as bridge_module
-from safe_offload.worker import page_lock, placement
-from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.self_test import TorchRows
 from tests.worker.backends.fake_device import INDEX, FakeGpu, FakeRows
 
 HOOKS = (

@@ -1,0 +1,34 @@
+"""Measure what only developers measure: `python -m tests.benchmarks NAME`; see docs/benchmarks.md.
+
+`safe-offload bench` has what users run on machines of their own.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from safe_offload.cli import Subcommand, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that was chosen; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
+    for name, what in (
+        ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
+        ("shared", "many requests at once with one prefix: how often it is loaded"),
+        ("storing", "what storing costs requests that never come back"),
+        ("preemption", "tokens computed again after preemptions, with and without us"),
+        ("policies", "hit rates of the eviction policies, and what they cost"),
+    ):
+        benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")
+    return run(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

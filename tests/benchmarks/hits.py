@@ -1,0 +1,282 @@
+"""Time to first token of one request whose prefix is on the host: is it ever slower than no hit?
+
+Two real engines have their turns, one request at a time: one loads every hit, the other what is
+expected to be faster ("min_load_tokens": "auto"). Each sees a prompt for the first time and stores
+it. Then its own prefix cache is reset, so that the prefix is on the host, and it is asked again:
+once as it is set up, once by a request that forbids loading and so is computed, in either order. A
+last time says what a hit in its own cache takes. No two processes of one engine are equally fast,
+so each engine's time is held against what the same engine takes to compute the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safe_offload.bench.engine import (
+    CONNECTOR,
+    PROMPT_TOKEN_IDS,
+    BenchOptions,
+    engine_options,
+    tiny_options,
+)
+from safe_offload.bench.engine_process import (
+    Answer,
+    EngineProcess,
+    Question,
+    answer,
+    forget_prefix_cache,
+    generate,
+)
+from safe_offload.bench.machine import describe_machine
+from safe_offload.bench.output import write_report
+from safe_offload.errors import ConfigError, SafeOffloadError
+
+LOADED, RULE = "every hit loaded", "the rule"
+MIN_LOAD_TOKENS: dict[str, int | str] = {LOADED: 0, RULE: "auto"}
+HIT_TOKENS = (32, 64, 128, 256, 1024, 16_000)
+BLOCK_TOKENS = 32
+"""Hits are whole blocks."""
+TAIL_TOKENS = 16
+"""Of each prompt, behind the prefix; it is computed in any case."""
+ANSWER_TOKENS = 4
+ROUNDS = 12
+WARM_UP_ROUNDS = 3
+PROMPTS_PER_TURN = 3
+"""Of each length."""
+LONG_TOKENS, LONG_EVERY = 4096, 3
+"""Longer hits are asked for once in so many rounds: there is less doubt, and they take long."""
+SETTLE_S, SETTLE_TOKEN_S = 0.03, 20e-6
+"""After a prompt was seen for the first time, for its stores, and for each of its tokens."""
+_TIMEOUT_S = 600.0
+
+Say = Callable[[str], None]
+
+
+class Answers(NamedTuple):
+    """To one prompt, in the ways of `Found`."""
+
+    hit: Answer
+    computed: Answer
+    on_gpu: Answer
+
+
+@dataclass(slots=True)
+class Found:
+    """One engine's hits of one length; times by prompt.
+
+    Attributes:
+        hit_s: to the first token, with the prefix on the host, as the engine is set up.
+        computed_s: the same prompt, with loading forbidden.
+        on_gpu_s: the same prompt with the prefix in the GPU's cache.
+        num_loaded: prompts of which the host's tokens were used.
+    """
+
+    hit_s: list[float] = field(default_factory=list)
+    computed_s: list[float] = field(default_factory=list)
+    on_gpu_s: list[float] = field(default_factory=list)
+    num_loaded: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Return the time of a hit, in terms of computing it."""
+        return statistics.median(self.hit_s) / statistics.median(self.computed_s)
+
+
+@dataclass(slots=True)
+class HitsReport:
+    """What was found, by length and engine."""
+
+    found: dict[int, dict[str, Found]]
+    machine: dict[str, Any]
+
+    def ratio(self, num_tokens: int) -> float:
+        """Return the time with the rule, in terms of the better of loading and computing."""
+        by_way = self.found[num_tokens]
+        return by_way[RULE].ratio / min(1.0, by_way[LOADED].ratio)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return samples, figures and method."""
+        rows = [
+            {
+                "hit_tokens": num_tokens,
+                "ratio": self.ratio(num_tokens),
+                "engines": {way: asdict(found) for way, found in by_way.items()},
+            }
+            for num_tokens, by_way in self.found.items()
+        ]
+        return {"method": __doc__, "machine": self.machine, "rows": rows}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `python -m tests.benchmarks hits`."""
+    add = parser.add_argument
+    add(
+        "--hit-tokens",
+        type=int,
+        nargs="+",
+        default=[*HIT_TOKENS],
+        metavar="N",
+        help=f"multiples of {BLOCK_TOKENS} (default: {' '.join(map(str, HIT_TOKENS))})",
+    )
+    add("--rounds", type=int, default=ROUNDS, help="(%(default)s)")
+    add("--warm-up", type=int, default=WARM_UP_ROUNDS, help="rounds before those (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write samples, figures and method here")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks hits`."""
+    lengths = arguments.hit_tokens
+    if any(number < 1 or number % BLOCK_TOKENS for number in lengths):
+        raise ConfigError(f"--hit-tokens: expected multiples of {BLOCK_TOKENS}, found {lengths}")
+    if arguments.rounds < 1 or arguments.warm_up < 1:
+        raise ConfigError("--rounds and --warm-up: expected at least 1")
+    report = measure(lengths, arguments.rounds, arguments.warm_up, print)
+    write_report(report, render_table(report), arguments)
+    return 0
+
+
+def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> HitsReport:
+    """Ask both engines for hits of every length, round by round.
+
+    The engine that goes first changes from round to round, so that a drift of the machine's speed
+    hits both alike.
+
+    Args:
+        lengths: of hits, in tokens.
+        rounds: that count.
+        num_warm_up: rounds before those, in which the rule measures.
+        say: takes one line of progress.
+
+    Raises:
+        SafeOffloadError: an engine died, or what is to be a hit was none.
+    """
+    machine = describe_machine()
+    found = {number: {way: Found() for way in MIN_LOAD_TOKENS} for number in lengths}
+    with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as name, ExitStack() as running:
+        engines = _start(Path(name), max(lengths), running, say)
+        order = [*engines]
+        for index in range(-num_warm_up, rounds):
+            questions = _questions(lengths, index)
+            for way in order:
+                answered = engines[way].call(take_turn, questions, _TIMEOUT_S)
+                for (number, _), answers in zip(questions, answered, strict=True):
+                    check_answers(way, number, answers)
+                    if index >= 0:
+                        _keep(found[number][way], answers)
+            order.reverse()
+    return HitsReport(found, machine)
+
+
+def _keep(found: Found, answers: Answers) -> None:
+    found.hit_s.append(answers.hit.ttft_s)
+    found.computed_s.append(answers.computed.ttft_s)
+    found.on_gpu_s.append(answers.on_gpu.ttft_s)
+    found.num_loaded += answers.hit.num_host_tokens > 0
+
+
+def _start(folder: Path, longest: int, running: ExitStack, say: Say) -> dict[str, EngineProcess]:
+    """Start both engines, which differ in one key."""
+    engines: dict[str, EngineProcess] = {}
+    for way, min_load_tokens in MIN_LOAD_TOKENS.items():
+        say(f"starting the engine: {way} ...")
+        chosen = engine_options(_options(longest, min_load_tokens), folder)[CONNECTOR]
+        log_path = folder / f"{way.replace(' ', '-')}.log"
+        engines[way] = running.enter_context(EngineProcess(way, chosen, log_path))
+        engines[way].wait_until_started(_TIMEOUT_S)
+    return engines
+
+
+def _options(longest: int, min_load_tokens: int | str) -> BenchOptions:
+    extra = {"cpu_bytes_to_use": "1GiB", "min_load_tokens": min_load_tokens}
+    return tiny_options(
+        {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
+        num_prompt_tokens=longest + TAIL_TOKENS,
+        num_answer_tokens=ANSWER_TOKENS,
+    )
+
+
+def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]:
+    """Hits and prompts of one round, lengths mixed."""
+    generator = random.Random(f"hits/{index}")
+    numbers = [number for number in lengths if number <= LONG_TOKENS] * PROMPTS_PER_TURN
+    if index % LONG_EVERY == 0:
+        numbers += [number for number in lengths if number > LONG_TOKENS]
+    return [
+        (
+            number,
+            Question(
+                tuple(generator.choices(PROMPT_TOKEN_IDS, k=number + TAIL_TOKENS)), ANSWER_TOKENS
+            ),
+        )
+        for number in numbers
+    ]
+
+
+def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answers]:
+    """Run in the engine's process: see each prompt, then answer it in each way."""
+    answers = []
+    for place, (_, question) in enumerate(questions):
+        prompt = question.prompt_token_ids
+        generate(engine, [prompt], [question.num_answer_tokens])
+        time.sleep(SETTLE_S + len(prompt) * SETTLE_TOKEN_S)
+        # A limit in both: a request that has one takes vLLM longer than one that has none.
+        asked = [replace(question, num_load_tokens_max=limit) for limit in (len(prompt), 0)]
+        turns = asked[:: -1 if place % 2 else 1]
+        hit, computed = [_ask_cold(engine, turn) for turn in turns][:: -1 if place % 2 else 1]
+        answers.append(Answers(hit, computed, answer(engine, question)))
+    return answers
+
+
+def _ask_cold(engine: Any, question: Question) -> Answer:
+    """Answer what the GPU has forgotten."""
+    forget_prefix_cache(engine)
+    return answer(engine, question)
+
+
+def check_answers(way: str, num_tokens: int, answers: Answers) -> None:
+    """See that the tokens of all answers came from where they should.
+
+    Raises:
+        SafeOffloadError: they did not.
+    """
+    found = [(one.num_host_tokens, one.num_gpu_tokens) for one in answers]
+    hits = [(num_tokens, 0)] if way == LOADED else [(num_tokens, 0), (0, 0)]
+    if found not in [[hit, (0, 0), (0, num_tokens)] for hit in hits]:
+        raise SafeOffloadError(
+            f"{way}, {num_tokens} tokens: expected a hit on the host, none, and one on the GPU; "
+            f"found these tokens on host and GPU: {found}"
+        )
+
+
+def render_table(report: HitsReport) -> str:
+    """Return the report as text."""
+    lines = [
+        "Time to first token of one request alone: medians in ms, and ratios of medians.",
+        f"Tiny Llama on vLLM's CPU engine; {TAIL_TOKENS} tokens behind the hit are computed in any "
+        "case.",
+        "Engine that loads every hit, engine with the rule; 'better' is the better of loading and "
+        "computing.",
+        f"{'tokens':>7}{'computed':>10}{'loaded':>9}{'ratio':>7}{'GPU hit':>9}"
+        f"{'computed':>12}{'rule':>9}{'ratio':>7}{'GPU hit':>9}{'loads':>11}{'rule / better':>15}",
+    ]
+    for number, by_way in report.found.items():
+        line = f"{number:>7}"
+        for way, width in ((LOADED, 10), (RULE, 12)):
+            found = by_way[way]
+            computed_s, hit_s, on_gpu_s = (
+                statistics.median(times_s) * 1000
+                for times_s in (found.computed_s, found.hit_s, found.on_gpu_s)
+            )
+            line += f"{computed_s:{width}.2f}{hit_s:9.2f}{found.ratio:7.2f}{on_gpu_s:9.2f}"
+        loads = f"{by_way[RULE].num_loaded} of {len(by_way[RULE].hit_s)}"
+        lines.append(f"{line}{loads:>11}{report.ratio(number):15.2f}")
+    return "\n".join(lines)

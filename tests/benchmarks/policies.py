@@ -1,0 +1,130 @@
+"""Hit rates of the eviction policies, and what they cost the scheduler.
+
+Block-level traces are replayed on a small model of the host cache, for several sizes of it. The
+hit rates are the same on every machine and every time; the times are not.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
+from safe_offload.errors import ConfigError
+from safe_offload.scheduler.eviction import POLICIES
+from tests.benchmarks.policy_replay import replay
+from tests.benchmarks.policy_report import (
+    Cost,
+    Curve,
+    PolicyReport,
+    draw_plot,
+    render_table,
+)
+from tests.benchmarks.policy_traces import GENERATORS, SEED, Trace, make_trace, read_trace
+
+SIZES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+"""Of the host cache, as shares of the working set."""
+GPU_SHARE = 0.01
+"""Of the working set, that the GPU's prefix cache holds."""
+COST_NUM_SLOTS = (10_000, 100_000)
+COST_BATCHES = (16, 256, 4000)
+COST_ROUNDS = 15
+COST_SLOTS_PER_ROUND = 20_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `python -m tests.benchmarks policies`."""
+    add = parser.add_argument
+    add("--traces", nargs="+", choices=list(GENERATORS), help="(default: all)", metavar="NAME")
+    add("--file", type=Path, nargs="+", help="JSON lines with hash_ids, as Mooncake's traces")
+    add("--prompts", type=int, default=3000, help="of each trace (%(default)s)")
+    add("--seed", type=int, default=SEED, help="draws the traces (%(default)s)")
+    add("--sizes", type=float, nargs="+", default=SIZES, help="shares of the working set")
+    add("--json", type=Path, metavar="FILE", help="write figures and method here")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the hit rates here")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks policies`."""
+    if arguments.plot:
+        require_matplotlib()
+    if arguments.prompts < 1:
+        raise ConfigError("--prompts: expected at least 1")
+    if not all(0 < size <= 1 for size in arguments.sizes):
+        raise ConfigError("--sizes: expected shares of the working set, above 0 and up to 1")
+    files = arguments.file or []
+    names = arguments.traces or ([] if files else list(GENERATORS))
+    traces = [read_trace(path) for path in files]
+    traces += [make_trace(name, arguments.prompts, arguments.seed) for name in names]
+    curves = measure_hit_rates(traces, arguments.sizes, print)
+    recorded = {"prompts": arguments.prompts, "seed": arguments.seed, "gpu_share": GPU_SHARE}
+    report = PolicyReport(curves, measure_costs(), describe_machine(), recorded)
+    write_report(report, render_table(report), arguments, draw_plot)
+    return 0
+
+
+def measure_hit_rates(
+    traces: Iterable[Trace], sizes: Sequence[float], say: Callable[[str], None]
+) -> list[Curve]:
+    """Replay every trace with every policy at every size.
+
+    Args:
+        traces: what to replay.
+        sizes: of the host cache, shares of the trace's working set.
+        say: takes one line of progress.
+    """
+    curves = []
+    for trace in traces:
+        say(f"{trace.name}: {len(trace.prompts):,} prompts")
+        working_set = trace.working_set
+        for policy, make in POLICIES.items():
+            replays = {
+                size: replay(trace, make, max(1, int(size * working_set)), _gpu_blocks(working_set))
+                for size in sizes
+            }
+            curves.append(Curve(trace.name, trace.what, policy, working_set, replays))
+    return curves
+
+
+def measure_costs() -> list[Cost]:
+    """Time every policy on pools of several sizes, in batches of several sizes."""
+    return [
+        _time_policy(policy, num_slots, batch)
+        for num_slots in COST_NUM_SLOTS
+        for batch in COST_BATCHES
+        for policy in POLICIES
+    ]
+
+
+def _gpu_blocks(working_set: int) -> int:
+    return int(GPU_SHARE * working_set)
+
+
+def _time_policy(name: str, num_slots: int, batch: int) -> Cost:
+    """Take turns at prompts that are new, and at hits of prompts that are there.
+
+    All slots are evictable at first. Each prompt leases, or evicts, as many slots as a batch has,
+    and releases them.
+    """
+    policy = POLICIES[name](num_slots)
+    scattered = [slot * 7919 % num_slots for slot in range(num_slots)]  # a prime: each slot once
+    for start in range(0, num_slots, batch):
+        policy.release(scattered[start : start + batch])
+    num_batches = max(1, COST_SLOTS_PER_ROUND // batch)
+    new_ns: list[float] = []
+    hit_ns: list[float] = []
+    for round_ in range(COST_ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(num_batches):
+            policy.release(policy.evict(batch))
+        middle_s = time.perf_counter()
+        for index in range(num_batches):
+            start = (round_ * num_batches + index) * batch % (num_slots - batch + 1)
+            slots = scattered[start : start + batch]
+            policy.lease(slots)
+            policy.release(slots)
+        end_s = time.perf_counter()
+        new_ns.append((middle_s - start_s) / (num_batches * batch) * 1e9)
+        hit_ns.append((end_s - middle_s) / (num_batches * batch) * 1e9)
+    return Cost(name, num_slots, batch, new_ns, hit_ns)

@@ -1,0 +1,133 @@
+"""A small model of the host cache, on which traces are replayed: prompts, slots, one policy.
+
+A prompt matches the longest run that the GPU's prefix cache holds, then the run behind it that the
+host holds. What the host has of the prompt is leased, the rest is stored into slots that are empty
+or that the policy gives up, and at its end the prompt releases its slots, tail first.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safe_offload.errors import InvariantError
+from safe_offload.scheduler.eviction import EvictionPolicy
+from tests.benchmarks.policy_traces import Prompt, Trace
+
+NUM_RUNNING = 4
+"""Prompts that keep their leases at the same time."""
+
+MakePolicy = Callable[[int], EvictionPolicy]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What one policy did on one trace at one size.
+
+    Attributes:
+        num_hit_blocks: delivered by the host.
+        num_gpu_blocks: delivered by the GPU's prefix cache.
+        num_prompt_blocks: of all prompts.
+    """
+
+    num_slots: int
+    num_hit_blocks: int
+    num_gpu_blocks: int
+    num_prompt_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens that the host delivered, of those of all prompts."""
+        return self.num_hit_blocks / self.num_prompt_blocks
+
+
+class HostModel:
+    """Slots by key, and the policy that says which goes next.
+
+    Args:
+        make_policy: of the number of slots.
+        num_slots: of the host.
+        num_gpu_blocks: of the GPU's prefix cache, least recently used first.
+    """
+
+    def __init__(self, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> None:
+        self._keys: list[bytes | None] = [None] * num_slots
+        self._policy = make_policy(num_slots)
+        self._empty = list(range(num_slots - 1, -1, -1))
+        self._slots: dict[bytes, int] = {}
+        self._leases = [0] * num_slots
+        self._running: deque[list[int]] = deque()
+        self._gpu: OrderedDict[bytes, None] = OrderedDict()
+        self._num_gpu_blocks = num_gpu_blocks
+
+    def add(self, prompt: Prompt) -> tuple[int, int]:
+        """Run a prompt.
+
+        Returns:
+            The blocks that the GPU had, and those behind them that the host delivered.
+        """
+        num_gpu = _leading(prompt, self._gpu)
+        num_hit = _leading(prompt[num_gpu:], self._slots)
+        if len(self._running) == NUM_RUNNING:
+            self._release(self._running.popleft())
+        self._lease([self._slots[key] for key in prompt if key in self._slots])
+        missing = [key for key in prompt if key not in self._slots]
+        for key, slot in zip(missing, self._grant(len(missing)), strict=False):
+            self._keys[slot] = key
+            self._slots[key] = slot
+            self._leases[slot] += 1
+        self._running.append([self._slots[key] for key in prompt if key in self._slots])
+        self._use_gpu(prompt)
+        return num_gpu, num_hit
+
+    def _lease(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._leases[slot] += 1
+        self._policy.lease(slots)
+
+    def _grant(self, count: int) -> list[int]:
+        granted = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
+        evicted = self._policy.evict(count - len(granted))
+        for slot in evicted:
+            key = self._keys[slot]
+            if key is None or self._leases[slot]:
+                raise InvariantError("I1", f"slot {slot} was evicted though it is empty or leased")
+            del self._slots[key]
+        return granted + evicted
+
+    def _release(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._leases[slot] -= 1
+        self._policy.release([slot for slot in reversed(slots) if not self._leases[slot]])
+
+    def _use_gpu(self, prompt: Prompt) -> None:
+        """The tail of a prefix is the first of it to go, on the GPU too."""
+        for key in reversed(prompt):
+            self._gpu[key] = None
+            self._gpu.move_to_end(key)
+        while len(self._gpu) > self._num_gpu_blocks:
+            self._gpu.popitem(last=False)
+
+
+def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None]) -> int:
+    for index, key in enumerate(prompt):
+        if key not in present:
+            return index
+    return len(prompt)
+
+
+def replay(trace: Trace, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> Replay:
+    """Run all prompts of a trace, one after the other.
+
+    Args:
+        trace: what to run.
+        make_policy: see `HostModel`.
+        num_slots: of the host.
+        num_gpu_blocks: of the GPU's prefix cache.
+    """
+    model = HostModel(make_policy, num_slots, num_gpu_blocks)
+    num_gpu = num_hit = 0
+    for prompt in trace.prompts:
+        by_gpu, by_host = model.add(prompt)
+        num_gpu += by_gpu
+        num_hit += by_host
+    return Replay(num_slots, num_hit, num_gpu, trace.num_blocks)

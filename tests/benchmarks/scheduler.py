@@ -1,0 +1,185 @@
+"""What a connector costs inside vLLM's scheduler, which is one thread for all requests.
+
+vLLM's real scheduler serves fixed traces with each connector's scheduler side: no model, no copies.
+Every hook that the scheduler calls is timed, or with --counts what it executes is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safe_offload.bench.machine import describe_machine, require_matplotlib
+from safe_offload.bench.output import write_report
+from safe_offload.errors import ConfigError, SafeOffloadError
+from tests.benchmarks import scheduler_cases as cases
+from tests.benchmarks.scheduler_engine import CONTESTANTS
+from tests.benchmarks.scheduler_measure import (
+    COPY_STEPS,
+    Answers,
+    Run,
+    Timing,
+    count_hooks,
+    observe,
+    time_hooks,
+)
+from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
+from tests.benchmarks.scheduler_report import (
+    NOTHING,
+    SchedulerReport,
+    TraceReport,
+    draw_plot,
+    render_table,
+)
+from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
+
+QUICK_FACTORS = cases.STORED_FACTORS[:2]
+COUNTED_REQUESTS = 6
+"""Of the load behind stored blocks: counting takes some twenty times as long as running."""
+CASES = "cases"
+"""Not a trace: back to back, the hit of 90,000 tokens, growth."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What to measure."""
+
+    traces: tuple[str, ...]
+    connectors: tuple[str, ...]
+    rounds: int
+    copy_steps: int
+    seed: int
+    is_quick: bool
+    is_counting: bool
+
+
+Say = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `python -m tests.benchmarks scheduler`."""
+    add = parser.add_argument
+    add("--traces", nargs="+", choices=[*TRACES, CASES], default=[*TRACES, CASES], metavar="TRACE")
+    add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
+    add("--rounds", type=int, default=5, help="(%(default)s)")
+    add("--quick", action="store_true", help="a quarter of the users, prompts and blocks")
+    add("--counts", action="store_true", help="count calls and instructions; takes no times")
+    add(
+        "--copy-steps",
+        type=int,
+        default=COPY_STEPS,
+        metavar="D",
+        help="a copy is reported D steps after the one whose plan names it (%(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the traces (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write figures and method here")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the figures here")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks scheduler`."""
+    if arguments.plot:
+        require_matplotlib()
+    options = _read_options(arguments)
+    machine = describe_machine() | {"load_average_before": list(os.getloadavg())}
+    report = measure(options, print)
+    report.machine.update(machine)
+    write_report(report, render_table(report), arguments, draw_plot)
+    return 0
+
+
+def measure(options: SchedulerOptions, say: Say) -> SchedulerReport:
+    """Serve every trace with every connector, then the cases.
+
+    Args:
+        options: what to measure.
+        say: takes one line of progress.
+
+    Raises:
+        SafeOffloadError: a trace does not end, or two connectors disagree on a token.
+    """
+    cost = measure_wrapper_cost()
+    report = SchedulerReport({}, {}, {}, {}, cost, asdict(options), {})
+    share = QUICK_SHARE if options.is_quick else 1
+    for name in options.traces:
+        for layout in LAYOUTS if name != CASES else ():
+            trace = make_trace(name, layout, seed=options.seed, share=share)
+            say(f"{trace.name}: {trace.num_requests} requests")
+            report.traces[trace.name] = measure_trace(trace, options, cost)
+    if CASES in options.traces:
+        _measure_cases(report, options, say)
+    return report
+
+
+def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) -> TraceReport:
+    """Serve one trace with every connector: once to look at what happens, then in rounds."""
+    found = TraceReport()
+    answers: Answers = {}
+    for name in options.connectors:
+        found.facts[name], answered = observe(trace, name, options.copy_steps)
+        if answers and answered != answers:
+            raise SafeOffloadError(f"{trace.name}: other answers with {name}")
+        answers = answered
+    if options.is_counting:
+        for name in _with_hooks(options):
+            found.counts[name] = count_hooks(trace, name, options.copy_steps)
+        return found
+    order = list(options.connectors)
+    runs: dict[str, list[Run]] = {name: [] for name in order}
+    for _ in range(options.rounds):
+        for name in order:
+            runs[name].append(time_hooks(trace, name, options.copy_steps, cost))
+        order.append(order.pop(0))
+    found.timings = {name: Timing.of(runs[name]) for name in options.connectors}
+    return found
+
+
+def _measure_cases(report: SchedulerReport, options: SchedulerOptions, say: Say) -> None:
+    say("back to back")
+    for name in options.connectors:
+        report.waits[name] = [cases.wait_back_to_back(name, steps) for steps in cases.HELD_STEPS]
+    say("a hit of 90,000 tokens")
+    for layout in LAYOUTS if not options.is_counting else ():
+        hits: dict[str, list[cases.Hit]] = {name: [] for name in _with_hooks(options)}
+        for _ in range(options.rounds):
+            for name in hits:
+                hits[name] += cases.measure_hits(name, layout, options.copy_steps, report.cost)
+        report.hits[layout] = {
+            name: cases.median_hit(found) for name, found in hits.items() if found
+        }
+    say("growth")
+    for name in _with_hooks(options):
+        report.growth[name] = [
+            _grow(name, factor, options, report.cost)
+            for factor in (QUICK_FACTORS if options.is_quick else cases.STORED_FACTORS)
+        ]
+
+
+def _grow(name: str, factor: int, options: SchedulerOptions, cost: WrapperCost) -> cases.Growth:
+    if options.is_counting:
+        case = cases.GrowthCase(factor, COUNTED_REQUESTS)
+        return cases.count_growth(name, case, options.copy_steps)
+    return cases.measure_growth(name, cases.GrowthCase(factor), options.copy_steps, cost)
+
+
+def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
+    return [name for name in options.connectors if name != NOTHING]
+
+
+def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
+    if arguments.rounds < 1 or arguments.copy_steps < 0:
+        raise ConfigError("--rounds: expected at least 1; --copy-steps: at least 0")
+    if arguments.plot and (arguments.counts or arguments.traces == [CASES]):
+        raise ConfigError("--plot: expected times of traces to draw. Fix: leave it out")
+    return SchedulerOptions(
+        traces=tuple(arguments.traces),
+        connectors=tuple(arguments.connectors),
+        rounds=arguments.rounds,
+        copy_steps=arguments.copy_steps,
+        seed=arguments.seed,
+        is_quick=arguments.quick or arguments.counts,
+        is_counting=arguments.counts,
+    )

@@ -1,0 +1,162 @@
+"""One trace with one connector: what it achieves, how long its hooks take, what they execute."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.benchmarks.scheduler_engine import engine_for, serve
+from tests.benchmarks.scheduler_probe import (
+    Counts,
+    HookCounter,
+    HookTimer,
+    Watch,
+    WrapperCost,
+    without_gc,
+)
+from tests.benchmarks.scheduler_traces import Trace
+
+COPY_STEPS = 1
+"""A copy of some thousand blocks takes about as long as the forward that computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a connector achieves; none of it depends on time.
+
+    Attributes:
+        num_prompt_tokens: of all requests.
+        num_hit_tokens: of those, loaded from the host when the request first ran.
+        num_computed: tokens scheduled, answers and what was computed again included.
+        num_preemptions: of requests.
+        num_stored: blocks that plans named to be stored.
+        num_loaded: blocks that plans named to be loaded.
+        num_steps: until the engine was idle.
+        kept_mean: GPU blocks referenced that no request holds, mean over the steps.
+        kept_max: the most of them.
+    """
+
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_computed: int
+    num_preemptions: int
+    num_stored: int
+    num_loaded: int
+    num_steps: int
+    kept_mean: float
+    kept_max: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of the prompts' tokens that came from the host."""
+        return self.num_hit_tokens / self.num_prompt_tokens
+
+    @property
+    def num_moved(self) -> int:
+        """Return the blocks that were stored or loaded."""
+        return self.num_stored + self.num_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class HookTime:
+    """The calls of one hook in one run."""
+
+    calls: int
+    median_ns: float
+    p99_ns: float
+    total_ns: int
+
+    @classmethod
+    def of(cls, samples_ns: Sequence[int]) -> HookTime:
+        """Return the figures of some samples."""
+        if not samples_ns:
+            return cls(0, 0.0, 0.0, 0)
+        middle_ns = statistics.median(samples_ns)
+        return cls(len(samples_ns), middle_ns, percentile(samples_ns, 99), sum(samples_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: each call of each hook, all hooks by step, and the whole scheduler with them."""
+
+    calls_ns: dict[str, list[int]]
+    steps_ns: list[int]
+    scheduler_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All rounds of a trace: hooks one by one, all of them by step, the whole scheduler."""
+
+    hooks: dict[str, HookTime]
+    steps: HookTime
+    total_ns: int
+    scheduler_ns: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Timing:
+        """Return the least of the rounds, call by call.
+
+        A trace makes the same calls in every round, and what others do on the machine can only add
+        to a call.
+        """
+        hooks = {
+            hook: HookTime.of([min(same) for same in zip(*calls, strict=True)])
+            for hook in runs[0].calls_ns
+            for calls in [[run.calls_ns[hook] for run in runs]]
+        }
+        steps_ns = [min(same) for same in zip(*(run.steps_ns for run in runs), strict=True)]
+        total_ns = sum(time.total_ns for time in hooks.values())
+        return cls(hooks, HookTime.of(steps_ns), total_ns, min(run.scheduler_ns for run in runs))
+
+
+Answers = dict[str, list[int]]
+
+
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """Return the smallest sample that so many percent are not above."""
+    return sorted(samples)[max(0, -(-len(samples) * percent // 100) - 1)]
+
+
+def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
+    """Serve a trace untimed; return what the connector achieves, and the answers."""
+    watch = Watch()
+    with engine_for(name, trace, copy_steps) as engine:
+        serve(engine, trace, watch)
+    facts = Facts(
+        engine.num_prompt_tokens,
+        watch.num_hit_tokens,
+        engine.num_computed,
+        engine.num_preemptions,
+        engine.worker.num_stored,
+        engine.worker.num_loaded,
+        engine.num_steps,
+        statistics.fmean(watch.kept_blocks),
+        max(watch.kept_blocks),
+    )
+    return facts, engine.answers
+
+
+def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
+    """Serve a trace once with a clock around every hook."""
+    timer = HookTimer(cost)
+    with engine_for(name, trace, copy_steps) as engine, without_gc():
+        serve(engine, trace, timer)
+    return Run(
+        {hook: samples for hook, samples in timer.samples_ns.items() if samples},
+        timer.steps_ns,
+        engine.scheduler_ns - cost.outside_ns * timer.num_calls,
+    )
+
+
+def count_hooks(trace: Trace, name: str, copy_steps: int) -> dict[str, Counts]:
+    """Serve a trace and count what every hook executes.
+
+    The first request with a connector fills caches that live as long as the process, so a trace
+    has to have been served before.
+    """
+    counter = HookCounter()
+    with engine_for(name, trace, copy_steps) as engine:
+        serve(engine, trace, counter)
+    return {hook: counts for hook, counts in counter.counts.items() if counts.calls}

@@ -1,0 +1,85 @@
+"""The benchmark `hits`: its figures, and that nothing counts that is not what it should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from safe_offload.bench.engine_process import Answer
+from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.hits import (
+    LOADED,
+    RULE,
+    Answers,
+    Found,
+    HitsReport,
+    check_answers,
+    render_table,
+)
+
+COMPUTED = Answer(0.1, 0.2, (1,), 0, 0, 48, 0.0, 0.0, 0.0)
+ON_HOST = replace(COMPUTED, num_host_tokens=32, num_computed_tokens=16)
+ON_GPU = replace(COMPUTED, num_gpu_tokens=32, num_computed_tokens=16)
+
+
+def report(loaded_s: float) -> HitsReport:
+    """Of an engine that computes in 10 ms, and of one with the rule that does in 20."""
+    by_way = {
+        LOADED: Found([loaded_s, loaded_s, 0.5], [0.010] * 3, [0.004] * 3, 3),
+        RULE: Found([0.021, 0.021, 0.2], [0.020] * 3, [0.005] * 3, 1),
+    }
+    return HitsReport({32: by_way}, {})
+
+
+def test_the_rule_is_held_against_the_better_of_loading_and_computing() -> None:
+    assert report(loaded_s=0.012).ratio(32) == pytest.approx(1.05)
+    assert report(loaded_s=0.005).ratio(32) == pytest.approx(2.1)
+
+
+def test_the_table_has_both_engines_and_how_often_the_rule_loaded() -> None:
+    row = render_table(report(loaded_s=0.012)).splitlines()[-1].split()
+    assert row[:5] == ["32", "10.00", "12.00", "1.20", "4.00"]
+    assert row[5:] == ["20.00", "21.00", "1.05", "5.00", "1", "of", "3", "1.05"]
+
+
+def test_the_file_has_every_sample() -> None:
+    (row,) = report(loaded_s=0.012).to_json()["rows"]
+    assert row["hit_tokens"] == 32
+    assert row["engines"][RULE]["hit_s"] == [0.021, 0.021, 0.2]
+
+
+@pytest.mark.parametrize(("way", "hit"), [(LOADED, ON_HOST), (RULE, COMPUTED), (RULE, ON_HOST)])
+def test_an_answer_counts_if_its_tokens_come_from_where_they_should(way: str, hit: Answer) -> None:
+    check_answers(way, 32, Answers(hit, COMPUTED, ON_GPU))
+
+
+@pytest.mark.parametrize(
+    ("way", "answers"),
+    [
+        (LOADED, Answers(COMPUTED, COMPUTED, ON_GPU)),
+        (RULE, Answers(ON_GPU, COMPUTED, ON_GPU)),
+        (RULE, Answers(replace(ON_HOST, num_host_tokens=16), COMPUTED, ON_GPU)),
+        (RULE, Answers(ON_HOST, ON_HOST, ON_GPU)),
+        (RULE, Answers(ON_HOST, COMPUTED, COMPUTED)),
+    ],
+)
+def test_an_answer_whose_tokens_come_from_elsewhere_ends_the_run(
+    way: str, answers: Answers
+) -> None:
+    with pytest.raises(SafeOffloadError, match="32 tokens"):
+        check_answers(way, 32, answers)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--hit-tokens", "33"], ["--hit-tokens", "0"], ["--rounds", "0"]]
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "hits.json"
+    assert main(["hits", "--json", str(path), *arguments]) == 1
+    assert arguments[0] in capsys.readouterr().err
+    assert not path.exists()

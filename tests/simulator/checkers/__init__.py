@@ -1,0 +1,54 @@
+"""Checkers: outside the code they check, each named after the promise it watches.
+
+They see what crosses a border: what vLLM asks our connector and what it answers, the plans, the
+reports of the ranks, the words in memory, vLLM's reference counts. They keep books of their own and
+believe none of ours.
+"""
+
+from __future__ import annotations
+
+from tests.simulator.checkers.completions import CompletionChecker
+from tests.simulator.checkers.contents import ContentChecker
+from tests.simulator.checkers.finishing import FinishChecker
+from tests.simulator.checkers.hits import HitChecker
+from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.progress import ProgressChecker
+from tests.simulator.checkers.references import ReferenceChecker
+from tests.simulator.checkers.slots import SlotChecker
+from tests.simulator.checkers.waits import WaitChecker
+from tests.simulator.engine_core import EngineCore
+
+
+class Checkers:
+    """All of them, on one engine."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.ledger = Ledger(core)
+        self.hits = HitChecker(core, self.ledger)
+        self.references = ReferenceChecker(core, self.ledger)
+        self.completions = CompletionChecker(core, self.ledger)
+        self.finishing = FinishChecker(core)
+        self.slots = SlotChecker(core, self.ledger)
+        self.contents = ContentChecker(core)
+        self.progress = ProgressChecker(core, self.ledger)
+        self.waits = WaitChecker(core, self.ledger)
+
+    def after_step(self) -> None:
+        """What must hold between any two steps.
+
+        Raises:
+            Finding: it does not.
+        """
+        self.references.check()
+        self.progress.check()
+
+    def after_drain(self) -> None:
+        """What must hold when all work has drained.
+
+        Raises:
+            Finding: it does not.
+        """
+        self.references.check_drained()
+
+
+__all__ = ["Checkers", "Ledger"]

@@ -1,0 +1,190 @@
+"""I6: what can be found on the host is what was computed for those tokens.
+
+That the forward reads the right words is checked by the model runner itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from safe_offload.protocol import StepPlan, Transfer
+from safe_offload.scheduler.slots import NO_SLOT
+from tests.simulator.checkers.taps import tap
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+from tests.simulator.words import Sequel, place
+
+
+class ContentChecker:
+    """Compares every slot with its key when it can be found first, and with a hit's prefix.
+
+    What was stored, or was being stored, when the cache was reset must never be found again.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._index = core.connector._planner._index
+        self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
+        """What a block hash, without its group, stands for: a prefix and its length."""
+        self._requests: list[list[Any]] = []
+        self._stale: set[int] = set()
+        """Slots of before the last reset that have not been stored anew."""
+        self._old_blocks: set[int] = set()
+        """GPU blocks that hold what was computed before it, and that nobody was given since."""
+        self._flipped: set[int] = set()
+        """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
+        and no store may use them once the scheduler side has been told."""
+        self._handed_out: set[int] = set()
+        """GPU blocks that vLLM's pool has given away since the last plan."""
+        tap(core.pool, "get_new_blocks", self._see_new_blocks)
+        tap(core.connector, "build_connector_meta", self._see_plan)
+        tap(core.connector, "reset_cache", self._see_reset)
+        tap(core.scheduler, "add_request", self._see_request)
+        tap(self._index.slots, "publish", self._see_publish)
+        tap(self._index, "find_hit", self._see_search)
+        tap(self._index, "grown", self._see_growth)
+        tap(core.connector, "get_num_new_matched_tokens", self._see_match)
+        self._matching: Any = None
+        for worker in core.workers:
+            worker.device.on_host_write = self._see_host_write
+
+    def kept_slots(self) -> list[int]:
+        """Slots that can be found."""
+        return sorted(self._index.slots.kept())
+
+    def flipped(self, slot: int) -> None:
+        """A bit of a slot has flipped on some rank, and this is not what we look for."""
+        self._flipped.add(slot)
+
+    def _see_request(self, original: Callable[[Any], None], request: Any) -> None:
+        sequel = self._core.runner.sequels[request.request_id]
+        self._requests.append([request, sequel, 0])
+        original(request)
+
+    def _learn(self) -> None:
+        hash_tokens = self._core.shape.hash_tokens
+        for entry in self._requests:
+            request, sequel, num_known = entry
+            hashes = request.block_hashes
+            for index in range(num_known, len(hashes)):
+                self._prefixes[bytes(hashes[index])] = (sequel, (index + 1) * hash_tokens)
+            entry[2] = len(hashes)
+
+    def _see_publish(
+        self,
+        original: Callable[[Sequence[int]], None],
+        slots: Sequence[int],
+    ) -> None:
+        original(slots)
+        self._learn()
+        kept = self._index.slots.kept()
+        for slot in slots:
+            if slot in kept:
+                self._check_published(slot, *kept[slot])
+
+    def _check_published(self, slot: int, group_idx: int, block_hash: bytes) -> None:
+        # Larger blocks than hashes: vLLM joins the hashes, and the last says where the block ends.
+        last_hash = block_hash[-32:]
+        if last_hash not in self._prefixes:
+            raise Finding("I6", f"slot {slot} is published under a hash of no request")
+        sequel, end = self._prefixes[last_hash]
+        self._check(slot, group_idx, sequel, end, "is published")
+
+    def _see_plan(self, original: Callable[..., StepPlan], scheduler_output: Any) -> StepPlan:
+        plan = original(scheduler_output)
+        self._see_stores(plan.stores_before_forward)
+        self._old_blocks -= self._written(scheduler_output)
+        self._see_stores(plan.stores_after_forward)
+        return plan
+
+    def _see_new_blocks(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
+        blocks = original(count)
+        self._handed_out.update(block.block_id for block in blocks)
+        return blocks
+
+    def _written(self, scheduler_output: Any) -> set[int]:
+        """Blocks that were given away since the last plan, to somebody who writes them.
+
+        A request that was preempted in the step that gave it a block does not; and the target of a
+        copy may be nobody's.
+        """
+        blocks = self._core.pool.blocks
+        written = {block_id for block_id in self._handed_out if blocks[block_id].ref_cnt}
+        copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+        written.update(copy.dst_block_id for copy in copies or ())
+        self._handed_out.clear()
+        return written
+
+    def _see_stores(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            for block_id, slot in zip(transfer.block_ids, transfer.slot_ids, strict=True):
+                self._flipped.discard(slot)
+                if block_id in self._old_blocks:
+                    self._stale.add(slot)
+                else:
+                    self._stale.discard(slot)
+
+    def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self._stale.update(range(self._core.shape.num_slots))
+        # What is hashed vLLM goes on using itself, if the GPU's cache was not reset too.
+        blocks = self._core.scheduler.kv_cache_manager.block_pool.blocks
+        self._old_blocks |= {b.block_id for b in blocks if not b.ref_cnt and b.block_hash is None}
+        return original()
+
+    def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:
+        self._matching = request
+        try:
+            return original(request, num_tokens)
+        finally:
+            self._matching = None
+
+    def _see_search(self, original: Callable[..., Any], *args: Any) -> Any:
+        hit = original(*args)
+        if hit is not None:
+            self._check_hit(hit)
+        return hit
+
+    def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
+        grown = original(*args)
+        if grown is not None:
+            self._check_hit(grown[0])
+        return grown
+
+    def _check_hit(self, hit: Any) -> None:
+        if self._matching is None:
+            return
+        sequel = self._core.runner.sequels[self._matching.request_id]
+        hit_end = hit.num_computed_tokens + hit.num_tokens
+        for group_idx, slots in enumerate(hit.slots_by_group):
+            block_tokens = self._core.shape.parsed_groups[group_idx].block_tokens
+            first = hit.num_computed_tokens // block_tokens
+            for index, slot in enumerate(slots):
+                if slot != NO_SLOT:
+                    end = min((first + index + 1) * block_tokens, hit_end)
+                    self._check(slot, group_idx, sequel, end, "is a hit")
+
+    def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
+        group = self._core.shape.parsed_groups[group_idx]
+        if slot in self._stale:
+            raise Finding("I6", f"slot {slot} {what} and was stored before the cache was reset")
+        if slot in self._flipped:
+            return
+        for worker in self._core.workers:
+            words = worker.device.memory.host[slot]
+            bits = place(group_idx, self._core.shape.holder_of(worker.rank))
+            if group.kind == "mamba":
+                expected = sequel.words(bits, end - 1, end) * len(words)
+            else:
+                first = (end - 1) // group.block_tokens * group.block_tokens
+                expected = sequel.words(bits, first, end)
+            if words[: len(expected)] != expected:
+                raise Finding(
+                    "I6",
+                    f"slot {slot} {what} for positions up to {end - 1} of group {group_idx}, "
+                    f"rank {worker.rank} does not hold their words",
+                )
+
+    def _see_host_write(self, rank: int, slot: int) -> None:
+        if slot in self._index.slots.kept():
+            self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")

@@ -1,0 +1,115 @@
+"""I1: a reported hit stays as it is until its load has landed; I7: it is not offered for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safe_offload.protocol import StepPlan
+from safe_offload.scheduler.index import Hit
+from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.taps import tap
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+
+FAILED_LOADS_MAX = 3
+"""A request is offered no hit when so many of its loads have failed."""
+
+
+class HitChecker:
+    """Guards the slots of every hit that was reported, and of every load that is not over."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self._found: Hit | None = None
+        self._last_found: dict[str, set[int]] = {}
+        """By request id: what was found when the host was searched for it last."""
+        self.offered: dict[str, tuple[int, set[int]]] = {}
+        """By request id: tokens and slots of the hit that was reported last."""
+        self._failed: set[int] = set()
+        """Slots whose load failed, and that were not stored anew."""
+        connector = core.connector
+        tap(connector._planner._index, "find_hit", self._see_search)
+        tap(connector._planner._index, "grown", self._see_growth)
+        tap(connector, "get_num_new_matched_tokens", self._see_match)
+        tap(connector, "update_state_after_alloc", self._see_allocation)
+        tap(connector, "request_finished_all_groups", self._see_finish)
+        tap(connector, "reset_cache", self._see_reset)
+        ledger.on_plan.append(self._see_plan)
+
+    def _see_search(self, original: Callable[..., Hit | None], *args: Any) -> Hit | None:
+        self._found = original(*args)
+        return self._found
+
+    def _see_growth(self, original: Callable[..., Any], *args: Any) -> Any:
+        grown = original(*args)
+        if grown is not None:
+            self._found = grown[0]
+        return grown
+
+    def _see_match(
+        self, original: Callable[..., Any], request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._found = None
+        self.offered.pop(request.request_id, None)
+        num_tokens, is_async = original(request, num_computed_tokens)
+        if is_async != bool(num_tokens):
+            raise Finding("I1", f"match answers {(num_tokens, is_async)}")
+        if num_tokens is None:  # see `WaitChecker`
+            return None, False
+        if not 0 <= num_tokens <= request.num_tokens - num_computed_tokens:
+            raise Finding("I1", f"a hit of {num_tokens} tokens behind {num_computed_tokens}")
+        if self._found is not None:
+            self._last_found[request.request_id] = set(self._found.slots())
+        if num_tokens:
+            slots = self._last_found.get(request.request_id, set())
+            self._learn_failures()
+            if slots & self._failed:
+                raise Finding("I7", f"slots {slots & self._failed} failed and are offered again")
+            num_failed = sum(load.has_failed for load in self._ledger.loads_of(request))
+            if num_failed >= FAILED_LOADS_MAX:
+                raise Finding("I7", f"a hit for {request.request_id}: {num_failed} loads failed")
+            self.offered[request.request_id] = (num_tokens, slots)
+        return num_tokens, is_async
+
+    def _learn_failures(self) -> None:
+        for record in self._ledger.take_over_loads():
+            if record.has_failed:
+                self._failed.update(record.transfer.slot_ids)
+
+    def _see_allocation(
+        self, original: Callable[..., None], request: Any, blocks: Any, num_tokens: int
+    ) -> None:
+        offered, _ = self.offered.pop(request.request_id, (0, set()))
+        if num_tokens > offered:
+            raise Finding("I1", f"expected {num_tokens} hit tokens, got {offered}")
+        original(request, blocks, num_tokens)
+
+    def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
+        self.offered.pop(request.request_id, None)
+        return original(request, blocks)
+
+    def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self.offered.clear()
+        return original()
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        self._learn_failures()
+        guarded = {
+            slot: f"a hit of {name}" for name, (_, ids) in self.offered.items() for slot in ids
+        }
+        for record in self._ledger.open_loads():
+            name = f"load {record.transfer.transfer_id}"
+            guarded.update((slot, name) for slot in record.transfer.slot_ids)
+        for transfer in plan.loads:
+            guarded.update((slot, f"load {transfer.transfer_id}") for slot in transfer.slot_ids)
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            self._failed.difference_update(transfer.slot_ids)
+            for slot in transfer.slot_ids:
+                if slot in guarded:
+                    raise Finding(
+                        "I1",
+                        f"store {transfer.transfer_id} writes slot {slot}, which belongs to "
+                        f"{guarded[slot]}",
+                    )

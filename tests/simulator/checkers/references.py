@@ -1,0 +1,80 @@
+"""I2 and I8: no reference on a GPU block is ours, and none of anything is left in the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.taps import tap
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+
+
+class ReferenceChecker:
+    """Counts the references that vLLM itself holds, and compares."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        tap(core.connector, "request_finished_all_groups", self._see_finish)
+
+    def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
+        before = self._counts()
+        answer = original(request, blocks)
+        changed = [i for i, count in enumerate(self._counts()) if count != before[i]]
+        if answer[0]:
+            raise Finding("I2", f"request_finished of {request.request_id} keeps its blocks")
+        if changed:
+            raise Finding(
+                "I2", f"request_finished of {request.request_id} referenced blocks {changed}"
+            )
+        return answer
+
+    def _counts(self) -> list[int]:
+        return [block.ref_cnt for block in self._core.pool.blocks]
+
+    def check(self) -> None:
+        """Every GPU block has as many references as vLLM's own tables hold."""
+        expected: Counter[int] = Counter()
+        scheduler = self._core.scheduler
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for table in manager.req_to_blocks.values():
+                expected.update(block.block_id for block in table)
+        for _, blocks in getattr(scheduler, "deferred_frees", ()):
+            expected.update(block.block_id for block in blocks)
+        for block in self._core.pool.blocks:
+            if not block.is_null and block.ref_cnt != expected[block.block_id]:
+                raise Finding(
+                    "I2",
+                    f"block {block.block_id} has {block.ref_cnt} references, of which vLLM's "
+                    f"tables hold {expected[block.block_id]}",
+                )
+
+    def check_drained(self) -> None:
+        """Nothing is held by anybody."""
+        core = self._core
+        planner = core.connector._planner
+        if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
+            raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
+        slots = planner._index.slots
+        num_bad = len(self._ledger.bad_slots)
+        referenced = len(slots._leased)
+        left = {
+            "requests of vLLM's": len(core.scheduler.requests),
+            "leases": len(planner._leases),
+            "slots with a reference": referenced - num_bad,
+            "slots in use": slots.num_usable - slots.num_free - num_bad,
+            "slots that count as being stored": len(slots._being_stored),
+            "blocks that count against the stores' bound": planner._harvest.num_blocks,
+            "stores in flight": len(planner._stores),
+            "loads in flight": len(planner._loads),
+            "requests that hold blocks for a load": len(planner._loads._admission),
+            "live requests": sum(not state.finished for state in planner._book),
+            "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
+            "copies": sum(len(worker.device.running) for worker in core.workers),
+        }
+        if planner.has_work or any(left.values()):
+            found = ", ".join(f"{count} {what}" for what, count in left.items() if count)
+            raise Finding("I8", f"left when all work has drained: {found or 'pending work'}")

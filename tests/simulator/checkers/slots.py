@@ -1,0 +1,65 @@
+"""I5: taking host slots is one atomic step, and running out is a smaller grant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safe_offload.protocol import StepPlan
+from safe_offload.scheduler.leases import Lease, LeaseKind
+from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.taps import tap
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+
+
+class SlotChecker:
+    """No slot has two writers, lies outside any rank's memory, or belongs to somebody else."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self.squeezed: list[Lease | None] = []
+        """Slots that somebody else has taken, as leases, so that our own checks add up."""
+        self._leases = core.connector._planner._leases
+        tap(core.connector._planner._index.slots, "grant", self._see_grant)
+        ledger.on_plan.append(self._see_plan)
+
+    def squeeze(self, count: int) -> None:
+        """Somebody else takes slots."""
+        self.squeezed.append(self._leases.grant(LeaseKind.STORE, count))
+
+    def give_back(self) -> None:
+        """Somebody else gives back what it took first."""
+        lease = self.squeezed.pop(0)
+        if lease is not None:
+            lease.release()
+
+    def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
+        try:
+            slots = original(count)
+        except Exception as error:
+            raise Finding("I5", f"asking for {count} slots raised {error!r}") from error
+        if len(slots) > max(count, 0):
+            raise Finding("I5", f"asked for {count} slots, got {len(slots)}")
+        return slots
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        leases = [lease for lease in self.squeezed if lease is not None]
+        taken = {slot: "somebody else" for lease in leases for slot in lease.slots}
+        for record in self._ledger.open_stores():
+            name = f"store {record.transfer.transfer_id}"
+            taken.update((slot, name) for slot in record.transfer.slot_ids)
+        num_slots = min(worker.device.num_usable_slots for worker in self._core.workers)
+        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
+            for slot in transfer.slot_ids:
+                if not 0 <= slot < num_slots:
+                    raise Finding("I5", f"slot {slot} lies outside some rank's usable host memory")
+                if slot in self._ledger.bad_slots:
+                    raise Finding("I6", f"slot {slot} is used again, whose memory is bad")
+                if slot in taken:
+                    raise Finding(
+                        "I5",
+                        f"store {transfer.transfer_id} writes slot {slot}, which {taken[slot]} has",
+                    )
+                taken[slot] = f"store {transfer.transfer_id}"

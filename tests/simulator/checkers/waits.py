@@ -1,0 +1,108 @@
+"""I7: a request waits for another's load only while that load brings what it lacks, and not long.
+
+What is looked at is vLLM's own: its requests, their states, their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.taps import tap
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+
+WAIT_MAX_S = 10.0
+"""A request waits no longer over its whole life, nor longer than a transfer may."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """How a request has waited.
+
+    Attributes:
+        request: kept, so that its address is nobody else's.
+        waits_for: the load that it waits for is one of these; empty if it does not wait.
+        had: loads that it has certainly waited for before.
+        asked_s: when it was asked about last, while it waits.
+        waited_s: in all.
+    """
+
+    request: Any
+    waits_for: set[tuple[int, int]] = field(default_factory=set)
+    had: set[tuple[int, int]] = field(default_factory=set)
+    asked_s: float = 0.0
+    waited_s: float = 0.0
+
+    def end(self) -> None:
+        """It waits no more for what it waited for."""
+        if len(self.waits_for) == 1:
+            self.had |= self.waits_for
+        self.waits_for = set()
+
+
+class WaitChecker:
+    """Watches every answer to the question how many tokens the host has."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger) -> None:
+        self._core = core
+        self._ledger = ledger
+        self._waiters: dict[int, _Waiter] = {}
+        timeout_s = core.connector._config.transfer_timeout_s
+        self._wait_max_s = min(WAIT_MAX_S, timeout_s)
+        tap(core.connector, "get_num_new_matched_tokens", self._see_match)
+
+    def _see_match(
+        self, original: Callable[..., Any], request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = original(request, num_computed_tokens)
+        waiter = self._waiters.setdefault(id(request), _Waiter(request))
+        now_s = self._core.clock.now_s
+        if waiter.waits_for:
+            waiter.waited_s += now_s - waiter.asked_s
+        waiter.asked_s = now_s
+        if answer[0] is None:
+            self._check(waiter, num_computed_tokens)
+        else:
+            waiter.end()
+        return answer
+
+    def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
+        name = waiter.request.request_id
+        if waiter.waited_s > self._wait_max_s:
+            raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")
+        loads = set(self._loads_of_the_same(waiter.request, num_computed_tokens))
+        if not loads:
+            raise Finding("I7", f"{name} waits, and no load brings what it lacks")
+        if loads & waiter.waits_for:
+            waiter.waits_for &= loads
+            return
+        waiter.end()
+        waiter.waits_for = loads - waiter.had
+        if not waiter.waits_for:
+            raise Finding("I7", f"{name} waits twice for the same load")
+
+    def _loads_of_the_same(
+        self, request: Any, num_computed_tokens: int
+    ) -> Iterator[tuple[int, int]]:
+        """Loads that vLLM waits for, of requests that begin as this one to its first missing token.
+
+        A load is known by its request and how often that was preempted before.
+        """
+        from vllm.v1.request import RequestStatus
+
+        end = num_computed_tokens + 1
+        wanted = list(request.all_token_ids[:end])
+        scheduler = self._core.scheduler
+        for other in scheduler.requests.values():
+            if (
+                other.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                and other.request_id not in scheduler.finished_recving_kv_req_ids
+                and other.num_computed_tokens >= end
+                and other.cache_salt == request.cache_salt
+                and list(other.all_token_ids[:end]) == wanted
+                and not self._ledger.has_heard_of_load(other)
+            ):
+                yield id(other), other.num_preemptions

@@ -1,0 +1,399 @@
+"""One rank's memory, its compute stream, and copies that read and write at adversarial moments.
+
+A copy moves word by word, at moments between its issue and its end that the seed chooses, so that
+whatever is not ordered against it tears it. With streams (a GPU) the forward runs later than the
+hooks that surround it, in order with what else is on the compute stream; without (vLLM's CPU
+engine) it has run when it was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.errors import TransferError
+from safe_offload.protocol import FailureReason
+from safe_offload.worker.backends.base import Completion, Copy, Direction
+from tests.simulator.chance import Chance
+from tests.simulator.groups import PAGE_BYTES
+from tests.simulator.virtual_loop import Clock
+from tests.simulator.words import ZEROED
+
+TICK_S = 0.001
+"""Virtual time between two looks at the copies."""
+
+
+class CopyFault(enum.Enum):
+    """What can be wrong with a copy."""
+
+    FAIL = "fail"
+    """It raises when some of its words have been moved."""
+    REFUSE = "refuse"
+    """It cannot be issued."""
+    STALL = "stall"
+    """It stands still for up to a minute."""
+    KILL = "kill"
+    """Issuing it kills the event loop."""
+
+
+class LoopKilledError(BaseException):
+    """What no frame of a transfer is meant to catch."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Words of the GPU blocks and of the host slots; None where nothing was ever written."""
+
+    gpu: list[list[int | None]]
+    host: list[list[int | None]]
+
+    @classmethod
+    def empty(cls, num_blocks: int, num_slots: int, block_words: int) -> Memory:
+        """Nothing written yet."""
+        return cls(
+            [[None] * block_words for _ in range(num_blocks)],
+            [[None] * block_words for _ in range(num_slots)],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SimCopy:
+    """A copy that has been issued; see `Completion`.
+
+    Attributes:
+        pending: (block, slot, word) still to be moved, the last first.
+        after: how many operations the compute stream must have done before it begins.
+        ticks_left: it ends at the first tick at which this has passed and nothing is pending.
+        stalled_until_s: virtual time before which it does not move.
+    """
+
+    copy: Copy
+    pending: list[tuple[int, int, int]]
+    after: int
+    ticks_left: int
+    stalled_until_s: float
+    fails: bool
+    ended: asyncio.Future[None]
+    take_back: Callable[[SimCopy], bool]
+    has_ended: bool = False
+    has_begun: bool = False
+
+    async def wait(self) -> None:
+        """See `Completion.wait`."""
+        await self.ended
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`."""
+        return self.take_back(self)
+
+
+@dataclass(slots=True)
+class DeviceOptions:
+    """How a device behaves.
+
+    Attributes:
+        has_streams: whether the forward runs behind the hooks, on a compute stream.
+        copy_ticks_max: how late a copy may end.
+        ticks_per_slot: how long one more host slot takes to be made ready; 0: all are.
+    """
+
+    has_streams: bool = False
+    copy_ticks_max: int = 0
+    ticks_per_slot: int = 0
+
+
+@dataclass(slots=True)
+class Device:
+    """Memory, compute stream and copies of one rank."""
+
+    rank: int
+    memory: Memory
+    options: DeviceOptions
+    chance: Chance
+    clock: Clock
+    faults: dict[int, CopyFault] = field(default_factory=dict)
+    """By the number of the copy on this rank."""
+    hold_copies: bool = False
+    """No copy moves by itself; a test's way to choose the moment."""
+    is_broken: bool = False
+    """Every call of its backend raises; what runs on it goes on."""
+    fails_loads: bool = False
+    """Every load fails half way."""
+    on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
+    running: list[SimCopy] = field(default_factory=list)
+    num_usable_slots: int = 0
+    """Host slots that are ready."""
+    num_copies: int = 0
+    num_ticks: int = 0
+    num_enqueued: int = 0
+    num_executed: int = 0
+    _compute: deque[Callable[[], bool]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if not self.options.ticks_per_slot:
+            self.num_usable_slots = len(self.memory.host)
+
+    def check_alive(self) -> None:
+        """Whatever is asked of a broken device ends here.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        if self.is_broken:
+            raise RuntimeError(f"the device of rank {self.rank} is lost")
+
+    # ---- the compute stream --------------------------------------------------------------------
+
+    def enqueue(self, operation: Callable[[], object]) -> None:
+        """Put something on the compute stream; without streams it is done at once."""
+
+        def run() -> bool:
+            operation()
+            return True
+
+        self._enqueue(run)
+
+    def _enqueue(self, operation: Callable[[], bool]) -> None:
+        self._compute.append(operation)
+        self.num_enqueued += 1
+        if not self.options.has_streams:
+            self.synchronize(self.num_enqueued)
+
+    # ---- what a kernel does, on the compute stream ---------------------------------------------
+
+    def zero(self, block_id: int) -> None:
+        """Fill a block with zeros."""
+        block = self.memory.gpu[block_id]
+        block[:] = [ZEROED] * len(block)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block onto another."""
+        self.memory.gpu[target][:] = self.memory.gpu[source]
+
+    def write(self, block_id: int, first: int, words: list[int]) -> None:
+        """Write words of a block from the `first` on."""
+        self.memory.gpu[block_id][first : first + len(words)] = words
+
+    def check(
+        self, block_id: int, first: int, expected: list[int], report: Callable[[str], None]
+    ) -> None:
+        """Compare words of a block, from the `first` on, with what they should be."""
+        found = self.memory.gpu[block_id][first : first + len(expected)]
+        if found != expected:
+            wrong = [i for i, word in enumerate(found) if word != expected[i]]
+            report(
+                f"words {wrong} of {len(expected)} are not those of its prefix "
+                f"(found {[found[i] for i in wrong][:4]})"
+            )
+
+    # ---- the compute stream itself -------------------------------------------------------------
+
+    def advance_compute(self, num_operations: int) -> None:
+        """Let the compute stream do up to so many operations."""
+        for _ in range(num_operations):
+            if not self._compute or not self._compute[0]():
+                return
+            self._compute.popleft()
+            self.num_executed += 1
+
+    def synchronize(self, num_operations: int) -> None:
+        """Wait until the stream has done its first `num_operations` operations."""
+        while self.num_executed < num_operations:
+            before = self.num_executed
+            self.advance_compute(1)
+            if self.num_executed == before:  # it waits for a copy that stands still
+                self.clock.advance(1.0)
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def issue(self, copy: Copy, after: int, ended: asyncio.Future[None]) -> SimCopy:
+        """Start a copy.
+
+        Raises:
+            TransferError: a fault says so.
+            LoopKilledError: a fault says so.
+            RuntimeError: the device is broken.
+        """
+        self.check_alive()
+        number, self.num_copies = self.num_copies, self.num_copies + 1
+        fault = self.faults.get(number)
+        if fault is CopyFault.REFUSE:
+            raise TransferError(FailureReason.COPY_FAILED, "refused by the simulator")
+        if fault is CopyFault.KILL:
+            raise LoopKilledError(f"by copy {number} of rank {self.rank}")
+        stream = self.chance.stream("copy", self.rank, number)
+        pending = [
+            (block_id, slot_id, word)
+            for block_id, slot_id in zip(
+                copy.block_ids.tolist(), copy.slot_ids.tolist(), strict=True
+            )
+            for word in range(len(self.memory.gpu[0]))
+        ]
+        if stream.random() < 0.5:
+            stream.shuffle(pending)
+        stalled_until_s = 0.0
+        if fault is CopyFault.STALL:
+            stalled_until_s = self.clock.now_s + stream.uniform(1.0, 60.0)
+        running = SimCopy(
+            copy,
+            pending,
+            after,
+            stream.randint(0, self.options.copy_ticks_max),
+            stalled_until_s,
+            fault is CopyFault.FAIL or (self.fails_loads and copy.direction is Direction.LOAD),
+            ended,
+            self._take_back,
+        )
+        self.running.append(running)
+        return running
+
+    def _take_back(self, copy: SimCopy) -> bool:
+        """Whether a copy is still in the queue of a thread; streams give nothing back."""
+        if self.options.has_streams or copy.has_begun or copy.has_ended:
+            return False
+        self.running.remove(copy)
+        copy.has_ended = True
+        copy.ended.set_exception(TransferError(FailureReason.CANCELLED, "it was taken back"))
+        return True
+
+    def tick(self) -> None:
+        """Time passes: every copy may move some of its words, and some end."""
+        self.num_ticks += 1
+        self.clock.advance(TICK_S)
+        if self.options.ticks_per_slot and self.num_ticks % self.options.ticks_per_slot == 0:
+            self.num_usable_slots = min(self.num_usable_slots + 1, len(self.memory.host))
+        for copy in list(self.running):
+            if self.hold_copies or not self._may_move(copy):
+                continue
+            copy.ticks_left -= 1
+            if copy.ticks_left < 0:
+                self._end(copy)
+            else:
+                draw = self.chance.bits("tick", self.rank, self.num_ticks, len(copy.pending))
+                self._move(copy, draw % (len(copy.pending) + 1))
+
+    def _may_move(self, copy: SimCopy) -> bool:
+        return self.num_executed >= copy.after and self.clock.now_s >= copy.stalled_until_s
+
+    def _move(self, copy: SimCopy, count: int) -> None:
+        is_store = copy.copy.direction is Direction.STORE
+        copy.has_begun = True
+        for block_id, slot_id, word in self._take(copy, count):
+            block, slot = self.memory.gpu[block_id], self.memory.host[slot_id]
+            if is_store:
+                slot[word] = block[word]
+                self.on_host_write(self.rank, slot_id)
+            else:
+                block[word] = slot[word]
+
+    @staticmethod
+    def _take(copy: SimCopy, count: int) -> Iterator[tuple[int, int, int]]:
+        for _ in range(min(count, len(copy.pending))):
+            yield copy.pending.pop()
+
+    def _end(self, copy: SimCopy) -> None:
+        self._move(copy, len(copy.pending) // 2 if copy.fails else len(copy.pending))
+        self.running.remove(copy)
+        copy.has_ended = True
+        if copy.ended.done():
+            return
+        if copy.fails:
+            error = TransferError(FailureReason.COPY_FAILED, "failed by the simulator")
+            copy.ended.set_exception(error)
+        else:
+            copy.ended.set_result(None)
+
+    def fence(self, copy: SimCopy, timeout_s: float) -> bool:
+        """See `Backend.fence`."""
+        self.check_alive()
+        if self.options.has_streams:
+            self._enqueue(lambda: self._finish_reads(copy))
+            return True
+        if copy.stalled_until_s > self.clock.now_s + timeout_s:
+            self.clock.advance(timeout_s)
+            return False
+        self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
+        return self._finish_reads(copy)
+
+    def _finish_reads(self, copy: SimCopy) -> bool:
+        """Move what is left of a copy; False while it stands still."""
+        if copy.has_ended:
+            return True
+        if not self._may_move(copy):
+            return False
+        if copy.fails:
+            self._end(copy)
+        else:
+            self._move(copy, len(copy.pending))
+        return True
+
+    def finish_all(self) -> None:
+        """Wait for everything that was started."""
+        self.synchronize(self.num_enqueued)
+        for copy in list(self.running):
+            self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
+            self._end(copy)
+
+
+class SimBackend:
+    """See `Backend`: the copies of one device, awaited on a virtual loop."""
+
+    def __init__(
+        self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = PAGE_BYTES
+    ) -> None:
+        self.device = device
+        self.slot_bytes = slot_bytes
+        self.num_slots = len(device.memory.host)
+        self._loop = loop
+        self._is_closed = False
+
+    @property
+    def num_usable_slots(self) -> int:
+        """See `Backend.num_usable_slots`."""
+        return self.device.num_usable_slots
+
+    def mark(self) -> int:
+        """See `Backend.mark`."""
+        self.device.check_alive()
+        return self.device.num_enqueued
+
+    def issue(self, copy: Copy, after: int) -> SimCopy:
+        """See `Backend.issue`."""
+        memory = self.device.memory
+        is_inside = 0 <= copy.block_ids.min() <= copy.block_ids.max() < len(
+            memory.gpu
+        ) and 0 <= copy.slot_ids.min() <= copy.slot_ids.max() < len(memory.host)
+        if not is_inside:
+            raise TransferError(FailureReason.BAD_PLAN, "an id lies outside the memory")
+        if self._is_closed:
+            raise TransferError(FailureReason.NOT_RUNNING, "the backend was closed")
+        return self.device.issue(copy, after, self._loop.create_future())
+
+    def fence(self, completion: Completion, timeout_s: float) -> bool:
+        """See `Backend.fence`."""
+        assert isinstance(completion, SimCopy)
+        return self.device.fence(completion, timeout_s)
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        self.device.check_alive()
+        slots = (self.device.memory.host[slot_id] for slot_id in slot_ids.tolist())
+        digests = (blake2b(repr(words).encode(), digest_size=8).digest() for words in slots)
+        return np.array([int.from_bytes(digest) for digest in digests], dtype=np.uint64)
+
+    def end_copies(self) -> None:
+        """See `Backend.end_copies`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.device.finish_all()
+
+    def close(self) -> None:
+        """See `Backend.close`; there is nothing to free."""
+        self.end_copies()

@@ -1,0 +1,350 @@
+"""What vLLM's EngineCore does around its scheduler, over simulated ranks.
+
+`step` follows `EngineCore.step` and `step_with_batch_queue` (vLLM 0.32.0, v1/engine/core.py): with
+asynchronous scheduling or pipeline stages several steps are in flight, each rank works them off in
+order and at its own pace, and aborts that come in meanwhile are handled right before the output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.config import OffloadConfig
+from tests.simulator.chance import Chance
+from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
+from tests.simulator.findings import Findings
+from tests.simulator.model_runner import Batch, ModelRunner
+from tests.simulator.virtual_loop import Clock, VirtualLoop
+from tests.simulator.vllm_setup import (
+    EngineShape,
+    as_model_runner,
+    make_config,
+    make_kv_cache_config,
+    make_scheduler,
+    runner_output,
+)
+from tests.simulator.words import VOCABULARY, Sequel
+from tests.simulator.worker import Forward, SteppedEngine, StepResult, Worker
+
+MutateOutputs = Callable[[int, list[Any]], None]
+"""Called with the number of a step and what the ranks' connectors return for it, by rank."""
+
+
+class EngineCore:
+    """The engine.
+
+    Args:
+        shape: what it is made of.
+        seed: decides when copies move and how far ranks lag behind.
+        copy_ticks_max: how late copies may end.
+    """
+
+    def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
+        self.shape = shape
+        self.chance = Chance(seed)
+        self.clock = Clock()
+        self.findings = Findings()
+        self.counts: Counter[str] = Counter()
+        self.answers: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.mutate_outputs: list[MutateOutputs] = []
+        self.before_update: list[Callable[[Batch], None]] = []
+        self.num_steps = 0
+        self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
+        """Host memory and its checksums, by the first of the ranks that have it."""
+        with as_model_runner(shape):
+            self.scheduler, self._hasher = make_scheduler(shape)
+            self.connector._clock = lambda: self.clock.now_s
+            self.workers = [
+                self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
+            ]
+        self.runner = ModelRunner(shape, self.scheduler, self.chance, self.findings)
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+        self._aggregator = KVOutputAggregator(shape.num_ranks)
+        self.queue: deque[Batch] = deque()
+        self._to_run: list[deque[Batch]] = [deque() for _ in self.workers]
+        self._aborts: list[str] = []
+
+    def _make_worker(self, rank: int, copy_ticks_max: int) -> Worker:
+        from safe_offload.compat import KVConnectorRole
+        from safe_offload.connector import SafeCPUOffloadConnector
+
+        shape = self.shape
+        connector = SafeCPUOffloadConnector(
+            make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
+        )
+        device, engine = self._make_engine(rank, copy_ticks_max, connector._config)
+        engine.start()
+        assert connector._worker is not None
+        connector._worker.attach(engine)
+        return Worker(
+            rank,
+            connector,
+            engine,
+            device,
+            is_v2=shape.is_v2,
+            defers_finalize=shape.num_draft_tokens > 0,
+            is_last_stage=rank >= shape.num_ranks - shape.tensor_ranks,
+            pause=self._pause,
+        )
+
+    def _make_engine(
+        self, rank: int, copy_ticks_max: int, config: OffloadConfig
+    ) -> tuple[Device, SteppedEngine]:
+        """A device and the transfer engine that copies for it."""
+        shape = self.shape
+        memory = Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words)
+        own = memory.host, np.zeros(len(memory.host), dtype=np.uint64)
+        memory.host, checksums = self._hosts.setdefault(shape.holder_of(rank), own)
+        device = Device(
+            rank,
+            memory,
+            DeviceOptions(shape.has_streams, copy_ticks_max, shape.ticks_per_slot),
+            self.chance,
+            self.clock,
+        )
+        loop = VirtualLoop(self.clock)
+        return device, SteppedEngine(SimBackend(device, loop), config, loop, checksums)
+
+    # ---- what clients do -----------------------------------------------------------------------
+
+    @property
+    def connector(self) -> Any:
+        """Our connector, scheduler side."""
+        return self.scheduler.connector
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's pool of GPU blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine would go on stepping."""
+        return bool(self.queue or self.scheduler.has_requests())
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Whether a step is being computed that a request of this id is part of."""
+        return any(request_id in batch.scheduled.num_scheduled_tokens for batch in self.queue)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Any:
+        """Send a request; returns vLLM's object."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            arrival_time=self.clock.now_s,
+            cache_salt=cache_salt,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
+        self.answers.pop(request_id, None)
+        self.finish_reasons.pop(request_id, None)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """The client has gone."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def abort_before_update(self, request_id: str) -> None:
+        """The client goes while a step is being computed."""
+        self._aborts.append(request_id)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    @property
+    def queue_size(self) -> int:
+        """Steps in flight (vLLM's `max_concurrent_batches`)."""
+        pipeline = self.shape.pipeline_ranks
+        if self.shape.is_async and self.shape.is_v2:
+            return pipeline + 1
+        return 2 if self.shape.is_async and pipeline == 1 else pipeline
+
+    def step(self) -> Batch | None:
+        """One turn of the engine's busy loop; returns the step that was scheduled, if any."""
+        self.num_steps += 1
+        scheduled = None
+        if self.scheduler.has_requests():
+            scheduled = self._schedule()
+            is_worth_waiting = scheduled.works or self.scheduler.has_requests()
+            if len(self.queue) < self.queue_size and is_worth_waiting:
+                self._let_ranks_run()
+                self.findings.raise_first()
+                return scheduled
+        if self.queue:
+            self._finish_step(self.queue.popleft())
+        self.findings.raise_first()
+        return scheduled
+
+    def _schedule(self) -> Batch:
+        with as_model_runner(self.shape):
+            output = self.scheduler.schedule()
+        self.findings.raise_first()
+        batch = self.runner.prepare(output)
+        self.queue.append(batch)
+        for steps in self._to_run:
+            steps.append(batch)
+        if not batch.works:
+            self.clock.advance(1.0)  # an idle engine polls
+        return batch
+
+    def _let_ranks_run(self) -> None:
+        for worker in self.workers:
+            count = self.chance.below(self.queue_size + 1, "lag", self.num_steps, worker.rank)
+            self._run_rank(worker, count)
+            self._pause(worker.rank)
+
+    def _run_rank(self, worker: Worker, count: int) -> None:
+        steps = self._to_run[worker.rank]
+        for _ in range(min(count, len(steps))):
+            batch = steps.popleft()
+            forward = Forward(
+                batch.zeroed,
+                batch.copies,
+                functools.partial(self.runner.move_states, batch),
+                functools.partial(self.runner.compute, batch),
+            )
+            batch.results[worker.rank] = worker.run(
+                batch.scheduled.kv_connector_metadata, forward, batch.scheduled.finished_req_ids
+            )
+
+    def _pause(self, rank: int) -> None:
+        """Some time passes on a rank."""
+        worker = self.workers[rank]
+        device = worker.device
+        draw = self.chance.bits("pause", rank, worker.num_steps, device.num_ticks)
+        if draw & 3:
+            worker.engine.turn()
+        if draw & 4:
+            worker.engine.turn()
+        device.advance_compute(draw >> 3 & 3)
+        device.tick()
+
+    def _finish_step(self, batch: Batch) -> None:
+        for worker in self.workers:
+            steps = self._to_run[worker.rank]
+            while batch in steps:
+                self._run_rank(worker, 1)
+            worker.device.synchronize(batch.results[worker.rank].num_operations)
+            self._pause(worker.rank)
+        self.findings.raise_first()
+        output = self._aggregate(batch)
+        for observe in self.before_update:
+            observe(batch)
+        for request_id in self._aborts:
+            self.abort(request_id)
+        self._aborts.clear()
+        with as_model_runner(self.shape):
+            by_client = self.scheduler.update_from_output(batch.scheduled, output)
+        for outputs in by_client.values():
+            self._collect(outputs)
+        self._take_drafts(batch)
+
+    def _take_drafts(self, batch: Batch) -> None:
+        # What was preempted meanwhile has no use for the drafts of this step.
+        drafts = {i: d for i, d in batch.drafts.items() if self._is_running(i)}
+        if drafts and not self.shape.is_async:
+            from vllm.v1.outputs import DraftTokenIds
+
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(list(drafts), list(drafts.values()))
+            )
+
+    def _is_running(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        is_running = request is not None and request.status.name == "RUNNING"
+        return is_running and not self.is_in_flight(request_id)
+
+    def _aggregate(self, batch: Batch) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        connector_outputs = [
+            _connector_output(batch.results[w.rank], KVConnectorOutput) for w in self.workers
+        ]
+        for mutate in self.mutate_outputs:
+            mutate(batch.number, connector_outputs)
+        outputs = [
+            runner_output(
+                batch.request_ids, [list(tokens) for tokens in batch.sampled], connector_output
+            )
+            for connector_output in connector_outputs
+        ]
+        output = self._aggregator.aggregate(outputs)
+        connector_output = output.kv_connector_output
+        for name in ("finished_recving", "finished_sending", "failed_recving"):
+            ids = getattr(connector_output, name)
+            if ids:
+                setattr(connector_output, name, SortedIds(ids))
+        return output
+
+    def _collect(self, outputs: Any) -> None:
+        stats = outputs.scheduler_stats
+        if stats is not None and stats.kv_connector_stats:
+            self.counts.update(stats.kv_connector_stats.get("counts", {}))
+        for item in outputs.outputs:
+            self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
+            if item.finish_reason is not None:
+                self.finish_reasons[item.request_id] = item.finish_reason
+
+    # ---- many steps ----------------------------------------------------------------------------
+
+    def drain(self, max_steps: int = 3000) -> int:
+        """Step until the engine would go idle; returns the number of steps."""
+        for count in range(max_steps):
+            if not self.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"not idle after {max_steps} steps")
+
+    def close(self) -> None:
+        """End the ranks' engines."""
+        for worker in self.workers:
+            worker.device.hold_copies = False
+            worker.engine.close()
+
+
+class SortedIds(set[str]):
+    """A set of ids that is gone through in order, so that a run is the same in every process."""
+
+    def __iter__(self) -> Any:
+        """In order."""
+        return iter(sorted(super().__iter__()))
+
+
+def _connector_output(result: StepResult, make: Any) -> Any:
+    return make(
+        finished_sending=result.finished_sending,
+        finished_recving=result.finished_recving,
+        failed_recving=set(result.failed_recving),
+        kv_connector_stats=result.stats,
+        kv_connector_worker_meta=result.worker_meta,
+    )
+
+
+def random_prompt(num_tokens: int, seed: int) -> list[int]:
+    """A prompt that is its own for each seed."""
+    stream = Chance("prompt").stream(seed)
+    return [stream.randrange(VOCABULARY) for _ in range(num_tokens)]

@@ -1,0 +1,140 @@
+"""What happens to an engine in a run: requests, aborts, resets, faults, each with a name.
+
+A run is the list of its events and a seed. Leaving events out gives a smaller run of the same seed,
+which is how a failing one is shrunk.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from tests.simulator.device import CopyFault
+
+
+class Moment(enum.Enum):
+    """When in the life of a request its client goes."""
+
+    UNSEEN = "unseen"
+    """Before the scheduler has looked at it."""
+    WAITING = "waiting"
+    """It has been looked at and waits."""
+    MATCHED = "matched"
+    """A hit was reported for it, and no block could be allocated."""
+    LOADING = "loading"
+    """It waits for a load (WAITING_FOR_REMOTE_KVS)."""
+    RECEIVED = "received"
+    """Its load is there, it has not been scheduled since."""
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    COMPUTING = "computing"
+    """While a step that it is part of is computed."""
+    STOPPING = "stopping"
+    """While the step is computed in which it stops."""
+    FINISHED = "finished"
+    """It has ended already."""
+
+
+class FaultKind(enum.Enum):
+    """What goes wrong beside copies."""
+
+    LOOP_DIES = "loop-dies"
+    """The event loop of a rank ends."""
+    REPORT_TWICE = "report-twice"
+    """A rank's report of a step comes twice."""
+    REPORT_LATE = "report-late"
+    """A rank's reports come some steps late."""
+    FOREIGN_IDS = "foreign-ids"
+    """Ids that nobody may act on are in the output sets."""
+    LOADS_FAIL = "loads-fail"
+    """From now on every load of a rank fails."""
+    FLIP = "flip"
+    """A bit of a slot that can be found flips."""
+    BREAK = "break"
+    """From now on every call of a rank's backend raises."""
+    SQUEEZE = "squeeze"
+    """Somebody else takes host slots, and gives them back later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A request.
+
+    Attributes:
+        request_id: may be used again, once the request before has gone.
+        step: it is sent before this step.
+    """
+
+    name: str
+    step: int
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+    salt: str | None = None
+
+    def __str__(self) -> str:
+        """One line of a trace."""
+        salt = f", salt {self.salt}" if self.salt else ""
+        return (
+            f"{self.name}: before step {self.step} send {self.request_id}, {len(self.prompt)} "
+            f"tokens, {self.max_tokens} wanted, priority {self.priority}{salt}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client of a request goes, `delay` steps after the moment was first reached."""
+
+    name: str
+    request: str
+    moment: Moment
+    delay: int = 0
+
+    def __str__(self) -> str:
+        """One line of a trace."""
+        return f"{self.name}: abort {self.request} when {self.moment.value}, {self.delay} later"
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """vLLM's prefix cache is reset, and the connector's with it or not."""
+
+    name: str
+    step: int
+    connector: bool
+    running: bool
+
+    def __str__(self) -> str:
+        """One line of a trace."""
+        what = ["the GPU's cache"] + ["the host's cache"] * self.connector
+        what += ["running requests"] * self.running
+        return f"{self.name}: before step {self.step} reset {' and '.join(what)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something goes wrong.
+
+    Attributes:
+        rank: where, if that matters.
+        number: of the copy on that rank, or of the step.
+        amount: slots, or steps.
+    """
+
+    name: str
+    kind: FaultKind | CopyFault
+    rank: int
+    number: int
+    amount: int = 0
+
+    def __str__(self) -> str:
+        """One line of a trace."""
+        where = "copy" if isinstance(self.kind, CopyFault) else "step"
+        return (
+            f"{self.name}: {self.kind.value} on rank {self.rank} at {where} {self.number}, "
+            f"amount {self.amount}"
+        )
+
+
+Event = Send | Abort | Reset | Fault

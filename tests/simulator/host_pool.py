@@ -1,0 +1,92 @@
+"""What others do to the host pool of an engine while it matches and plans."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from safe_offload.scheduler.leases import Lease, LeaseKind
+from safe_offload.scheduler.slots import SlotPool
+from tests.simulator.engine_core import EngineCore
+
+SCRIBBLE = -7
+"""A word that belongs to no prefix."""
+
+
+def evict_host(engine: EngineCore) -> None:
+    """Somebody takes every host slot that may be taken, writes to it, and gives it back."""
+    slots = engine.connector._planner._index.slots
+    taken = slots.grant(slots.num_slots)
+    for slot in taken:
+        for worker in engine.workers:
+            words = worker.device.memory.host[slot]
+            words[:] = [SCRIBBLE] * len(words)
+    slots.release(taken)
+
+
+class OtherEngine:
+    """Another engine that takes slots of the same host pool.
+
+    Args:
+        engine: whose pool it shares.
+        left: slots that it leaves.
+    """
+
+    def __init__(self, engine: EngineCore, left: int = 0) -> None:
+        self._planner = engine.connector._planner
+        self._left = left
+        self._taken: list[Lease] = []
+
+    def take(self) -> None:
+        """Take all free slots but those that are to be left."""
+        count = self._planner._index.slots.num_free - self._left
+        lease = self._planner._leases.grant(LeaseKind.STORE, max(count, 0))
+        if lease is not None:
+            self._taken.append(lease)
+
+    def give_back(self) -> None:
+        """Give back all that was taken."""
+        while self._taken:
+            self._taken.pop().release()
+
+
+class ContestedSlots(SlotPool):
+    """Slots of which another engine takes some first whenever some are asked for."""
+
+    other: OtherEngine
+    is_taking = False
+
+    def grant(self, count: int) -> list[int]:
+        if not self.is_taking:
+            self.is_taking = True
+            self.other.take()
+            self.is_taking = False
+        return super().grant(count)
+
+
+@contextlib.contextmanager
+def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
+    """Meanwhile another engine takes slots between the wish for some and the grant."""
+    slots = engine.connector._planner._index.slots
+    slots.__class__ = ContestedSlots
+    slots.other = other
+    try:
+        yield
+    finally:
+        slots.__class__ = SlotPool
+
+
+def watch_grants(engine: EngineCore) -> list[tuple[int, int]]:
+    """How many slots were asked for and how many were granted, each time."""
+    grants: list[tuple[int, int]] = []
+    slots = engine.connector._planner._index.slots
+    grant = slots.grant
+
+    def granted(count: int) -> Any:
+        taken = grant(count)
+        grants.append((count, len(taken)))
+        return taken
+
+    slots.grant = granted
+    return grants

@@ -1,0 +1,229 @@
+"""What vLLM's model runners do in a step, as far as KV cache and tokens are concerned.
+
+It reads vLLM's block tables as they stand when a step has been scheduled and says which words the
+step reads and writes. The tokens that it samples are those that the prefix leads to
+(`words.Sequel`), whatever the memory holds: a wrong word in memory is a finding of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulator.chance import Chance
+from tests.simulator.device import Device
+from tests.simulator.findings import Findings
+from tests.simulator.groups import Group, Span, spans_read, spans_written
+from tests.simulator.vllm_setup import EngineShape
+from tests.simulator.words import VOCABULARY, Sequel, place
+
+
+@dataclass(slots=True)
+class RequestWork:
+    """What one request reads and writes in one step, for each group.
+
+    Attributes:
+        wrong: writes of draft tokens that turn out wrong.
+        moved: states that are copied to another block ahead of the forward: what is read, where
+            it goes (Mamba, when a step crosses into a new block).
+    """
+
+    request_id: str
+    sequel: Sequel
+    start: int
+    reads: list[list[Span]]
+    writes: list[list[Span]]
+    wrong: list[list[Span]]
+    moved: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: what the scheduler asked for, what the ranks do, what is sampled.
+
+    Attributes:
+        drafts: what the drafter proposes for the next step, by request.
+    """
+
+    number: int
+    scheduled: Any
+    works: list[RequestWork]
+    sampled: list[list[int]]
+    drafts: dict[str, list[int]]
+    zeroed: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...]
+    results: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests that are computed in this step."""
+        return list(self.scheduled.num_scheduled_tokens)
+
+
+class ModelRunner:
+    """Prepares the steps of all ranks.
+
+    Args:
+        shape: of the engine.
+        scheduler: vLLM's, whose block tables are read.
+        chance: decides which draft tokens are right.
+        findings: where a wrong word is reported.
+    """
+
+    def __init__(
+        self, shape: EngineShape, scheduler: Any, chance: Chance, findings: Findings
+    ) -> None:
+        self._shape = shape
+        self._scheduler = scheduler
+        self._chance = chance
+        self._findings = findings
+        self._num_batches = 0
+        self._num_computed: dict[str, int] = {}
+        self.sequels: dict[str, Sequel] = {}
+
+    def prepare(self, scheduled: Any) -> Batch:
+        """Read the block tables of a step that has just been scheduled."""
+        for request_id in scheduled.finished_req_ids:
+            self._num_computed.pop(request_id, None)
+        for request_id in scheduled.preempted_req_ids or ():
+            self._num_computed.pop(request_id, None)
+        works, sampled = [], []
+        drafts: dict[str, list[int]] = {}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            work, tokens = self._work(scheduled, request_id, count)
+            works.append(work)
+            sampled.append(tokens)
+            if tokens and self._shape.num_draft_tokens:
+                drafts[request_id] = self._draft(request_id)
+        batch = Batch(
+            self._num_batches,
+            scheduled,
+            works,
+            sampled,
+            drafts,
+            tuple(scheduled.new_block_ids_to_zero or ()),
+            tuple(
+                (copy.src_block_id, copy.dst_block_id)
+                for copy in getattr(scheduled, "kv_cache_block_copies", None) or ()
+            ),
+        )
+        self._num_batches += 1
+        return batch
+
+    def _work(self, scheduled: Any, request_id: str, count: int) -> tuple[RequestWork, list[int]]:
+        request = self._scheduler.requests[request_id]
+        sequel = self.sequels[request_id]
+        start = request.num_computed_tokens - count
+        # With speculative decoding the scheduler runs ahead of what was accepted.
+        start = min(start, self._num_computed.get(request_id, start))
+        draft_ids = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
+        tokens: list[int] = []
+        right_end = start + count
+        if not request.is_prefill_chunk:
+            num_accepted = self._num_accepted(request_id, start + count - len(draft_ids), draft_ids)
+            right_end = start + count - len(draft_ids) + num_accepted
+            tokens = [sequel.token(right_end - i) for i in range(num_accepted, -1, -1)]
+        self._num_computed[request_id] = right_end
+        reads, writes, wrong, moved = [], [], [], []
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        for group, manager in zip(self._shape.parsed_groups, managers, strict=True):
+            table = manager.req_to_blocks[request_id]
+            reads.append(spans_read(group, table, start))
+            writes.append(spans_written(group, table, start, right_end))
+            wrong.append(
+                spans_written(group, table, right_end, start + count)
+                if right_end < start + count
+                else []
+            )
+            moved += _moved(group, table, start, start + count)
+        return RequestWork(request_id, sequel, start, reads, writes, wrong, moved), tokens
+
+    def _num_accepted(self, request_id: str, first: int, draft_ids: Any) -> int:
+        """How many leading draft tokens, for the positions from `first` on, are right."""
+        sequel = self.sequels[request_id]
+        for index, token in enumerate(draft_ids):
+            position = first + index
+            # -1: the scheduler does not know the draft, the workers do; or there is none.
+            if token == -1 and not self._shape.is_async:
+                return index
+            proposed = self._proposal(request_id, position) if token == -1 else token
+            if proposed != sequel.token(position):
+                return index
+        return len(draft_ids)
+
+    def _draft(self, request_id: str) -> list[int]:
+        first = self._num_computed[request_id] + 1
+        count = self._shape.num_draft_tokens
+        return [self._proposal(request_id, first + index) for index in range(count)]
+
+    def _proposal(self, request_id: str, position: int) -> int:
+        token = self.sequels[request_id].token(position)
+        is_right = self._chance.happens(0.6, "draft", request_id, position)
+        return token if is_right else (token + 1) % VOCABULARY
+
+    # ---- on a device ---------------------------------------------------------------------------
+
+    def move_states(self, batch: Batch, device: Device) -> None:
+        """What Mamba's align mode copies between blocks ahead of the forward."""
+        for work in batch.works:
+            for source, target in work.moved:
+                device.copy_block(source, target)
+
+    def compute(self, batch: Batch, device: Device) -> None:
+        """The forward: write every word that is computed, check every word that is read.
+
+        A layer writes the keys and values of all tokens of a step before its attention reads, so a
+        request may read what another computes in the same step. Mamba reads its state first.
+        """
+        groups = list(enumerate(self._shape.parsed_groups))
+        for group_idx, group in groups:
+            if group.kind == "mamba":
+                self._read(batch, group_idx, device)
+                self._write(batch, group_idx, device)
+            else:
+                self._write(batch, group_idx, device)
+                self._read(batch, group_idx, device)
+
+    def _read(self, batch: Batch, group_idx: int, device: Device) -> None:
+        bits = place(group_idx, self._shape.holder_of(device.rank))
+        for work in batch.works:
+            for span in work.reads[group_idx]:
+                self._check(work, group_idx, span, device, bits)
+
+    def _write(self, batch: Batch, group_idx: int, device: Device) -> None:
+        bits = place(group_idx, self._shape.holder_of(device.rank))
+        for work in batch.works:
+            for span in work.writes[group_idx]:
+                words = span.words(work.sequel, bits, self._shape.block_words)
+                device.write(span.block_id, span.first, words)
+            for span in work.wrong[group_idx]:
+                words = work.sequel.wrong_words(bits, span.start, span.end, batch.number)
+                device.write(span.block_id, span.first, words)
+
+    def _check(
+        self, work: RequestWork, group_idx: int, span: Span, device: Device, bits: int
+    ) -> None:
+        expected = span.words(work.sequel, bits, self._shape.block_words)
+
+        def report(wrong: str) -> None:
+            self._findings.add(
+                "I6",
+                f"rank {device.rank}: request {work.request_id} reads at {work.start} computed "
+                f"tokens, in group {group_idx}, block {span.block_id}, positions {span.start} to "
+                f"{span.end - 1}: {wrong}",
+            )
+
+        if span.block_id == 0:
+            report("this is vLLM's null block")
+        device.check(span.block_id, span.first, expected, report)
+
+
+def _moved(group: Group, table: Any, start: int, end: int) -> list[tuple[int, int]]:
+    """The state that is copied to a new block when a step crosses into one (source, target)."""
+    if group.kind != "mamba" or start == 0:
+        return []
+    source = (start - 1) // group.block_tokens
+    target = (end - 1) // group.block_tokens
+    if source == target:
+        return []
+    return [(table[source].block_id, table[target].block_id)]

@@ -1,0 +1,203 @@
+"""One run: a profile, a seed, the events that are kept; to its end or to the first finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from safe_offload.errors import InvariantError
+from tests.simulator.checkers import Checkers
+from tests.simulator.earnings import Earned, Earnings
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.events import Abort, Event, Fault, Reset, Send
+from tests.simulator.faults import Faults
+from tests.simulator.findings import Finding
+from tests.simulator.moments import Moments
+from tests.simulator.profiles import PROFILES, Profile
+from tests.simulator.trace import Trace
+from tests.simulator.workload import make_events
+
+STEPS_MAX = 5000
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a run.
+
+    Attributes:
+        finding: None if every promise was kept.
+        trace: one line for everything that happened.
+        digest: of the same, without names of ours (see `Trace`).
+        counts: of the connector.
+        earned: what was stored, loaded and hit.
+    """
+
+    profile: str
+    seed: int
+    events: list[Event]
+    finding: Finding | None
+    trace: list[str]
+    digest: str
+    num_steps: int
+    counts: dict[str, int] = field(default_factory=dict)
+    earned: Earned = field(default_factory=Earned)
+
+
+class Run:
+    """Drives one engine through its events.
+
+    Args:
+        profile: the kind of run.
+        seed: which one.
+        events: what happens in it.
+    """
+
+    def __init__(self, profile: Profile, seed: int, events: Sequence[Event]) -> None:
+        self.core = EngineCore(profile.shape, seed, copy_ticks_max=profile.copy_ticks_max)
+        self.checkers = Checkers(self.core)
+        self.earnings = Earnings(self.core, self.checkers.ledger)
+        self.trace = Trace(self.core)
+        self._sends = [event for event in events if isinstance(event, Send)]
+        self._resets = [event for event in events if isinstance(event, Reset)]
+        self._moments = Moments(
+            self.core, self.checkers, [event for event in events if isinstance(event, Abort)]
+        )
+        faults = [event for event in events if isinstance(event, Fault)]
+        ids = sorted({send.request_id for send in self._sends})
+        self._faults = Faults(self.core, self.checkers, faults, [*ids, "never-sent"])
+        self._is_faultless = not profile.faults
+        self._wanted: dict[str, Send] = {}
+        self._now = 0
+
+    def go(self) -> None:
+        """Run to the end.
+
+        Raises:
+            Finding: a promise was broken.
+        """
+        try:
+            self._go()
+        except Finding:
+            raise
+        except InvariantError as error:
+            raise Finding(error.invariant, f"own check: {error.detail}") from error
+        except Exception as error:
+            raise Finding("I7", f"the engine died of {error!r}") from error
+
+    def _go(self) -> None:
+        core = self.core
+        while self._sends or self._resets or self._faults.is_pending or core.has_work:
+            if core.num_steps > STEPS_MAX:
+                raise Finding("I7", f"not idle after {STEPS_MAX} steps")
+            self._now += 1
+            self._send_due()
+            self._reset_due()
+            self._faults.before_step(self._now)
+            self._abort(self._moments.before_schedule())
+            if core.has_work:
+                batch = core.step()
+                self.trace.step(batch)
+                self.earnings.after_step()
+                self.checkers.after_step()
+            self._check_answers()
+        self._check_answers()
+        self.checkers.after_drain()
+        if self._is_faultless:
+            self.checkers.progress.check_all_went_well()
+
+    def _send_due(self) -> None:
+        for send in [send for send in self._sends if send.step < self._now]:
+            # vLLM's frontend gives no id out again while the scheduler or a step in flight has it.
+            if send.request_id in self.core.scheduler.requests or self.core.is_in_flight(
+                send.request_id
+            ):
+                continue
+            self._sends.remove(send)
+            self._check_answers()
+            self.trace.note(str(send), "send", send.name, send.request_id)
+            request = self.core.add(
+                send.request_id,
+                list(send.prompt),
+                send.max_tokens,
+                priority=send.priority,
+                cache_salt=send.salt,
+            )
+            self._moments.sent(send, request)
+            self._wanted[send.request_id] = send
+
+    def _reset_due(self) -> None:
+        for reset in [reset for reset in self._resets if reset.step < self._now]:
+            self._resets.remove(reset)
+            self.trace.note(str(reset), "reset", reset.name)
+            try:
+                self.core.scheduler.reset_prefix_cache(
+                    reset_running_requests=reset.running, reset_connector=reset.connector
+                )
+            except RuntimeError as error:
+                # vLLM refuses it while a request waits for a load, and answers so to the caller.
+                if "waiting for remote KV transfer" not in str(error):
+                    raise
+                self.trace.note("  refused by vLLM", "refused", reset.name)
+
+    def _abort(self, aborts: Iterable[Abort]) -> None:
+        for abort in aborts:
+            self.trace.note(str(abort), "client goes", abort.name)
+            self.core.abort(self._moments.request_id(abort))
+
+    def _check_answers(self) -> None:
+        """Whoever has stopped by itself has the answer that its prompt leads to."""
+        for request_id, send in list(self._wanted.items()):
+            reason = self.core.finish_reasons.get(request_id)
+            if request_id in self.core.scheduler.requests or reason is None:
+                continue
+            del self._wanted[request_id]
+            answer = self.core.answers.get(request_id, [])
+            expected = self.core.runner.sequels[request_id].answer(send.max_tokens)
+            if reason.name == "LENGTH" and answer != expected:
+                raise Finding("I6", f"{request_id} answered {answer}, not {expected}")
+
+
+def run(
+    profile: str,
+    seed: int,
+    *,
+    only: Iterable[str] | None = None,
+    internal_checks: bool = False,
+) -> Result:
+    """Make a run and let it go to its end, or to the first finding.
+
+    Args:
+        profile: see `profiles.PROFILES`.
+        seed: which run.
+        only: names of the events that are kept; all if not given.
+        internal_checks: let our own `check_invariants` run after each step too.
+    """
+    chosen = PROFILES[profile]
+    if internal_checks:
+        extra: dict[str, Any] = {**chosen.shape.extra, "check_invariants": True}
+        chosen = replace(chosen, shape=replace(chosen.shape, extra=extra))
+    events = make_events(chosen, seed)
+    if only is not None:
+        kept = set(only)
+        events = [event for event in events if event.name in kept]
+    current = Run(chosen, seed, events)
+    finding = None
+    try:
+        current.go()
+    except Finding as found:
+        finding = found
+    finally:
+        current.core.close()
+    core = current.core
+    return Result(
+        profile,
+        seed,
+        events,
+        finding,
+        current.trace.lines,
+        current.trace.digest,
+        core.num_steps,
+        dict(core.counts),
+        current.earnings.total(),
+    )

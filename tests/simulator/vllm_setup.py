@@ -1,0 +1,247 @@
+"""vLLM's real objects, as small as they can be: configuration, scheduler, connectors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.simulator.groups import Group
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What an engine is made of.
+
+    Attributes:
+        groups: see `Group.parse`.
+        num_blocks: GPU blocks, vLLM's null block included.
+        num_slots: host slots of each rank that the scheduler side plans with.
+        num_missing_slots: how many fewer each further rank has.
+        ticks_per_slot: of the device, until one more host slot is ready; 0: all are at once.
+        tensor_ranks: ranks of each pipeline stage.
+        pipeline_ranks: stages; as many steps are in flight.
+        is_replicated: the ranks of a stage hold the same words and keep one copy on the host.
+        is_async: asynchronous scheduling: two steps in flight.
+        is_v2: vLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
+        has_streams: a GPU; otherwise vLLM's CPU engine.
+        is_zeroed: groups of two precisions, for which vLLM zeroes new blocks.
+        retention_interval: of the blocks of windows vLLM hashes one run every so many tokens, with
+            0 those at the end of a prompt only, with None all.
+        prefix_match_unit: hits may end at a multiple of so many tokens inside a block, where there
+            are Mamba states; 0 for the tokens of the smallest block.
+        num_draft_tokens: of speculative decoding; 0 for none.
+        is_priority: scheduling by priority.
+        max_batched_tokens: of a step.
+        max_seqs: running at once.
+        max_model_len: tokens of the longest request.
+        extra: `kv_connector_extra_config`.
+        connector: another connector of vLLM's, to compare with.
+        failure_policy: what vLLM does with a request whose load failed.
+    """
+
+    groups: tuple[str, ...] = ("full",)
+    num_blocks: int = 40
+    num_slots: int = 60
+    num_missing_slots: int = 0
+    ticks_per_slot: int = 0
+    tensor_ranks: int = 1
+    pipeline_ranks: int = 1
+    is_replicated: bool = False
+    is_async: bool = False
+    is_v2: bool = False
+    has_streams: bool = False
+    is_zeroed: bool = False
+    retention_interval: int | None = None
+    prefix_match_unit: int = 0
+    num_draft_tokens: int = 0
+    is_priority: bool = False
+    max_batched_tokens: int = 24
+    max_seqs: int = 6
+    max_model_len: int = 2048
+    extra: dict[str, Any] = field(default_factory=dict)
+    connector: str = "SafeCPUOffloadConnector"
+    failure_policy: str = "recompute"
+
+    def holder_of(self, rank: int) -> int:
+        """The first of the ranks that hold what this rank holds."""
+        return rank - rank % self.tensor_ranks if self.is_replicated else rank
+
+    def slots_of(self, rank: int) -> int:
+        """Host slots of a rank."""
+        return self.num_slots - rank * self.num_missing_slots
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes."""
+        return self.tensor_ranks * self.pipeline_ranks
+
+    @functools.cached_property
+    def parsed_groups(self) -> tuple[Group, ...]:
+        """The groups."""
+        return tuple(Group.parse(text) for text in self.groups)
+
+    @property
+    def block_words(self) -> int:
+        """Words of a block: as many as the largest group has tokens."""
+        return max(group.block_tokens for group in self.parsed_groups)
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of one hash of a request."""
+        return self.prefix_match_unit or min(group.block_tokens for group in self.parsed_groups)
+
+
+@functools.cache
+def _base_config(connector: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from safe_offload.bench.tiny_models import write_tiny_model
+    from safe_offload.plugin import register
+
+    register()
+    with tempfile.TemporaryDirectory(prefix="safe-offload-sim-") as folder:
+        args = EngineArgs(
+            model=str(write_tiny_model("llama", Path(folder))),
+            max_model_len=2048,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            kv_transfer_config={
+                "kv_connector": connector,
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                # Whatever shape it is copied for, the memory of this machine does not matter.
+                "kv_connector_extra_config": {"num_cpu_blocks": 1},
+            },
+        )
+        return args.create_engine_config()
+
+
+def make_config(shape: EngineShape, rank: int = 0) -> Any:
+    """vLLM's configuration for one process of an engine."""
+    config = copy.deepcopy(_base_config(shape.connector))
+    config.cache_config.block_size = min(g.block_tokens for g in shape.parsed_groups)
+    config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.cache_config.prefix_match_unit = shape.prefix_match_unit or None
+    config.model_config.max_model_len = shape.max_model_len
+    for group in shape.parsed_groups:
+        if group.kind == "mamba":  # whose blocks the scheduler ends chunks at
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.block_size = group.block_tokens
+    scheduler = config.scheduler_config
+    scheduler.max_num_batched_tokens = shape.max_batched_tokens
+    scheduler.max_num_scheduled_tokens = None
+    scheduler.max_num_seqs = shape.max_seqs
+    scheduler.async_scheduling = shape.is_async
+    scheduler.policy = "priority" if shape.is_priority else "fcfs"
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = shape.tensor_ranks
+    parallel.pipeline_parallel_size = shape.pipeline_ranks
+    parallel.world_size = shape.num_ranks
+    parallel.rank = rank
+    if shape.is_replicated:
+        parallel.distributed_executor_backend = "mp"
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "num_cpu_blocks": shape.num_slots,
+        # Steps and copies take what the seed says, so whether a hit pays is not to be asked.
+        "min_load_tokens": 0,
+        **shape.extra,
+    }
+    config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
+    if shape.num_draft_tokens:
+        config.speculative_config = _speculative_config(config, shape.num_draft_tokens)
+    return config
+
+
+def _speculative_config(config: Any, num_tokens: int) -> Any:
+    from vllm.config import SpeculativeConfig
+
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_tokens,
+        prompt_lookup_max=2,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+
+
+def make_kv_cache_config(shape: EngineShape) -> Any:
+    """vLLM's description of the KV cache: all groups over one storage."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    groups = [
+        KVCacheGroupSpec(
+            [f"layer.{index}"], group.spec(half_precision=shape.is_zeroed and index == 1)
+        )
+        for index, group in enumerate(shape.parsed_groups)
+    ]
+    page = groups[0].kv_cache_spec.page_size_bytes
+    size = page * shape.num_blocks
+    config = KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=g.layer_names, layer_stride=size, block_stride=page)
+            for g in groups
+        ],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=shape.retention_interval,
+    )
+    config.kv_tp_replicas = shape.tensor_ranks if shape.is_replicated else 1
+    return config
+
+
+def as_model_runner(shape: EngineShape) -> Any:
+    """A context in which vLLM believes that its workers run Model Runner V2, or V1."""
+    from vllm.config import VllmConfig
+
+    _base_config(shape.connector)  # made as what it is
+    is_v2 = property(lambda _: shape.is_v2)
+    return mock.patch.object(VllmConfig, "use_v2_model_runner", is_v2)
+
+
+def make_scheduler(shape: EngineShape) -> tuple[Any, Any]:
+    """vLLM's real scheduler, and its function that hashes the blocks of a request.
+
+    The connector is the one of `shape.connector`, made by vLLM's own factory.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = make_config(shape)
+    kv_cache_config = make_kv_cache_config(shape)
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    scheduler_class = AsyncScheduler if shape.is_async else Scheduler
+    scheduler = scheduler_class(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+        log_stats=True,
+    )
+    return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+
+
+def runner_output(request_ids: list[str], sampled: list[list[int]], connector_output: Any) -> Any:
+    """What a model runner returns for a step: the tokens of each request, and the connector's."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={name: index for index, name in enumerate(request_ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=connector_output,
+    )

@@ -1,0 +1,126 @@
+"""From a profile and a seed to the events of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.simulator.chance import Chance
+from tests.simulator.device import CopyFault
+from tests.simulator.events import Abort, Event, Fault, FaultKind, Moment, Reset, Send
+from tests.simulator.profiles import Profile
+from tests.simulator.words import VOCABULARY
+
+NUM_FAULTY_COPIES = 200
+"""Copies of a rank among which the faulty ones are chosen; small runs have about as many."""
+
+
+def make_events(profile: Profile, seed: int) -> list[Event]:
+    """The events of a run, requests first.
+
+    Args:
+        profile: the kind of run.
+        seed: which one.
+    """
+    chance = Chance(f"events/{seed}")
+    requests = _make_requests(profile, chance)
+    return [
+        *requests,
+        *_make_aborts(profile, chance, requests),
+        *_make_resets(profile, chance),
+        *_make_faults(profile, chance),
+    ]
+
+
+def _make_requests(profile: Profile, chance: Chance) -> list[Send]:
+    workload = profile.workload
+    stems = []
+    for index in range(workload.num_stems):
+        stream = chance.stream("stem", index)
+        length = stream.randint(8, workload.stem_tokens)
+        stems.append([stream.randrange(VOCABULARY) for _ in range(length)])
+    requests: list[Send] = []
+    for index in range(workload.num_requests):
+        stream = chance.stream("request", index)
+        stem = stems[stream.randrange(len(stems))]
+        kept = len(stem) if stream.random() < 0.5 else stream.randint(4, len(stem))
+        tail_seed = chance.stream("tail", stream.randrange(workload.num_tails))
+        tail = [
+            tail_seed.randrange(VOCABULARY) for _ in range(stream.randint(1, workload.tail_tokens))
+        ]
+        prompt = [*stem[:kept], *tail]
+        if stream.random() < workload.whole_blocks:
+            block_tokens = profile.shape.block_words
+            prompt = prompt[: max(len(prompt) // block_tokens, 1) * block_tokens]
+        salt = stream.randrange(workload.num_salts)
+        requests.append(
+            Send(
+                f"r{index}",
+                stream.randrange(workload.num_steps),
+                f"r{index}",
+                tuple(prompt),
+                stream.randint(1, workload.output_tokens),
+                priority=stream.randrange(3) if profile.shape.is_priority else 0,
+                salt=f"s{salt}" if salt else None,
+            )
+        )
+    return _with_reused_ids(requests, workload.num_reused_ids, chance)
+
+
+def _with_reused_ids(requests: Sequence[Send], count: int, chance: Chance) -> list[Send]:
+    ordered = sorted(requests, key=lambda send: (send.step, int(send.name[1:])))
+    for index in range(min(count, len(ordered) // 2)):
+        first = chance.below(len(ordered) // 2, "reused", index)
+        again = chance.between(len(ordered) // 2, len(ordered) - 1, "again", index)
+        send = ordered[again]
+        ordered[again] = Send(
+            send.name,
+            send.step,
+            ordered[first].request_id,
+            send.prompt,
+            send.max_tokens,
+            send.priority,
+            send.salt,
+        )
+    return ordered
+
+
+def _make_aborts(profile: Profile, chance: Chance, requests: Sequence[Send]) -> list[Event]:
+    moments = list(Moment)
+    return [
+        Abort(
+            f"a{index}",
+            chance.choose(requests, "abort", index).name,
+            chance.choose(moments, "moment", index),
+            chance.below(3, "abort delay", index),
+        )
+        for index in range(chance.between(0, profile.workload.num_aborts, "aborts"))
+    ]
+
+
+def _make_resets(profile: Profile, chance: Chance) -> list[Event]:
+    return [
+        Reset(
+            f"x{index}",
+            chance.below(profile.workload.num_steps, "reset", index),
+            connector=chance.happens(0.5, "reset connector", index),
+            running=chance.happens(0.3, "reset running", index),
+        )
+        for index in range(chance.between(0, profile.workload.num_resets, "resets"))
+    ]
+
+
+def _make_faults(profile: Profile, chance: Chance) -> list[Event]:
+    kinds: list[FaultKind | CopyFault] = []
+    for kind, most in profile.faults.items():
+        kinds += [kind] * chance.between(0, most, "faults", kind.value)
+    limits = {True: NUM_FAULTY_COPIES, False: profile.workload.num_steps}
+    return [
+        Fault(
+            f"f{index}",
+            kind,
+            chance.below(profile.shape.num_ranks, "fault rank", index),
+            chance.below(limits[isinstance(kind, CopyFault)], "fault number", index),
+            chance.between(1, 12, "fault amount", index),
+        )
+        for index, kind in enumerate(kinds)
+    ]
