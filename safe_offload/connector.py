@@ -1,7 +1,7 @@
 """`SafeCPUOffloadConnector`: vLLM's hooks, one line each, and the frame that contains errors.
 
-vLLM builds the connector twice, and the role is decided once, here: beside the scheduler it is a
-`Planner`, in a worker a `WorkerBridge`. An exception from a hook kills the engine or the worker, so
+vLLM builds the connector twice, and the role is decided once, here: it hands on to a
+`Planner` or to a `WorkerBridge`. An exception from a hook kills the engine or the worker, so
 none leaves this file: it is logged, counted, and the connector switches itself off and goes on as a
 cache that always misses. Bad configuration is the exception: it is an error when the engine starts.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safe_offload import compat
@@ -28,11 +28,12 @@ from safe_offload.config import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.last_words import telling
 from safe_offload.observe.counters import Count, Counters
-from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
+from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
-from safe_offload.scheduler.gpu_blocks import GpuBlocks
+from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.sides import Side
 from safe_offload.start_advice import advise
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from safe_offload.worker.bridge import WorkerBridge
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -98,47 +97,45 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             ranks_per_copy=compat.ranks_per_copy(vllm_config, kv_cache_config),
         )
         self._counters = Counters()
-        self._last_gauges: dict[str, int] = {}
-        self._info: dict[str, str] = {}
-        self._told_info: dict[str, str] = {}
-        self._told_host: Mapping[str, str] | None = None
-        self._clock = time.monotonic
-        self._planner: Planner | None = None
-        self._worker: WorkerBridge | None = None
+        self._stats = StatsReporter(self._counters, {})
+        self._clock = monotonic
+        self._make_planner: Callable[[GpuBlocks], Planner] | None = None
+        self.side = Side()
+        """What the connector does in its role."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
         if not compat.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
             pass  # and take no memory
         elif is_scheduler:
-            self._planner = self._make_planner()
+            self._make_planner = self._prepare_planner()
         else:
-            self._worker = self._make_worker()
+            self.side = self._make_worker()
 
-    def _make_planner(self) -> Planner:
+    def _prepare_planner(self) -> Callable[[GpuBlocks], Planner]:
+        """Check everything, and return what makes the planner once vLLM has its blocks."""
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
         policy = config.eviction_policy
         index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
-        self._info = advise(vllm_config, kv_cache_config, config, num_slots)
-        num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        num_ahead = 2 * index.num_blocks_in_step(num_step_tokens)
+        info = advise(vllm_config, kv_cache_config, config, num_slots)
+        self._stats = StatsReporter(self._counters, info)
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
-            lazy_num_blocks=num_ahead if config.lazy_offload else None,
+            is_lazy=config.lazy_offload,
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),
             num_decode_tokens_max=compat.num_decode_tokens_max(vllm_config),
             transfer_timeout_s=config.transfer_timeout_s,
             min_load_tokens=config.min_load_tokens,
-            num_step_tokens_max=num_step_tokens,
+            num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
         )
-        return Planner(index, options, self._counters)
+        return lambda gpu: Planner(index, gpu, options, self._counters)
 
-    def _make_worker(self) -> WorkerBridge:
-        # Only a worker may pull in the copying code (DESIGN: two processes).
+    def _make_worker(self) -> Side:
+        # Only a worker may pull in the copying code (docs/architecture.md: two processes).
         from safe_offload.worker.bridge import WorkerBridge
 
         parallel = self._vllm_config.parallel_config
@@ -160,18 +157,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             hook,
             exc_info=error,
         )
-        if self._planner is not None:
-            try:
-                self._planner.disable(report)
-            except Exception:
-                logger.exception(
-                    "SafeCPUOffloadConnector could not put its books in order after an error. Host "
-                    "slots may stay taken until the next restart. Please report this."
-                )
-
-    def _check(self) -> None:
-        if self._config.verify_invariants and self._planner is not None:
-            self._planner.check_invariants()
+        try:
+            self.side.disable(report)
+        except Exception:
+            logger.exception(
+                "SafeCPUOffloadConnector could not put its books in order after an error. Host "
+                "slots may stay taken until the next restart. Please report this."
+            )
 
     # ---- scheduler side ------------------------------------------------------------------------
 
@@ -181,35 +173,30 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See KVConnectorBase_V1."""
+        """See KVConnectorBase_V1; before this nothing is matched or stored."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._planner is not None:
-            self._planner.bind(GpuBlocks(kv_cache_manager))
+        if self._make_planner is not None:
+            self.side = self._make_planner(GpuBlocks(kv_cache_manager))
 
     @contained(lambda: None)
     def on_new_request(self, request: Request) -> None:
         """See KVConnectorBase_V1."""
-        if self._planner is not None:
-            self._planner.see(request)
+        self.side.see(request)
 
     @contained(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1; None only while another loads the same (see `sharing`)."""
-        if self._planner is None:
-            return 0, False
-        num_tokens = self._planner.match(request, num_computed_tokens, self._clock())
+        num_tokens = self.side.match(request, num_computed_tokens, self._clock())
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See KVConnectorBase_V1."""
-        if self._planner is None:
-            return
         try:
-            self._planner.allocated(request, blocks, num_external_tokens)
+            self.side.allocated(request, blocks, num_external_tokens)
         except Exception as error:
             self._contain("update_state_after_alloc", error)
             if num_external_tokens > 0:
@@ -218,16 +205,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def _owe_failure(self, request: Request) -> None:
         """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
-        if self._planner is not None:
-            self._planner.owe_failure(request)
+        self.side.owe_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See KVConnectorBase_V1."""
-        if self._planner is None:
-            return EMPTY_PLAN
         try:
-            plan = self._planner.plan(scheduler_output, self._clock())
-            self._check()
+            plan = self.side.plan(scheduler_output, self._clock())
+            if self._config.verify_invariants:
+                self.side.check_invariants()
             return plan
         except Exception as error:
             self._contain("build_connector_meta", error)
@@ -235,16 +220,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: EMPTY_PLAN)
     def _plan_nothing(self) -> StepPlan:
-        """The plan of a step whose planning failed."""
-        return self._planner.plan_nothing() if self._planner is not None else EMPTY_PLAN
+        """Return the plan of a step whose planning failed."""
+        return self.side.plan_nothing()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See KVConnectorBase_V1."""
-        if self._planner is None:
-            return
         try:
-            self._planner.settle(connector_output)
-            self._check()
+            self.side.settle(connector_output)
+            if self._config.verify_invariants:
+                self.side.check_invariants()
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
@@ -254,8 +238,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See KVConnectorBase_V1; always (False, None): no block is kept (I2)."""
-        if self._planner is not None:
-            self._planner.finish(request)
+        self.side.finish(request)
         return False, None
 
     def request_finished_all_groups(
@@ -267,13 +250,12 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping until transfers have settled."""
-        return self._planner is not None and self._planner.has_work
+        return self.side.has_work
 
     @contained(lambda: True)
     def reset_cache(self) -> bool:
         """Forget everything; True, because nothing that was stored can be hit any more."""
-        if self._planner is not None:
-            self._planner.reset()
+        self.side.reset()
         return True
 
     # ---- worker side ---------------------------------------------------------------------------
@@ -281,104 +263,76 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @telling
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
-        if self._worker is not None:
-            self._worker.register(kv_caches)
+        self.side.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """Before vLLM 0.33 sleeps; raises TransferError if a copy would touch what is gone then."""
-        if self._worker is not None:
-            self._worker.unregister()
+        self.side.unregister()
 
     @contained(lambda: None)
     def restore_kv_caches(self) -> None:
         """See KVConnectorBase_V1 of vLLM 0.33."""
-        if self._worker is not None:
-            self._worker.restore()
+        self.side.restore()
 
     @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See KVConnectorBase_V1."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self._worker.before_step(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, StepPlan):
+            self.side.before_step(kv_connector_metadata)
 
     @contained(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """See KVConnectorBase_V1."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepPlan):
-            self._worker.begin(connector_metadata)
+        if isinstance(connector_metadata, StepPlan):
+            self.side.begin(connector_metadata)
 
     @contained(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See KVConnectorBase_V1."""
-        if self._worker is not None:
-            self._worker.start_loads()
+        self.side.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous, the request is not scheduled before they end."""
+        """Do nothing: loads are asynchronous, a request is not scheduled before its load ends."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: stores are of whole blocks, behind the forward."""
+        """Do nothing: stores are of whole blocks, after the forward."""
 
     @contained(lambda: None)
     def wait_for_save(self) -> None:
         """See KVConnectorBase_V1; starts the stores, waits for nothing."""
-        if self._worker is not None:
-            self._worker.start_stores()
+        self.side.start_stores()
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See KVConnectorBase_V1; only loads that failed are named here (DESIGN section 2)."""
-        failed = set(self._worker.collect_failures()) if self._worker is not None else set()
+        """See KVConnectorBase_V1; only loads that failed are named (see `scheduler.loads`)."""
+        failed = set(self.side.collect_failures())
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
 
     @contained(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See KVConnectorBase_V1."""
-        return self._worker.report() if self._worker is not None else None
+        return self.side.report()
 
     @contained(lambda: None)
     def clear_connector_metadata(self) -> None:
         """See KVConnectorBase_V1."""
         super().clear_connector_metadata()
-        if self._worker is not None:
-            self._worker.end()
+        self.side.end()
 
     @contained(lambda: None)
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
-        if self._worker is not None:
-            self._worker.shutdown()
+        self.side.shutdown()
 
     # ---- observation ---------------------------------------------------------------------------
 
     @contained(lambda: None)
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        """Counts since the last call and the state of the host pool; None if neither changed."""
-        if self._planner is not None:
-            if not self._counters and not self._planner.has_changed:
-                return None
-            self._planner.has_changed = False
-        if self._worker is not None:
-            self._counters.update(self._worker.take_counts())
-        counts = self._counters.take()
-        gauges = self._planner.gauges() if self._planner is not None else {}
-        info, old_info = self._new_info()
-        if not counts and gauges == self._last_gauges and not info:
-            return None
-        self._last_gauges = gauges
-        return OffloadStats.of(counts, gauges, info, old_info)
-
-    def _new_info(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return how the connector is set up, if that has changed, and what was said before."""
-        host = self._planner.host_labels if self._planner is not None else None
-        if host is None or host is self._told_host or not self._info:
-            return {}, {}
-        self._told_host = host
-        old_info, self._told_info = self._told_info, {**self._info, **host}
-        return self._told_info, old_info
+        """Return counts since the last call and the state of the host pool, if either changed."""
+        return self._stats.take(self.side)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:

@@ -249,7 +249,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     """With drafts, only the last pipeline stage knows in time how many were accepted."""
     shape = EngineShape(("full", "mamba"), pipeline_ranks=num_stages, num_draft_tokens=num_drafts)
     connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
-    is_idle = connector._planner is None and connector._worker is None
+    is_idle = connector.side is None and connector._worker is None
     assert is_idle is (num_stages > 1 and num_drafts > 0)
     told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]
     assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
@@ -310,17 +310,17 @@ def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeyp
     connector = make_connector()
     method, arguments, answer = SCHEDULER_HOOKS[hook]
     broken = property(raise_error) if method == "has_work" else raise_error
-    monkeypatch.setattr(type(connector._planner), method, broken)
+    monkeypatch.setattr(type(connector.side), method, broken)
     assert getattr(connector, hook)(*arguments) == answer
     check_logged(logged, hook)
     if hook != "get_kv_connector_stats":  # which had taken the counts already
         assert contained(connector) == 1
-    assert connector._planner._is_disabled
+    assert connector.side._is_disabled
 
 
 def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, logged):
     connector = make_connector()
-    monkeypatch.setattr(connector._planner, "finish", raise_error)
+    monkeypatch.setattr(connector.side, "finish", raise_error)
     assert connector.request_finished_all_groups(None, ([1],)) == (False, None)
     check_logged(logged, "request_finished")
 
@@ -413,7 +413,7 @@ def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_
     plan = planner.plan
 
     def raise_if_a_load_has_begun(scheduler_output: Any) -> StepPlan:
-        if planner._loads.owners_of_new:
+        if planner.loads.owners_of_new:
             raise RuntimeError("injected")
         return plan(scheduler_output)
 
@@ -444,7 +444,7 @@ def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, m
     checks: list[int] = []
     for wanted in (False, True):
         connector = make_connector(check_invariants=wanted)
-        planner = connector._planner
+        planner = connector.side
         monkeypatch.setattr(planner, "plan", lambda scheduler_output, now_s: EMPTY_PLAN)
         monkeypatch.setattr(planner, "settle", lambda output: None)
         monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
@@ -536,13 +536,13 @@ def test_another_connector_s_plan_is_not_taken_for_ours(worker, logged):
 def test_statistics_are_told_when_something_changed(make_connector, monkeypatch):
     connector = make_connector()
     gauges = {"slots": 0}
-    monkeypatch.setattr(connector._planner, "gauges", lambda: dict(gauges))
+    monkeypatch.setattr(connector.side, "gauges", lambda: dict(gauges))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 0}
     assert connector.get_kv_connector_stats() is None
     connector._counters[Count.HIT_TOKENS] += 4
     assert connector.get_kv_connector_stats().reduce() == {"slots": 0, "hit_tokens": 4}
     gauges["slots"] = 9
-    connector._planner.has_changed = True
+    connector.side.has_changed = True
     assert connector.get_kv_connector_stats().reduce() == {"slots": 9}
     assert connector.get_kv_connector_stats() is None
 
@@ -550,10 +550,10 @@ def test_statistics_are_told_when_something_changed(make_connector, monkeypatch)
 def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector, monkeypatch):
     connector = make_connector()
     gauges = {"slots": 0}
-    monkeypatch.setattr(connector._planner, "gauges", lambda: dict(gauges))
+    monkeypatch.setattr(connector.side, "gauges", lambda: dict(gauges))
     total = connector.get_kv_connector_stats()
     gauges["slots"] = 5
-    connector._planner.has_changed = True
+    connector.side.has_changed = True
     total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 5}
 

@@ -6,7 +6,7 @@ from the start with value 0, so that an alert can be written before the first fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from safe_offload.observe.counters import Count
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.sides import Side
 
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
@@ -101,6 +102,39 @@ class OffloadStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
         return not any(self.data.get(part) for part in (_COUNTS, _GAUGES, _INFO))
+
+
+class StatsReporter:
+    """Hands out what has changed; its state is what it has handed out last.
+
+    Args:
+        counters: what was counted on this side.
+        info: how the connector is set up, by labels of `INFO`; empty if unknown.
+    """
+
+    def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
+        self._counters = counters
+        self._info = info
+        self._last_gauges: dict[str, int] = {}
+        self._last_info: dict[str, str] = {}
+        self._last_host: Mapping[str, str] = {}
+
+    def take(self, side: Side) -> OffloadStats | None:
+        """Return counts since the last call and the state of the host pool, if either changed."""
+        self._counters.update(side.take_counts())
+        if not (side.take_change() or self._counters):
+            return None
+        counts, gauges = self._counters.take(), side.gauges()
+        info: dict[str, str] = {}
+        old_info = self._last_info
+        host = side.host_labels
+        if self._info and host is not self._last_host:
+            self._last_host, info = host, {**self._info, **host}
+            self._last_info = info
+        if not counts and gauges == self._last_gauges and not info:
+            return None
+        self._last_gauges = gauges
+        return OffloadStats.of(counts, gauges, info, old_info if info else None)
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):

@@ -39,20 +39,20 @@ class Need:
 
 
 class Admission:
-    """The requests that hold GPU blocks for a load.
+    """The requests that hold GPU blocks for a load: they are its state, with what each needs.
 
     Args:
         index: knows the groups.
+        num_gpu_blocks: all that can be allocated.
     """
 
-    def __init__(self, index: HostIndex) -> None:
+    def __init__(self, index: HostIndex, num_gpu_blocks: int) -> None:
         self._index = index
-        self._num_gpu_blocks = 0
+        self._num_gpu_blocks = num_gpu_blocks
         self._holders: dict[RequestState, Need] = {}
 
-    def bind(self, num_gpu_blocks: int) -> None:
-        """Learn how many GPU blocks there are."""
-        self._num_gpu_blocks = num_gpu_blocks
+    def __repr__(self) -> str:
+        return f"Admission({len(self._holders)} hold blocks)"
 
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from safe_offload.rounding import ceil_div, round_up
 from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
@@ -28,43 +29,54 @@ class Agenda:
     Looking late loses nothing but time: what a request has computed is found when it is looked at
     next, when it is preempted, or when it ends.
 
+    Its state: the number of the step, which requests are looked at in the next one and in later
+    ones, and which had computed their prompt, and the answer so far, when they were looked at last.
+
     Args:
         block_sizes: tokens of a block, of each KV cache group.
-        num_decode_tokens_max: a request that decodes computes at most so many in one step.
+        num_decode_tokens_max: the most tokens that a request which decodes computes in one step.
+        num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
+            table; None if blocks never do. Looks are no further apart.
+        is_lazy: nothing is stored while its request runs.
 
     Attributes:
         num_steps_between: looks at requests that decode are in steps that are multiples of this;
             0 for no look but the first.
     """
 
-    def __init__(self, block_sizes: Sequence[int], num_decode_tokens_max: int) -> None:
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        num_decode_tokens_max: int,
+        num_tokens_kept: int | None = None,
+        *,
+        is_lazy: bool = False,
+    ) -> None:
         self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
-        self.num_steps_between = 1
+        self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
+        if not is_lazy and num_tokens_kept is not None:
+            # Half of it, because scheduling is ahead of what is known.
+            num_steps = num_tokens_kept // (2 * num_decode_tokens_max)
+            self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))
         self._step = 0
         self._next: dict[RequestState, None] = {}
         self._later: dict[int, list[RequestState]] = {}
+        self.decoding: set[RequestState] = set()
 
-    def bind(self, num_tokens_kept: int | None, *, is_lazy: bool) -> None:
-        """Learn how long a block stays where it is found: looks are no further apart.
-
-        Args:
-            num_tokens_kept: after a block is full, its request computes at least so many tokens
-                before the block leaves its table; None if it never does.
-            is_lazy: nothing is stored while its request runs.
-        """
-        self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
-        if self.num_steps_between and num_tokens_kept is not None:
-            # Half of it, because what is scheduled runs ahead of what is known.
-            num_steps = num_tokens_kept // (2 * self._num_decode_tokens_max)
-            self.num_steps_between = max(1, min(STEPS_BETWEEN_LOOKS, num_steps))
+    def __repr__(self) -> str:
+        return f"Agenda(step {self._step}, {len(self._next)} in the next)"
 
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""
         self._next[state] = None
 
+    def forget(self, state: RequestState) -> None:
+        """A request has ended."""
+        self.decoding.discard(state)
+
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
-        """The requests to look at in this step, of those that are scheduled in it.
+        """Return the requests to look at in this step, of those that are scheduled in it.
 
         Args:
             scheduled: number of tokens by request id.
@@ -90,16 +102,17 @@ class Agenda:
         return found
 
     def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
-        num_tokens = state.request.num_tokens
-        state.decodes = state.request.num_computed_tokens + num_scheduled >= num_tokens
-        if not state.decodes:
+        request = state.request
+        num_tokens = request.num_tokens
+        if request.num_computed_tokens + num_scheduled < num_tokens:
+            self.decoding.discard(state)
             self._next[state] = None
             return
+        self.decoding.add(state)
         if not self.num_steps_between:
             return
         # vLLM hashes a block when all its tokens are known, which is later than they are computed
         # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)
         num_missing = self._block_size - num_tokens % self._block_size
-        step = self._step - (-num_missing // self._num_decode_tokens_max)
-        step += -step % self.num_steps_between
-        self._later.setdefault(step, []).append(state)
+        step = self._step + ceil_div(num_missing, self._num_decode_tokens_max)
+        self._later.setdefault(round_up(step, self.num_steps_between), []).append(state)

@@ -1,4 +1,4 @@
-"""Facts of a step in, a plan out: the only control flow of the scheduler side.
+"""The order of events: what vLLM's hooks tell goes in, a plan for the workers comes out.
 
 Each method answers one hook of vLLM. They take what vLLM knows and decide; there is no I/O, no
 clock and no callback in here.
@@ -20,18 +20,17 @@ from safe_offload.protocol import (
     StepPlan,
     StepReport,
 )
-from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.cost import Costs, StepWatch
-from safe_offload.scheduler.fences import Store
-from safe_offload.scheduler.gpu_blocks import GpuBlocks
-from safe_offload.scheduler.harvest import Harvest
-from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import LeaseBook
-from safe_offload.scheduler.loads import Load, Loads
+from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.ranks import Ranks
-from safe_offload.scheduler.requests import Phase, RequestBook
+from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.sharing import WAIT_MAX_S
+from safe_offload.scheduler.store_eager import EagerStores
+from safe_offload.scheduler.store_lazy import LazyStores
 from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.transfers import Load, Store
+from safe_offload.sides import Side
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -39,10 +38,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.store_policy import StorePolicy
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 START_STEPS_MAX = 1000
-"""So many steps an idle engine makes at its start until every rank has told how many slots it has,
+"""Steps that an idle engine makes at its start until every rank has reported how many slots it has,
 so that an operator sees them before the first request. An idle step takes a millisecond."""
 
 
@@ -53,13 +56,11 @@ class PlannerOptions:
     Attributes:
         num_ranks: worker processes that report.
         num_store_blocks_max: blocks of all stores in flight together.
-        lazy_num_blocks: store only what is about to be evicted, looking so many blocks ahead of the
-            allocator; None to store everything that is computed.
+        is_lazy: store only what is about to be evicted, not everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
             (see `compat.early_written_block_ids`).
         state_group_ids: KV cache groups of Mamba states.
-        num_decode_tokens_max: a request that has computed its prompt computes at most so many
-            tokens in one step.
+        num_decode_tokens_max: the most tokens of a step of a request that has computed its prompt.
         transfer_timeout_s: no request waits longer for loads of others.
         min_load_tokens, num_step_tokens_max: see `cost.Costs`.
         num_steps_in_flight: see `cost.StepWatch`.
@@ -67,7 +68,7 @@ class PlannerOptions:
 
     num_ranks: int
     num_store_blocks_max: int
-    lazy_num_blocks: int | None = None
+    is_lazy: bool = False
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
     num_decode_tokens_max: int = 1
@@ -76,92 +77,103 @@ class PlannerOptions:
     num_step_tokens_max: int = 1
     num_steps_in_flight: int = 1
 
-    @property
-    def is_lazy(self) -> bool:
-        """Whether only what is about to be evicted is stored."""
-        return self.lazy_num_blocks is not None
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How the scheduler side stands, for tests and checkers.
+
+    Attributes:
+        requests: that vLLM has not finished.
+        leases: that are held.
+        stores: in flight.
+        unplanned_parts: of stores that no plan names yet and that the next must name.
+        store_blocks: that count against the bound of all stores.
+        loads: in flight.
+        holders: requests that hold GPU blocks for a load.
+        is_disabled: it only finishes what is in flight.
+        contained_errors: since counts were taken last.
+    """
+
+    requests: int
+    leases: int
+    stores: int
+    unplanned_parts: int
+    store_blocks: int
+    loads: int
+    holders: int
+    is_disabled: bool
+    contained_errors: int
 
 
-class Planner:
-    """The scheduler side.
+class Planner(Side):
+    """The scheduler side, complete once vLLM has told where it keeps its blocks.
+
+    Its own state: whether it is disabled, whether a gauge may have changed, and the steps left for
+    the start. Everything else belongs to its parts, which are public, and each of which changes
+    only its own.
 
     Args:
         index: the host index, empty.
+        gpu: vLLM's blocks.
         options: see `PlannerOptions`.
         counters: what it does is counted here.
     """
 
-    def __init__(self, index: HostIndex, options: PlannerOptions, counters: Counters) -> None:
+    def __init__(
+        self, index: HostIndex, gpu: GpuBlocks, options: PlannerOptions, counters: Counters
+    ) -> None:
         transfer_ids = itertools.count()
-        self._index = index
+        num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
+        self.index = index
+        self._gpu = gpu
         index.slots.counters = counters
         self._options = options
         self._counters = counters
-        self._leases = LeaseBook(index.slots)
-        self._book = RequestBook(len(index.group_block_sizes), counters)
-        self._costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
-        num_in_flight, num_decoded = options.num_steps_in_flight, options.num_decode_tokens_max
-        watch = StepWatch(self._costs, num_in_flight, num_decoded)
-        self._steps = watch if self._costs.is_measuring else None
-        ranks, wait_max_s = options.num_ranks, min(WAIT_MAX_S, options.transfer_timeout_s)
-        self._loads = Loads(
-            index, self._leases, transfer_ids, ranks, counters, wait_max_s, self._costs
+        self.leases = LeaseBook(index.slots)
+        self.book = RequestBook(counters)
+        self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
+        watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
+        self.steps = watch if self.costs.is_measuring else None
+        self.loads = Loads(
+            index,
+            self.leases,
+            gpu,
+            transfer_ids,
+            num_ranks,
+            counters,
+            min(WAIT_MAX_S, options.transfer_timeout_s),
+            self.costs,
         )
-        self._harvest = Harvest(index, self._leases, counters)
-        self._stores = Stores(
-            self._harvest, index, self._leases, transfer_ids, options.num_ranks, counters
+        self.stores = Stores(
+            index, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
         )
-        self._agenda = Agenda(index.group_block_sizes, options.num_decode_tokens_max)
-        self._ranks = Ranks(options.num_ranks, index.slots, counters)
+        self.policy: StorePolicy
+        if options.is_lazy:
+            num_step_blocks = index.num_blocks_in_step(options.num_step_tokens_max)
+            self.policy = LazyStores(
+                index, gpu, self.stores, counters, num_decoded, num_step_blocks
+            )
+        else:
+            self.policy = EagerStores(index, gpu, self.stores, counters, num_decoded)
+        self._ranks = Ranks(num_ranks, index.slots, counters)
         self._is_disabled = False
-        self._gpu: GpuBlocks | None = None
         self._start_steps_left = START_STEPS_MAX
-        self.has_changed = True
-        """Whether a gauge may have changed since somebody set this to False.
+        self._has_changed = True
 
-        A hit alone does not say so: what follows it does, and one is asked for in every step.
-        """
-
-    def bind(self, gpu: GpuBlocks) -> None:
-        """Learn where vLLM keeps its block tables; before this nothing is matched or stored."""
-        self._gpu = gpu
-        self._loads.bind(gpu)
-        num_tokens_kept = gpu.num_tokens_kept(self._index.group_ids)
-        self._agenda.bind(num_tokens_kept, is_lazy=self._options.is_lazy)
-        self._harvest.bind(gpu, self._options.lazy_num_blocks, self._options.num_store_blocks_max)
-
-    def disable(self, report: object = None) -> None:
-        """After an error inside the planner: only finish what the workers copy (I7, I8).
-
-        The error may have come between any two steps of the books. So they are not mended but made
-        anew from what is certain: a transfer that some rank has not reported goes on, and no store
-        is published; of the rest every lease is released, and a request that vLLM keeps waiting is
-        told to recompute. Hits that were reported stay until vLLM takes or drops them.
-
-        Args:
-            report: of the workers, if it was lost by the error: what it names has ended.
-        """
-        self._is_disabled = self.has_changed = True
-        self._start_steps_left = 0
-        if isinstance(report, StepReport):
-            for outcome in report.outcomes:
-                transfer = self._find(outcome.transfer_id)
-                if transfer is not None:
-                    transfer.ranks_left.discard(outcome.rank)
-        states = {*self._book, *self._loads.owners}
-        self._loads.give_up(states)
-        self._stores.give_up()
-        for state in states:
-            state.prefix = state.loaded = None
-            state.leftover, state.num_stores = [], 0
-        hits = (state.hit_lease for state in states if state.hit_lease is not None)
-        self._leases.keep_only({*hits, *self._loads.leases, *self._stores.leases})
+    def __repr__(self) -> str:
+        return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
 
     # ---- vLLM asks about a request -------------------------------------------------------------
 
-    def see(self, request: Request) -> None:
+    def see(self, request: Request) -> RequestState:
         """on_new_request: remember the request, so that finished ids can be told from foreign."""
-        self._book.see(request)
+        state = self.book.get(request.request_id)
+        if state is None or state.request is not request:
+            if state is not None:
+                self._end(state)
+                self._forget(state)
+            state = self.book.add(request)
+        return state
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
         """get_num_new_matched_tokens: report and lease the longest host hit (I1).
@@ -174,20 +186,21 @@ class Planner:
             now_s: of a clock that never goes back.
 
         Returns:
-            Number of tokens behind those that can be loaded, 0 for none; None while a load of the
+            Number of tokens after those that can be loaded, 0 for none; None while a load of the
             same blocks for another request is under way, which this one waits for.
         """
-        state = self._book.see(request)
-        if state.finished or state.phase is Phase.LOADING:
+        state = self.see(request)
+        phase = state.phase
+        if phase is Phase.FINISHED or phase is Phase.LOADING:
             return 0
-        state.preempt()
-        is_off = self._is_disabled or self._gpu is None
-        if request.skip_reading_prefix_cache or is_off:
-            state.drop_hit()
+        if phase is Phase.RUNNING:
+            self._preempt(state)
+        if request.skip_reading_prefix_cache or self._is_disabled:
+            self.loads.drop_hit(state)
             return 0
-        num_tokens = self._loads.match(state, num_computed_tokens, now_s)
-        if self._options.is_lazy and num_tokens is not None:
-            self._harvest.look_ahead(num_computed_tokens + num_tokens)
+        num_tokens = self.loads.match(state, num_computed_tokens, now_s)
+        if num_tokens is not None:
+            self.policy.expect(num_computed_tokens + num_tokens)
         return num_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -198,25 +211,29 @@ class Planner:
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
-        self.has_changed = True
-        state = self._book.see(request)
-        state.announced = False
-        if state.finished:
+        self._has_changed = True
+        state = self.see(request)
+        state.allocated()
+        if state.phase is Phase.FINISHED:
             return
-        state.preempt()
+        if state.phase is Phase.RUNNING:
+            self._preempt(state)
         if num_external_tokens > 0:
-            self._loads.begin(state, blocks.blocks, num_external_tokens)
+            self.loads.begin(state, blocks.blocks, num_external_tokens)
         else:
-            self._loads.let_go(state)
-            state.drop_hit()
-            state.must_compute = False
-            state.wait.stuck_at = -1
+            self.loads.run(state)
             state.move(Phase.RUNNING)
-            self._agenda.add(state)
+            self.policy.run(state)
+
+    def _preempt(self, state: RequestState) -> None:
+        """vLLM took a request's blocks away: let their host copy be evicted."""
+        state.move(Phase.WAITING)
+        self.policy.preempt(state)
+        self.stores.let_go_prefix(state)
 
     def owe_failure(self, request: Request) -> None:
         """`allocated` failed although vLLM waits for a load: tell it to recompute."""
-        self._loads.owe_failure(self._book.see(request))
+        self.loads.owe_failure(self.see(request))
 
     def finish(self, request: Request) -> None:
         """request_finished: store what is still unstored, give up all leases but those in flight.
@@ -224,14 +241,25 @@ class Planner:
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
         a second call finds nothing to do (I4).
         """
-        self.has_changed = True
-        state = self._book.see(request)
+        self._has_changed = True
+        state = self.see(request)
         try:
             if not self._is_disabled:
-                self._harvest.add_finished(state)
+                self.policy.finish(state)
         finally:  # vLLM does not ask again
-            self._loads.let_go(state)
-            self._book.finish(state)
+            self._end(state)
+
+    def _end(self, state: RequestState) -> None:
+        """A request has ended: give up what only a live one needs."""
+        if not state.finished:
+            self.loads.end(state)
+            self.book.finish(state)
+            self.policy.end(state)
+            self.stores.end(state)
+
+    def _forget(self, state: RequestState) -> None:
+        """vLLM holds nothing of a request any more."""
+        self.loads.forget(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -245,63 +273,50 @@ class Planner:
             scheduler_output: of vLLM.
             now_s: the time, of a clock that does not go back.
         """
-        self._index.slots.set_time(now_s)
+        self.index.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
-        if self._gpu is None:
-            return EMPTY_PLAN
-        if self._steps is not None:
-            self._steps.planned(scheduler_output, now_s)
-        self._book.purge(self._gpu)
+        if self.steps is not None:
+            self.steps.planned(scheduler_output, now_s)
+        for state in self.book.purge(self._gpu):
+            self._forget(state)
         if not self._is_disabled:
-            self._find_stores(scheduler_output)
-        before, after, fences = self._stores.plan(lambda: self._early_written(scheduler_output))
-        if not (before or after or fences or self._loads.has_news):
+            if scheduler_output.preempted_req_ids:
+                self._rescue(scheduler_output)
+            self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
+        before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
+        if not (before or after or fences or self.loads.has_news):
             return EMPTY_PLAN
-        plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)
-        self._stores.sent()
-        self._loads.sent(now_s)
-        self.has_changed = True
+        plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)
+        self.stores.sent()
+        self.loads.sent(now_s)
+        self._has_changed = True
         return plan
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
-        """Blocks that are written before the workers can honour a fence of this step."""
+        """Return blocks that are written before the workers can honour a fence of this step."""
         if not self._options.blocks_written_early:
             return set()
         return early_written_block_ids(scheduler_output, self._options.state_group_ids)
 
-    def _find_stores(self, scheduler_output: SchedulerOutput) -> None:
-        scheduled = scheduler_output.num_scheduled_tokens
-        if scheduler_output.preempted_req_ids:
-            self._find_preempted(scheduler_output)
-        if self._loads.has_news:
-            self._harvest.add_computed(self._loads.owners_of_new)
-        due = self._agenda.due(scheduled)
-        if due:
-            self._harvest.add_computed(due)
-        if self._options.state_group_ids:
-            self._harvest.add_boundary_states(scheduler_output, self._book)
-        if self._options.is_lazy:
-            self._harvest.add_given_away()
-            if self._book.has_live:  # else an idle engine would store without end
-                self._harvest.add_about_to_be_evicted()
-
-    def _find_preempted(self, scheduler_output: SchedulerOutput) -> None:
+    def _rescue(self, scheduler_output: SchedulerOutput) -> None:
+        """Store what requests had computed that are preempted in this step."""
         preempted = []
         for request_id in sorted(scheduler_output.preempted_req_ids or ()):
-            state = self._book.get(request_id)
+            state = self.book.get(request_id)
             if state is not None and not state.finished:
-                if request_id not in scheduler_output.num_scheduled_tokens:
-                    state.preempt()  # else it runs again already, and `match` has done this
+                is_again = request_id in scheduler_output.num_scheduled_tokens
+                if state.phase is Phase.RUNNING and not is_again:  # else `match` has done this
+                    self._preempt(state)
                 preempted.append(state)
-        given_out = allocated_block_ids(scheduler_output) | self._loads.new_targets
+        given_out = allocated_block_ids(scheduler_output) | self.loads.new_targets
         given_out -= self._early_written(scheduler_output)  # too late to store those
-        self._harvest.add_preempted(preempted, given_out)
+        self.policy.rescue(preempted, given_out)
 
     def plan_nothing(self) -> StepPlan:
-        """The plan of a step whose planning failed, after `disable`: it tells what has failed."""
-        plan = StepPlan(failures=self._loads.failures)
-        self._loads.sent()
+        """Return the plan of a step whose planning failed, after `disable`: what has failed."""
+        plan = StepPlan(failures=self.loads.failures)
+        self.loads.sent()
         return plan
 
     # ---- the workers have reported -------------------------------------------------------------
@@ -310,32 +325,34 @@ class Planner:
         """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
-            self._stores.poison_all(self._book)
+            self.stores.fail_all()
+            self._pass_over()
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):
-                self.has_changed = True
+                self._has_changed = True
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
-            if self._gpu is not None and (output.finished_recving or output.finished_sending):
-                self._book.filter(output, self._gpu)
+            if output.finished_recving or output.finished_sending:
+                self.book.filter(output, self._gpu)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
 
-        All outcomes are noted before the first transfer is settled, because none of them is told
-        again; and loads go first, because requests wait for them.
+        All outcomes are noted before the first transfer is settled, because they come only once;
+        and loads go first, because requests wait for them.
         """
         for bad in report.bad_slots:  # before the failure that frees them for others
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
-            if isinstance(load, Load) and (state := self._loads.settle(load)) is not None:
+            if isinstance(load, Load) and self.loads.settle(load):
+                self.stores.load_landed(load.owner, load.lease)
                 received = output.finished_recving or ()
-                output.finished_recving = {*received, state.request.request_id}
+                output.finished_recving = {*received, load.owner.request.request_id}
         for store in complete:
             if isinstance(store, Store):
-                self._stores.settle(store)
+                self.stores.settle(store)
         for capacity in report.capacities:
             self._ranks.add_capacity(capacity)
         for facts in report.host_facts:
@@ -343,74 +360,116 @@ class Planner:
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
             self._is_disabled = True
-        if self._index.slots.num_usable or report.lost_ranks:
+        if self.index.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
-        """Note what one rank has reported; returns the transfer if it was the last rank."""
-        transfer_id = outcome.transfer_id
-        transfer = self._find(transfer_id)
+        """Note what one rank has reported; return the transfer if it was the last rank."""
+        transfer = self._find(outcome.transfer_id)
         if transfer is None:
             self._counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
             return None
-        transfer.ranks_left.discard(outcome.rank)
-        failed = outcome.failure is not None
+        is_last = transfer.reported(outcome.rank, has_failed=outcome.failure is not None)
         self._ranks.watch(outcome, type(transfer).__name__)
         if self._ranks.has_dead:
             self._is_disabled = True  # the books are in order, so they stay
-        if isinstance(transfer, Store):
-            transfer.poisoned |= failed
-        else:
-            transfer.failed |= failed
-        return None if transfer.ranks_left else transfer
+        return transfer if is_last else None
 
     def _find(self, transfer_id: int) -> Store | Load | None:
-        """The transfer of that id, if it is in flight."""
-        return self._stores.get(transfer_id) or self._loads.get(transfer_id)
+        """Return the transfer of that id, if it is in flight."""
+        return self.stores.get(transfer_id) or self.loads.get(transfer_id)
 
-    # ---- the rest ------------------------------------------------------------------------------
+    # ---- what went wrong -----------------------------------------------------------------------
+
+    def disable(self, report: object = None) -> None:
+        """After an error inside the planner: only finish what the workers copy (I7, I8).
+
+        The error may have come between any two steps of the books. So they are not mended but made
+        anew from what is certain: a transfer that some rank has not reported goes on, and no store
+        is published; of the rest every lease is released, and a request that vLLM keeps waiting is
+        told to recompute. Hits that were reported stay until vLLM takes or drops them.
+
+        Args:
+            report: of the workers, if it was lost by the error: what it names has ended.
+        """
+        self._is_disabled = self._has_changed = True
+        self._start_steps_left = 0
+        if isinstance(report, StepReport):
+            for outcome in report.outcomes:
+                transfer = self._find(outcome.transfer_id)
+                if transfer is not None:
+                    transfer.reported(outcome.rank, has_failed=False)
+        self.loads.give_up(self.book)
+        self.stores.give_up()
+        self.leases.keep_only({*self.loads.leases, *self.stores.leases})
 
     def reset(self) -> None:
         """reset_cache: nothing stored so far is ever found again.
 
         What is in flight keeps its lease until it settles, and is not published.
         """
-        self.has_changed = True
+        self._has_changed = True
         self._counters[Count.RESETS] += 1
         logger.info(
             "The host cache was reset: what its slots held, %d of them, is not found any more.",
-            self._index.slots.num_filled,
+            self.index.slots.num_filled,
         )
-        self._index.forget_all()
-        for state in self._book:
-            state.drop_hit()
-            state.let_go_prefix()
-            state.wait.called_off = True
-        self._stores.forget_unsent(self._book)
+        self.index.forget_all()
+        for state in self.book:
+            self.loads.reset(state)
+            self.stores.let_go_prefix(state)
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        """Store nothing of what was found and not planned yet, nor of what is computed by now."""
+        self.policy.pass_over(list(self.book))
+        self.stores.forget_unplanned()
+
+    # ---- the rest ------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping.
 
-        A transfer is planned or in flight, or the ranks have not told yet how many slots there are.
+        A transfer is planned or in flight, or the ranks have not reported how many slots they have.
         """
-        if self._start_steps_left:
-            return True
-        return bool(len(self._stores) or self._harvest.found or self._loads.has_work)
+        return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
+
+    def take_change(self) -> bool:
+        """Whether a gauge may have changed since the last call.
+
+        A hit alone does not say so: what follows it does, and one is asked for in every step.
+        """
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
+
+    def statistics(self) -> Statistics:
+        """Return how it stands; see `Statistics`."""
+        return Statistics(
+            requests=self.book.num_live,
+            leases=len(self.leases),
+            stores=len(self.stores),
+            unplanned_parts=self.stores.num_exposed,
+            store_blocks=self.stores.num_blocks,
+            loads=len(self.loads),
+            holders=self.loads.num_holders,
+            is_disabled=self._is_disabled,
+            contained_errors=self._counters[Count.CONTAINED_ERRORS],
+        )
 
     def gauges(self) -> dict[str, int]:
-        """How the host pool stands now; see `observe.metrics.GAUGES`."""
+        """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
         return {
-            "slots": self._index.slots.num_usable,
-            "leased_slots": self._index.slots.num_leased,
-            "retired_slots": self._index.slots.num_retired,
+            "slots": self.index.slots.num_usable,
+            "leased_slots": self.index.slots.num_leased,
+            "retired_slots": self.index.slots.num_retired,
             "is_disabled": int(self._is_disabled),
-            "stores_in_flight": len(self._stores),
-            "loads_in_flight": len(self._loads),
-            **self._costs.gauges(),
+            "stores_in_flight": len(self.stores),
+            "loads_in_flight": len(self.loads),
+            **self.costs.gauges(),
         }
 
     @property
@@ -424,5 +483,5 @@ class Planner:
         Raises:
             InvariantError: a lease, a reference or a fence is wrong.
         """
-        self._leases.check_invariants()
-        self._stores.check_invariants()
+        self.leases.check_invariants()
+        self.stores.check_invariants()

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.index import HostIndex
-    from safe_offload.scheduler.loads import Load
-    from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.transfers import Load
 
 WAIT_MAX_S = 10.0
 """A request waits no longer for loads of others, over its whole life; nor than a transfer may."""
@@ -38,11 +37,11 @@ WAIT_MAX_S = 10.0
 
 @dataclass(slots=True)
 class Wait:
-    """How a request has waited for loads of others.
+    """How a request has waited for loads of others; only this file changes it.
 
     Attributes:
         load: the one that it waits for now.
-        called_off: the host forgot what it waits for.
+        is_called_off: the host forgot what it waits for.
         asked_s: when vLLM asked last, while it waits.
         waited_s: over its whole life, up to `asked_s`.
         newest_id: of the loads that it has waited for.
@@ -51,16 +50,34 @@ class Wait:
     """
 
     load: Load | None = None
-    called_off: bool = False
+    is_called_off: bool = False
     asked_s: float = 0.0
     waited_s: float = 0.0
     newest_id: int = -1
     num_computed_tokens: int = 0
     stuck_at: int = -1
 
+    def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
+        """Its request waits for a load from now on."""
+        self.load, self.newest_id = load, load.transfer_id
+        self.is_called_off = False
+        self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
+
+    def end(self) -> None:
+        """Its request waits no more."""
+        self.load = None
+
+    def call_off(self) -> None:
+        """What its request waits for is of no use any more."""
+        self.is_called_off = True
+
+    def unstick(self) -> None:
+        """Its request has run: another load may bring it further."""
+        self.stuck_at = -1
+
 
 class Sharing:
-    """Decides who waits for which load.
+    """Decides which request waits for which load; it has no state of its own.
 
     Args:
         index: knows how a prompt is cut into blocks, and what vLLM keeps of them.
@@ -73,15 +90,15 @@ class Sharing:
         self._wait_max_s = wait_max_s
         self._counters = counters
 
-    def goes_on(self, state: RequestState, num_computed_tokens: int, now_s: float) -> bool:
-        """Whether a request that waits for a load is to wait on.
+    def goes_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> bool:
+        """Whether a request that waits for a load is to wait on; else its wait has ended.
 
         Args:
-            state: whose request vLLM asks about, and which waits for a load.
+            wait: of the request.
+            request: that vLLM asks about.
             num_computed_tokens: tokens that the GPU's prefix cache has.
             now_s: of a clock that never goes back.
         """
-        wait = state.wait
         load = wait.load
         assert load is not None
         wait.waited_s += now_s - wait.asked_s
@@ -91,41 +108,32 @@ class Sharing:
                 wait.stuck_at = num_computed_tokens
         elif wait.waited_s >= self._wait_max_s:
             self._counters[Count.SHARED_WAITS_CUT] += 1
-        elif not wait.called_off and self._brings(load, state.request, num_computed_tokens):
+        elif not wait.is_called_off and self._brings(load, request, num_computed_tokens):
             return True
         wait.load = None
         return False
 
     def find(
-        self, state: RequestState, num_computed_tokens: int, loads: Iterable[Load]
+        self, wait: Wait, request: Request, num_computed_tokens: int, loads: Iterable[Load]
     ) -> Load | None:
-        """The load that a request may wait for, rather than make its own; None for none.
+        """Return the load that a request may wait for, rather than make its own.
 
         Args:
-            state: of a request that has a hit behind `num_computed_tokens`.
+            wait: of the request.
+            request: has a hit after `num_computed_tokens`.
             num_computed_tokens: see `goes_on`.
             loads: that have begun and that not all ranks have reported, in that order.
         """
-        wait = state.wait
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
             return None
         for load in loads:
             if (
-                load.transfer.transfer_id > wait.newest_id
+                load.transfer_id > wait.newest_id
                 and load.is_under_way
-                and self._brings(load, state.request, num_computed_tokens)
+                and self._brings(load, request, num_computed_tokens)
             ):
                 return load
         return None
-
-    def begin(
-        self, state: RequestState, load: Load, num_computed_tokens: int, now_s: float
-    ) -> None:
-        """A request waits for a load from now on."""
-        wait = state.wait
-        wait.load, wait.newest_id = load, load.transfer.transfer_id
-        wait.called_off = False
-        wait.asked_s, wait.num_computed_tokens = now_s, num_computed_tokens
 
     def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
         """Whether a load brings a request's first missing block, to where vLLM finds it.

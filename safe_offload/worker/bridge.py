@@ -37,6 +37,7 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
+from safe_offload.sides import Side
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
@@ -101,7 +102,7 @@ OpenBackend = Callable[
 ]
 
 
-class WorkerBridge:
+class WorkerBridge(Side):
     """The worker side of one rank.
 
     Args:

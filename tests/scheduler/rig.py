@@ -39,7 +39,7 @@ class Rig(EngineCore):
     @property
     def planner(self) -> Any:
         """Of our connector, scheduler side."""
-        return self.connector._planner
+        return self.connector.side
 
     def hold_copies(self, is_held: bool) -> None:
         """From now on no copy of any rank moves by itself, or all do again."""
@@ -128,7 +128,7 @@ class Rig(EngineCore):
             assert gauges[name] == 0, gauges
         assert not self.scheduler.requests
         assert not self.planner.has_work
-        assert len(self.planner._leases) == 0
+        assert len(self.planner.leases) == 0
 
     def check_no_block_is_held(self) -> None:
         """Every GPU block is free."""

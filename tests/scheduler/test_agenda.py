@@ -171,7 +171,7 @@ class Watch:
             return
         self.num_preempted += len(batch.scheduled.preempted_req_ids or ())
         for request_id, num_hashed in self.num_hashed.items():
-            state = self.rig.planner._book.get(request_id)
+            state = self.rig.planner.book.get(request_id)
             if state is not None and state.phase is Phase.RUNNING:
                 self.num_missed += state.cursors[0] < num_hashed
 

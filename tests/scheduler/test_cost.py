@@ -283,8 +283,8 @@ def measure(rig: Rig, load_s: float) -> None:
     """Let it believe that a token takes a second, and every load so long."""
     for size in (1, 2, 4, 8, 16, 32, 64):
         for _ in range(KEPT_SAMPLES):
-            rig.planner._costs.steps.add(size, 1.0 * size)
-            rig.planner._costs.loads.add(size, load_s)
+            rig.planner.costs.steps.add(size, 1.0 * size)
+            rig.planner.costs.loads.add(size, load_s)
 
 
 @pytest.mark.parametrize(("load_s", "num_hit_tokens"), [(1000.0, 0), (0.001, 40)])
@@ -323,13 +323,13 @@ def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: Mak
     rig.hold_copies(True)
     rig.add("again", rig.prompt(41, 1))
     rig.planned_step()
-    (load,) = rig.planner._loads._in_flight.values()
+    (load,) = rig.planner.loads._in_flight.values()
     began_s = load.sent_s
     assert began_s is not None
     rig.hold_copies(False)
     rig.step_until(lambda: rig.scheduler.requests["again"].status.name == "RUNNING")
-    planned_s = rig.planner._steps._last_s
-    assert rig.planner._costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
+    planned_s = rig.planner.steps._last_s
+    assert rig.planner.costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
     rig.drain()
 
 
@@ -354,7 +354,7 @@ def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRi
     rig.start()
     store(rig)
     rig.run_alone("again", rig.prompt(41, 1), max_tokens=12)
-    costs = rig.planner._costs
+    costs = rig.planner.costs
     assert costs.loads.num_samples == 1
     assert [round(size) for size, _ in costs.loads.points] == [40]
     assert costs.steps.num_samples == 3, "answers are not timed"
@@ -379,14 +379,14 @@ def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
     store(rig)
     for size in (1, 64):
         for _ in range(KEPT_SAMPLES):
-            rig.planner._costs.steps.add(size, 0.1 * size)
-            rig.planner._costs.loads.add(size, 0.1)
+            rig.planner.costs.steps.add(size, 0.1 * size)
+            rig.planner.costs.loads.add(size, 0.1)
     rig.hold_copies(True)
     rig.add("first", rig.prompt(41, 1))
     rig.add("second", rig.prompt(41, 1))
     rig.planned_step()
     began_s = rig.clock.now_s
-    assert rig.planner._book.get("second").wait.load is not None
+    assert rig.planner.book.get("second").wait.load is not None
     rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
     assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
     rig.hold_copies(False)

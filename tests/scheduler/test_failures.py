@@ -89,8 +89,8 @@ def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: Ma
         before = request.num_output_tokens
         # It computes what it lost, stores it, and is preempted again.
         rig.step_until(lambda: request.num_output_tokens > before)  # noqa: B023
-        rig.step_until(lambda: not len(rig.planner._stores))
-    num_failed = rig.planner._book.get("a2").num_failed_loads
+        rig.step_until(lambda: not len(rig.planner.stores))
+    num_failed = rig.planner.book.get("a2").num_failed_loads
     assert num_failed == num_begun == FAILED_LOADS_MAX
     rig.drain()
     rig.check_tokens("a2", 40)
@@ -166,7 +166,7 @@ def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
 def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
-    slots = rig.planner._index.slots
+    slots = rig.planner.index.slots
     assert slots.retire((-1, 20, 3, 3)) == [3]
     assert slots.retire((3,)) == []
     assert slots.num_free == 19
@@ -176,8 +176,8 @@ def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
 def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
-    slots = rig.planner._index.slots
-    lease = rig.planner._leases.grant(LeaseKind.STORE, 3)
+    slots = rig.planner.index.slots
+    lease = rig.planner.leases.grant(LeaseKind.STORE, 3)
     assert slots.retire([lease.slots[0]]) == [lease.slots[0]]
     rig.planner.check_invariants()
     lease.release()

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from safe_offload.scheduler.fences import StoresInFlight
+from safe_offload.scheduler.sources import EagerScan
 
 from safe_offload.scheduler.admission import Admission
-from safe_offload.scheduler.fences import StoresInFlight
 from safe_offload.scheduler.index import HostIndex
 from safe_offload.scheduler.leases import Lease, LeaseBook
 from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.planner import Planner
 from safe_offload.scheduler.requests import RequestBook, RequestState
 from safe_offload.scheduler.slots import SlotPool
-from safe_offload.scheduler.sources import EagerScan
 from safe_offload.scheduler.stores import Stores
 from tests.scheduler.rig import MakeRig, Rig
 

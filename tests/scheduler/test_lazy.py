@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.gpu_blocks import block_hash_of, get_block_hash, get_group_id
+from safe_offload.scheduler.blocks import block_hash_of, get_block_hash, get_group_id
 from safe_offload.scheduler.leases import LeaseKind
 from tests.scheduler.rig import MakeRig, Rig
 
@@ -48,7 +48,7 @@ class Watch:
         for plan in self.rig.plans[num_plans:]:
             for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
                 self.num_stored += len(transfer.slot_ids)
-        tables = self.rig.planner._index.slots.tables
+        tables = self.rig.planner.index.slots.tables
         for group_idx, block_hash in self.evicted:
             is_cached = self.rig.pool.get_cached_block(block_hash, [group_idx])  # once more
             if block_hash not in tables[group_idx] and not is_cached:
@@ -211,7 +211,7 @@ def test_no_gpu_block_is_held_for_a_store(make_rig: MakeRig) -> None:
 def test_what_finds_no_slot_is_tried_again(make_rig: MakeRig) -> None:
     rig = lazy(make_rig, num_blocks=40, num_slots=NUM_AHEAD + 8)
     rig.fill_gpu_cache("old", 1)
-    lease = rig.planner._leases.grant(LeaseKind.STORE, NUM_AHEAD + 4)
+    lease = rig.planner.leases.grant(LeaseKind.STORE, NUM_AHEAD + 4)
     rig.hold_copies(True)
     watch = Watch(rig)
     rig.add("decodes", rig.prompt(2, 2), max_tokens=20)

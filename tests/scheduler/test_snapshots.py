@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safe_offload.scheduler.sources import Snapshot
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -16,7 +17,6 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from safe_offload.compat import allocated_block_ids
-from safe_offload.scheduler.sources import Snapshot
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.words import Sequel
@@ -140,7 +140,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
     allocated = rig.planner.allocated
 
     def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
-        state = rig.planner._book.get(request.request_id)
+        state = rig.planner.book.get(request.request_id)
         if num_external_tokens and state.hit is not None:
             end = state.hit.num_computed_tokens + num_external_tokens
             hit_ends.append(end - request.num_prompt_tokens)

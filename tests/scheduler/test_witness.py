@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from safe_offload.scheduler.witness import Sources
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
-from safe_offload.scheduler.gpu_blocks import Home
+from safe_offload.scheduler.blocks import Home
 from safe_offload.scheduler.slots import Key
-from safe_offload.scheduler.witness import Sources
 
 
 def hashed(block: KVCacheBlock, name: bytes) -> bytes:

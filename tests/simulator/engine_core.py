@@ -11,6 +11,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +60,8 @@ class EngineCore:
         self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
         """Host memory and its checksums, by the first of the ranks that have it."""
         with as_model_runner(shape):
-            self.scheduler, self._hasher = make_scheduler(shape)
-            self.connector._clock = lambda: self.clock.now_s
+            with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
+                self.scheduler, self._hasher = make_scheduler(shape)
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
@@ -75,6 +76,7 @@ class EngineCore:
     def _make_worker(self, rank: int, copy_ticks_max: int) -> Worker:
         from safe_offload.compat import KVConnectorRole
         from safe_offload.connector import SafeCPUOffloadConnector
+        from safe_offload.worker.bridge import WorkerBridge
 
         shape = self.shape
         connector = SafeCPUOffloadConnector(
@@ -82,8 +84,8 @@ class EngineCore:
         )
         device, engine = self._make_engine(rank, copy_ticks_max, connector._config)
         engine.start()
-        assert connector._worker is not None
-        connector._worker.attach(engine)
+        assert isinstance(connector.side, WorkerBridge)
+        connector.side.attach(engine)
         return Worker(
             rank,
             connector,

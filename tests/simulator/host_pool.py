@@ -16,7 +16,7 @@ SCRIBBLE = -7
 
 def evict_host(engine: EngineCore) -> None:
     """Somebody takes every host slot that may be taken, writes to it, and gives it back."""
-    slots = engine.connector._planner._index.slots
+    slots = engine.connector.side.index.slots
     taken = slots.grant(slots.num_slots)
     for slot in taken:
         for worker in engine.workers:
@@ -34,14 +34,14 @@ class OtherEngine:
     """
 
     def __init__(self, engine: EngineCore, left: int = 0) -> None:
-        self._planner = engine.connector._planner
+        self._planner = engine.connector.side
         self._left = left
         self._taken: list[Lease] = []
 
     def take(self) -> None:
         """Take all free slots but those that are to be left."""
-        count = self._planner._index.slots.num_free - self._left
-        lease = self._planner._leases.grant(LeaseKind.STORE, max(count, 0))
+        count = self._planner.index.slots.num_free - self._left
+        lease = self._planner.leases.grant(LeaseKind.STORE, max(count, 0))
         if lease is not None:
             self._taken.append(lease)
 
@@ -68,7 +68,7 @@ class ContestedSlots(SlotPool):
 @contextlib.contextmanager
 def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
     """Meanwhile another engine takes slots between the wish for some and the grant."""
-    slots = engine.connector._planner._index.slots
+    slots = engine.connector.side.index.slots
     slots.__class__ = ContestedSlots
     slots.other = other
     try:
@@ -80,7 +80,7 @@ def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
 def watch_grants(engine: EngineCore) -> list[tuple[int, int]]:
     """How many slots were asked for and how many were granted, each time."""
     grants: list[tuple[int, int]] = []
-    slots = engine.connector._planner._index.slots
+    slots = engine.connector.side.index.slots
     grant = slots.grant
 
     def granted(count: int) -> Any:

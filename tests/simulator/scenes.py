@@ -139,12 +139,12 @@ def check_idle(engine: EngineCore) -> None:
     """Nothing was found, nothing was contained, and both pools are as they were at the start."""
     engine.findings.raise_first()
     check_pools(engine)
-    planner = engine.connector._planner
+    planner = engine.connector.side
     planner.check_invariants()
     gauges = planner.gauges()
     assert gauges["slots"] == engine.shape.num_slots
     assert gauges["leased_slots"] == gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0
     assert not planner.has_work
-    assert len(planner._leases) == 0
+    assert len(planner.leases) == 0
     assert all(not worker.device.running for worker in engine.workers)
     assert engine.counts["contained_errors"] == 0

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from safe_offload.scheduler.harvest import Harvest
+
 from tests.digests import digest_of
 from tests.simulator import trace
 

@@ -92,7 +92,7 @@ def test_h4_a_load_that_failed_is_not_offered_again(engines: Engines) -> None:
     def fail(_: int, outputs: list[Any]) -> None:
         for output in outputs:
             report = output.kv_connector_worker_meta
-            if report is not None and engine.connector._planner.gauges()["loads_in_flight"]:
+            if report is not None and engine.connector.side.gauges()["loads_in_flight"]:
                 output.kv_connector_worker_meta = failed(report)
 
     engine.mutate_outputs.append(fail)
@@ -154,9 +154,9 @@ def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(
     forget_gpu_cache(engine)
     request = engine.add("again", random_prompt(41, 1), 4)
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (40, True)
-    assert engine.connector._planner.gauges()["leased_slots"] > 0
+    assert engine.connector.side.gauges()["leased_slots"] > 0
     engine.abort("again")
-    assert engine.connector._planner.gauges()["leased_slots"] == 0
+    assert engine.connector.side.gauges()["leased_slots"] == 0
     engine.drain()
     check_idle(engine)
 
@@ -170,7 +170,7 @@ def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
     engine.add("a", random_prompt(41, 1), 8)
     for _ in range(3):
         engine.step()
-    assert engine.connector._planner.gauges()["stores_in_flight"] > 0
+    assert engine.connector.side.gauges()["stores_in_flight"] > 0
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     hold_copies(engine, False)
     engine.drain()

@@ -137,7 +137,7 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
     for _ in range(num_held_steps - 1):
         engine.step()
     if num_held_steps:
-        assert engine.connector._planner.gauges()["stores_in_flight"] > 0, "they are slow"
+        assert engine.connector.side.gauges()["stores_in_flight"] > 0, "they are slow"
     hold_copies(engine, False)
     engine.drain()
     check_answers(engine, s0=1, s1=1)
@@ -208,7 +208,7 @@ def test_vllm_43226_the_scheduler_is_never_told_of_requests_that(
 def finish_n_times(engine: EngineCore, num_times: int) -> list[Any]:
     """Call the hook several times wherever vLLM calls it once; collects what it answers."""
     answers: list[Any] = []
-    connector, planner = engine.connector, engine.connector._planner
+    connector, planner = engine.connector, engine.connector.side
     finish = connector.request_finished_all_groups
 
     def request_finished_all_groups(request: Any, block_ids: Any) -> Any:
@@ -255,9 +255,9 @@ def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
     assert request.status == RequestStatus.FINISHED_ABORTED
     assert answers == [(False, None)] * num_times, "vLLM asks once, and is answered the same"
     assert engine.pool.get_num_free_blocks() == 59, "it holds no block when the hook has returned"
-    gauges = engine.connector._planner.gauges()
+    gauges = engine.connector.side.gauges()
     assert engine.connector.request_finished(request, []) == (False, None)
-    assert engine.connector._planner.gauges() == gauges
+    assert engine.connector.side.gauges() == gauges
     hold_copies(engine, False)
     engine.drain()
     check_answers(engine, a=4)

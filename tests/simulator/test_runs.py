@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from safe_offload.scheduler.fences import StoresInFlight
 from safe_offload.scheduler.harvest import Harvest
+
 from tests.simulator.earnings import Earned
 from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS

@@ -144,7 +144,7 @@ def audit(llm: Any) -> dict[str, Any]:
     planner = planner_of(scheduler.connector)
     if planner is not None:
         found["gauges"] = planner.gauges()
-        found["num_leases"] = len(planner._leases)
+        found["num_leases"] = len(planner.leases)
     return found
 
 

@@ -49,7 +49,7 @@ def scheduler_bytes(planner: Any) -> int:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.gpu_blocks import GpuBlocks, Home, Place
+    from safe_offload.scheduler.blocks import GpuBlocks, Home, Place
 
     gc.collect()
     foreign = (*NOT_OURS, Request, GpuBlocks, Home, Place, KVCacheConfig, KVCacheSpec)
@@ -68,7 +68,7 @@ def scheduler_bytes(planner: Any) -> int:
 
 def num_held_slots(planner: Any) -> int:
     """Slots that hold a block which can be hit."""
-    return len(planner._index.slots.kept())
+    return len(planner.index.slots.kept())
 
 
 def measure_running(llm: Any, job: dict[str, Any], planner: Any) -> dict[str, int]:
@@ -96,7 +96,7 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
 
     host = get_kv_transfer_group()._worker._engine._backend._host
     start, size_bytes = host.tensor.data_ptr(), host.size_bytes
-    planner = connector._planner
+    planner = connector.side
     report: dict[str, Any] = {
         "resident_bytes": resident_bytes(),
         "pool_bytes": size_bytes,

@@ -24,7 +24,7 @@ class ContentChecker:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._index = core.connector._planner._index
+        self._index = core.connector.side.index
         self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
         """What a block hash, without its group, stands for: a prefix and its length."""
         self._requests: list[list[Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,5 @@ class FinishChecker:
         return answer
 
     def _state(self) -> dict[str, int]:
-        planner = self._core.connector._planner
-        return {
-            **planner.gauges(),
-            "leases": len(planner._leases),
-            "new stores": len(planner._harvest.found),
-            "contained errors": planner._counters["contained_errors"],
-        }
+        planner = self._core.connector.side
+        return {**planner.gauges(), **dataclasses.asdict(planner.statistics())}

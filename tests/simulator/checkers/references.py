@@ -55,26 +55,27 @@ class ReferenceChecker:
     def check_drained(self) -> None:
         """Nothing is held by anybody."""
         core = self._core
-        planner = core.connector._planner
+        planner = core.connector.side
+        found = planner.statistics()
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
-        slots = planner._index.slots
+        slots = planner.index.slots
         num_bad = len(self._ledger.bad_slots)
         referenced = len(slots._leased)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
-            "leases": len(planner._leases),
+            "leases": found.leases,
             "slots with a reference": referenced - num_bad,
             "slots in use": slots.num_usable - slots.num_free - num_bad,
             "slots that count as being stored": len(slots._being_stored),
-            "blocks that count against the stores' bound": planner._harvest.num_blocks,
-            "stores in flight": len(planner._stores),
-            "loads in flight": len(planner._loads),
-            "requests that hold blocks for a load": len(planner._loads._admission),
-            "live requests": sum(not state.finished for state in planner._book),
+            "blocks that count against the stores' bound": found.store_blocks,
+            "stores in flight": found.stores,
+            "loads in flight": found.loads,
+            "requests that hold blocks for a load": found.holders,
+            "live requests": found.requests,
             "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
             "copies": sum(len(worker.device.running) for worker in core.workers),
         }
         if planner.has_work or any(left.values()):
-            found = ", ".join(f"{count} {what}" for what, count in left.items() if count)
-            raise Finding("I8", f"left when all work has drained: {found or 'pending work'}")
+            what_is_left = ", ".join(f"{count} {what}" for what, count in left.items() if count)
+            raise Finding("I8", f"left when all work has drained: {what_is_left or 'pending work'}")

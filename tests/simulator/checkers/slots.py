@@ -21,8 +21,8 @@ class SlotChecker:
         self._ledger = ledger
         self.squeezed: list[Lease | None] = []
         """Slots that somebody else has taken, as leases, so that our own checks add up."""
-        self._leases = core.connector._planner._leases
-        tap(core.connector._planner._index.slots, "grant", self._see_grant)
+        self._leases = core.connector.side.leases
+        tap(core.connector.side.index.slots, "grant", self._see_grant)
         ledger.on_plan.append(self._see_plan)
 
     def squeeze(self, count: int) -> None:

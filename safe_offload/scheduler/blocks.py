@@ -2,29 +2,35 @@
 
 Nothing here changes a block or its reference count. It reads inner parts of vLLM's KV cache manager
 and block pool (vLLM 0.31 to 0.33, v1/core/block_pool.py and single_type_kv_cache_manager.py).
+
+Whether a block was given away shows in its hash *object*, its witness: vLLM resets it when it
+reallocates the block and builds a new object when it caches the block again. So a block whose hash
+is not its witness was given away, to a request, a load, a copy-on-write or another connector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
-from vllm.v1.core.single_type_kv_cache_manager import (
-    FullAttentionManager,
-    SlidingWindowManager,
-)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+
+from safe_offload.scheduler.slots import Key
 
 __all__ = [
+    "BlockSet",
     "GpuBlocks",
     "Home",
     "Place",
     "block_hash_of",
+    "find_more_keys",
     "get_block_hash",
     "get_group_id",
     "hashes_of",
+    "missing_blocks",
 ]
 
 # The slot behind the property: thousands are read in one step, and a property is a Python call.
@@ -36,12 +42,12 @@ block_hash_of: Callable[[KVCacheBlock], bytes | None] = attrgetter(_HASH_FIELD)
 if _HASH_FIELD == "_block_hash":
 
     def hashes_of(blocks: Iterable[KVCacheBlock]) -> list[bytes | None]:
-        """The own hash of each block; half the time of `block_hash_of` for one after the other."""
+        """Return the own hash of each block, in half the time of `block_hash_of` for each."""
         return [block._block_hash for block in blocks]
 else:
 
     def hashes_of(blocks: Iterable[KVCacheBlock]) -> list[bytes | None]:
-        """The own hash of each block."""
+        """Return the own hash of each block."""
         return [block.block_hash for block in blocks]
 
 
@@ -74,7 +80,7 @@ class Place:
 
     @classmethod
     def of(cls, block: KVCacheBlock) -> Place:
-        """Where a free block is now."""
+        """Return where a free block is now."""
         return cls(block, block.prev_free_block, block_hash_of(block))
 
     def stands(self) -> bool:
@@ -87,11 +93,75 @@ class Place:
         )
 
 
+@dataclass(slots=True)
+class BlockSet:
+    """GPU blocks of one KV cache group that a store reads, as they were when they were found.
+
+    Attributes:
+        group_idx: the group.
+        blocks: vLLM's block objects.
+        witnesses: the hash object of each.
+        hashes: of each, without its group: what its bytes are found under.
+        more_keys: by its hash, what else a block is known under; most have one hash.
+        homes: the block tables that they are in, if none of the blocks can leave them before the
+            whole table is gone; None if the blocks must be looked at one by one.
+    """
+
+    group_idx: int
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    witnesses: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    more_keys: dict[bytes, list[Key]] = field(default_factory=dict)
+    homes: list[Home] | None = None
+
+    def given_away(self) -> bool:
+        """Whether one of the blocks may hold something else by now."""
+        if self.homes is not None and all(home.stands() for home in self.homes):
+            return False
+        return any(map(is_not, hashes_of(self.blocks), self.witnesses))
+
+    def intact(self) -> BlockSet:
+        """Return those that were not given away."""
+        if not self.given_away():
+            return self
+        return self.keep(list(map(is_, hashes_of(self.blocks), self.witnesses)))
+
+    def keep(self, wanted: list[bool]) -> BlockSet:
+        """Return those for which `wanted` is true."""
+        if all(wanted):
+            return self
+        return self.part([index for index, is_wanted in enumerate(wanted) if is_wanted])
+
+    def part(self, indices: Sequence[int]) -> BlockSet:
+        """Return those at these places."""
+        hashes = [self.hashes[index] for index in indices]
+        more_keys = self.more_keys and {h: self.more_keys[h] for h in hashes if h in self.more_keys}
+        return BlockSet(
+            self.group_idx,
+            [self.blocks[index] for index in indices],
+            [self.witnesses[index] for index in indices],
+            hashes,
+            more_keys,
+            self.homes,
+        )
+
+    def add(self, blocks: list[KVCacheBlock], witnesses: list[bytes], hashes: list[bytes]) -> None:
+        """Take in more, one witness and hash for each block."""
+        self.blocks += blocks
+        self.witnesses += witnesses
+        self.hashes += hashes
+
+    def append(self, block: KVCacheBlock, witness: bytes, block_hash: bytes) -> None:
+        """Take in one more."""
+        self.blocks.append(block)
+        self.witnesses.append(witness)
+        self.hashes.append(block_hash)
+
+
 class GpuBlocks:
     """Read-only view of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
 
-    Bound by `bind_kv_cache_manager` (vLLM 0.32 on). Nothing here changes a block or its reference
-    count.
+    It has no state of its own.
     """
 
     def __init__(self, kv_cache_manager: Any) -> None:
@@ -111,7 +181,7 @@ class GpuBlocks:
         return self._keeps_blocks[group_idx]
 
     def num_tokens_kept(self, group_ids: Iterable[int]) -> int | None:
-        """How many more tokens a request computes at least before a full block leaves its table.
+        """Return the fewest tokens that a request computes before a full block leaves its table.
 
         Returns:
             The least of these groups; None if blocks stay for as long as the request runs.
@@ -129,7 +199,7 @@ class GpuBlocks:
         return type(self._managers[group_idx]) is SlidingWindowManager
 
     def tables_of(self, group_idx: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-        """A group's block tables by request id, and how many of their blocks vLLM has hashed.
+        """Return a group's block tables by request id, and how many of their blocks are hashed.
 
         A table is one growing list for as long as the request holds blocks. Behind the second
         number every block is full, its tokens are known, and its bytes are there once the step that
@@ -155,16 +225,16 @@ class GpuBlocks:
         return any(manager.req_to_blocks.get(request_id) for manager in self._managers)
 
     def block(self, block_id: int) -> KVCacheBlock:
-        """The block object of an id."""
+        """Return the block object of an id."""
         block: KVCacheBlock = self._pool.blocks[block_id]
         return block
 
     def free_blocks(self, count: int, behind: KVCacheBlock | None = None) -> list[KVCacheBlock]:
-        """The first blocks of the free queue, the next to be allocated first.
+        """Return the first blocks of the free queue, the next to be allocated first.
 
         Args:
-            count: so many, or as many as there are.
-            behind: not from the head on, but from behind this block, which is in the queue.
+            count: the most to return.
+            behind: a block of the queue to start after, rather than at the head.
         """
         queue = self._pool.free_block_queue
         end = queue.fake_free_list_tail
@@ -181,7 +251,7 @@ class GpuBlocks:
         return int(self._pool.get_num_free_blocks())
 
     def more_hashes(self, block_id: int) -> list[bytes]:
-        """Hashes under which vLLM's prefix cache knows a block beside its own, with their group."""
+        """Return by what hashes, with their group, vLLM knows a block beside its own."""
         table = getattr(self._pool, "cached_block_hashes_by_block", None)
         return sorted(table.get(block_id, ())) if table else []
 
@@ -189,3 +259,45 @@ class GpuBlocks:
     def has_more_hashes(self) -> bool:
         """Whether any block has."""
         return bool(getattr(self._pool, "cached_block_hashes_by_block", None))
+
+
+def missing_blocks(
+    blocks: Sequence[KVCacheBlock],
+    witnesses: Sequence[bytes | None],
+    gpu: GpuBlocks,
+    tables: Sequence[Mapping[bytes, int]],
+) -> list[BlockSet]:
+    """Return those that vLLM has hashed and the host neither has nor is about to have, by group.
+
+    Of blocks that hold the same, as two requests may have computed it, it is the first.
+
+    Args:
+        blocks: of any group.
+        witnesses: the hash object of each; None if vLLM has not hashed it.
+        gpu: tells what else they are known under.
+        tables: what the host has, for each group.
+    """
+    by_group = [BlockSet(group_idx) for group_idx in range(len(tables))]
+    seen: set[bytes] = set()
+    for block, witness in zip(blocks, witnesses, strict=True):
+        if witness is None or witness in seen:
+            continue
+        block_hash = get_block_hash(witness)
+        group_idx = get_group_id(witness) if len(by_group) > 1 else 0
+        if block_hash not in tables[group_idx]:
+            seen.add(witness)
+            by_group[group_idx].append(block, witness, block_hash)
+    missing = [block_set for block_set in by_group if block_set.blocks]
+    if gpu.has_more_hashes:
+        for block_set in missing:
+            owned = block_set.intact()  # what was given away has the hashes of its next owner
+            block_set.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
+    return missing
+
+
+def find_more_keys(
+    gpu: GpuBlocks, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]
+) -> dict[bytes, list[Key]]:
+    """Return what blocks are known under beside their own hash, by that hash."""
+    more = ((h, gpu.more_hashes(b.block_id)) for h, b in zip(hashes, blocks, strict=True))
+    return {h: [Key(get_group_id(k), get_block_hash(k)) for k in keys] for h, keys in more if keys}

@@ -1,0 +1,56 @@
+"""What decides which blocks are stored, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from safe_offload.scheduler.requests import RequestBook, RequestState
+
+
+class StorePolicy(Protocol):
+    """Finds blocks that are worth storing and hands them to `Stores.add`.
+
+    The planner calls it; it calls nothing of the planner. What it notes about a request is gone
+    after `end`.
+    """
+
+    def expect(self, num_tokens: int) -> None:
+        """A request may be scheduled that has a hit of so many tokens, on the GPU or here."""
+
+    def run(self, state: RequestState) -> None:
+        """A request has its blocks and begins to run."""
+
+    def preempt(self, state: RequestState) -> None:
+        """vLLM has taken the blocks of a running request away."""
+
+    def finish(self, state: RequestState) -> None:
+        """A request is about to end; it still has its blocks and its phase."""
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+
+    def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
+        """Store what requests had computed that were preempted in this step.
+
+        Args:
+            given_out: ids of the blocks that were allocated in this step, which can still be
+                stored before they are written.
+        """
+
+    def find(
+        self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
+    ) -> None:
+        """Store what is worth it in this step.
+
+        Args:
+            output: the step, as vLLM has scheduled it.
+            book: all requests.
+            loading: those whose load begins in this step.
+        """
+
+    def pass_over(self, states: Sequence[RequestState]) -> None:
+        """Store nothing that these, all requests, have computed by now."""

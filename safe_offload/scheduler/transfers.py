@@ -1,0 +1,128 @@
+"""Loads and stores, from their planning until every rank has reported them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safe_offload.protocol import Transfer
+    from safe_offload.scheduler.blocks import BlockSet
+    from safe_offload.scheduler.leases import Lease
+    from safe_offload.scheduler.requests import RequestState
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Pending:
+    """A transfer that some rank has not reported; its state changes by its methods only.
+
+    Attributes:
+        ranks_left: ranks that have not reported it.
+        has_failed: a rank reported that it failed, or its bytes cannot be trusted.
+    """
+
+    transfer_id: int
+    ranks_left: set[int]
+    has_failed: bool = False
+
+    def reported(self, rank: int, *, has_failed: bool) -> bool:
+        """Note what a rank has reported; return whether it was the last one."""
+        self.ranks_left.discard(rank)
+        self.has_failed |= has_failed
+        return not self.ranks_left
+
+    def fail(self) -> None:
+        """Its bytes are not to be used, whatever the ranks report."""
+        self.has_failed = True
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Load(Pending):
+    """A load; requests that want the same may wait for it.
+
+    Attributes:
+        transfer: what the workers copy.
+        lease: the slots it reads.
+        owner: the request that waits for it.
+        num_tokens: that it brings.
+        hashes: of the owner's blocks, from its first token on.
+        first_hash, end_hash: which of these blocks it brings.
+        has_ended: every rank has reported it, or it was given up.
+        sent_s: when the plan was made that names it.
+    """
+
+    transfer: Transfer
+    lease: Lease
+    owner: RequestState
+    num_tokens: int
+    hashes: Sequence[bytes]
+    first_hash: int
+    end_hash: int
+    has_ended: bool = False
+    sent_s: float | None = None
+
+    def sent(self, now_s: float | None) -> None:
+        """A plan names it."""
+        self.sent_s = now_s
+
+    def end(self) -> None:
+        """Every rank has reported it, or it is given up."""
+        self.has_ended = True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the owner still waits for it."""
+        return not (self.has_ended or self.owner.finished)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the owner has got what it brings."""
+        return self.has_ended and not (self.has_failed or self.owner.finished)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a store keeps of one KV cache group.
+
+    Attributes:
+        blocks: that it reads.
+        lease: the slots that it writes, one for each of them.
+        owners: the requests whose prefixes they extend, with how many of the blocks, in the order
+            of these; the rest belongs to none.
+    """
+
+    blocks: BlockSet
+    lease: Lease
+    owners: list[tuple[RequestState, int]]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Store(Pending):
+    """A store; it is never published once it has failed.
+
+    Attributes:
+        parts: what it keeps, of all requests of its step.
+        epoch: of the host index when it was planned; a store from before a reset is not published.
+    """
+
+    parts: list[Part]
+    epoch: int
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it keeps."""
+        return sum(len(part.lease.slots) for part in self.parts)
+
+    def given_away(self) -> bool:
+        """Whether any of the blocks that it reads was given away."""
+        return any(part.blocks.given_away() for part in self.parts)
+
+    def reads(self, block_ids: Collection[int]) -> bool:
+        """Whether it reads one of these blocks."""
+        return any(block.block_id in block_ids for p in self.parts for block in p.blocks.blocks)
+
+    def disown(self) -> None:
+        """No prefix is extended by what it keeps."""
+        for part in self.parts:
+            part.owners.clear()
