@@ -25,9 +25,17 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
+from safe_offload.scheduler.planner import Planner
+from safe_offload.sides import Side
+from safe_offload.worker.bridge import WorkerBridge
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 BLOCKS = 9
+MANAGER: Any = SimpleNamespace(
+    coordinator=SimpleNamespace(single_type_managers=[None]),
+    block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS, null_block=SimpleNamespace(block_id=0)),
+)
+"""As much of vLLM's as the planner reads when it is made."""
 BLOCK_SIZE = 16
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
 PAGE = SPEC.page_size_bytes
@@ -73,6 +81,7 @@ def make_connector() -> Iterator[MakeConnector]:
             kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
         )
         made.append(SafeCPUOffloadConnector(config, role, kv_cache_config))
+        made[-1].bind_kv_cache_manager(MANAGER)
         return made[-1]
 
     yield make
@@ -109,11 +118,9 @@ def check_logged(records: list[logging.LogRecord], hook: str) -> None:
 
 def test_each_role_builds_its_half(make_connector):
     scheduler = make_connector(KVConnectorRole.SCHEDULER)
-    assert scheduler._planner is not None
-    assert scheduler._worker is None
+    assert isinstance(scheduler.side, Planner)
     worker = make_connector(KVConnectorRole.WORKER)
-    assert worker._worker is not None
-    assert worker._planner is None
+    assert isinstance(worker.side, WorkerBridge)
 
 
 @pytest.mark.parametrize(("executor", "is_child"), [("mp", True), ("uni", False)])
@@ -123,7 +130,7 @@ def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
     def run_by(config: VllmConfig) -> None:
         config.parallel_config.distributed_executor_backend = executor
 
-    assert make_connector(KVConnectorRole.WORKER, run_by)._worker._is_child is is_child
+    assert make_connector(KVConnectorRole.WORKER, run_by).side._is_child is is_child
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -249,7 +256,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     """With drafts, only the last pipeline stage knows in time how many were accepted."""
     shape = EngineShape(("full", "mamba"), pipeline_ranks=num_stages, num_draft_tokens=num_drafts)
     connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
-    is_idle = connector.side is None and connector._worker is None
+    is_idle = type(connector.side) is Side
     assert is_idle is (num_stages > 1 and num_drafts > 0)
     told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]
     assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
@@ -259,8 +266,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
 def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):
     logged.clear()
     request: Any = SimpleNamespace()
-    manager = SimpleNamespace(block_pool=None)
-    idle.bind_kv_cache_manager(manager)
+    idle.bind_kv_cache_manager(MANAGER)
     idle.on_new_request(request)
     assert idle.get_num_new_matched_tokens(request, 0) == (0, False)
     idle.update_state_after_alloc(request, request, 5)
@@ -315,7 +321,7 @@ def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeyp
     check_logged(logged, hook)
     if hook != "get_kv_connector_stats":  # which had taken the counts already
         assert contained(connector) == 1
-    assert connector.side._is_disabled
+    assert connector.side.statistics().is_disabled
 
 
 def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, logged):
@@ -367,11 +373,11 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
 @pytest.mark.parametrize(
     ("part", "method"),
     [
-        ("_stores", "settle"),
-        ("_index.slots", "publish"),
-        ("_loads", "settle"),
-        ("_harvest", "add_finished"),
-        ("_book", "purge"),
+        ("stores", "settle"),
+        ("index.slots", "publish"),
+        ("loads", "settle"),
+        ("policy", "finish"),
+        ("book", "purge"),
     ],
 )
 def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(
@@ -412,10 +418,10 @@ def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_
     planner = rig.planner
     plan = planner.plan
 
-    def raise_if_a_load_has_begun(scheduler_output: Any) -> StepPlan:
+    def raise_if_a_load_has_begun(scheduler_output: Any, now_s: float) -> StepPlan:
         if planner.loads.owners_of_new:
             raise RuntimeError("injected")
-        return plan(scheduler_output)
+        return plan(scheduler_output, now_s)
 
     monkeypatch.setattr(planner, "plan", raise_if_a_load_has_begun)
     before = len(rig.plans)
@@ -431,11 +437,11 @@ def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_product
         raise InvariantError("I1", "a leased slot was evicted")
 
     tested = make_connector(check_invariants=True)
-    monkeypatch.setattr(tested._planner, "match", break_promise)
+    monkeypatch.setattr(tested.side, "match", break_promise)
     with pytest.raises(InvariantError, match="I1"):
         tested.get_num_new_matched_tokens(None, 0)
     served = make_connector()
-    monkeypatch.setattr(served._planner, "match", break_promise)
+    monkeypatch.setattr(served.side, "match", break_promise)
     assert served.get_num_new_matched_tokens(None, 0) == (0, False)
     assert contained(served) == 1
 
@@ -480,7 +486,7 @@ WORKER_HOOKS = {
 def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logged, hook):
     method, arguments, answer = WORKER_HOOKS[hook]
     with monkeypatch.context() as patch:
-        patch.setattr(worker._worker, method, raise_error)
+        patch.setattr(worker.side, method, raise_error)
         assert getattr(worker, hook)(*arguments) == answer
     check_logged(logged, hook)
     assert contained(worker) == 1
@@ -490,9 +496,9 @@ def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logge
 def test_a_step_of_hooks_reaches_the_bridge_in_vllm_s_order(worker, monkeypatch):
     called: list[str] = []
     for method, _, _ in WORKER_HOOKS.values():
-        original = getattr(worker._worker, method)
+        original = getattr(worker.side, method)
         monkeypatch.setattr(
-            worker._worker,
+            worker.side,
             method,
             lambda *args, method=method, original=original: (
                 called.append(method) or original(*args)
@@ -542,7 +548,7 @@ def test_statistics_are_told_when_something_changed(make_connector, monkeypatch)
     connector._counters[Count.HIT_TOKENS] += 4
     assert connector.get_kv_connector_stats().reduce() == {"slots": 0, "hit_tokens": 4}
     gauges["slots"] = 9
-    connector.side.has_changed = True
+    monkeypatch.setattr(connector.side, "take_change", lambda: True)
     assert connector.get_kv_connector_stats().reduce() == {"slots": 9}
     assert connector.get_kv_connector_stats() is None
 
@@ -553,7 +559,7 @@ def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector
     monkeypatch.setattr(connector.side, "gauges", lambda: dict(gauges))
     total = connector.get_kv_connector_stats()
     gauges["slots"] = 5
-    connector.side.has_changed = True
+    monkeypatch.setattr(connector.side, "take_change", lambda: True)
     total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 5}
 

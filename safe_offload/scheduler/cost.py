@@ -239,7 +239,7 @@ class StepWatch:
         self._num_decode_tokens_max = num_decode_tokens_max
         self._num_plans_left = 0
         self._num_tokens = 0
-        self._last_s = 0.0
+        self.last_planned_s = 0.0
 
     def planned(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
         """A step is planned.
@@ -265,8 +265,8 @@ class StepWatch:
             if scheduled.keys().isdisjoint(costs.scheduled):
                 num_left = 0
             elif not num_left:
-                costs.steps.add(self._num_tokens, now_s - self._last_s)
+                costs.steps.add(self._num_tokens, now_s - self.last_planned_s)
         if not num_left and computes_prompt:
             self._num_tokens, num_left = num_tokens, self._num_in_flight
         costs.scheduled = scheduled
-        self._num_plans_left, self._last_s = num_left, now_s
+        self._num_plans_left, self.last_planned_s = num_left, now_s

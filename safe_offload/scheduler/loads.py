@@ -92,13 +92,13 @@ class Loads:
         self._sharing = Sharing(index, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
-        self._progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
+        self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self._new: list[Load] = []
-        self._in_flight: dict[int, Load] = {}
+        self.in_flight: dict[int, Load] = {}
         self._failures: list[RequestState] = []
 
     def __repr__(self) -> str:
-        return f"Loads({len(self._new)} new, {len(self._in_flight)} in flight)"
+        return f"Loads({len(self._new)} new, {len(self.in_flight)} in flight)"
 
     # ---- hits ----------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Loads:
         Returns:
             Its tokens; None if a load of another request brings the first of them (see `sharing`).
         """
-        request, progress = state.request, self._progress[state]
+        request, progress = state.request, self.progress[state]
         if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX:
             self.drop_hit(state)
             return 0
@@ -135,7 +135,7 @@ class Loads:
             hit = self._index.find_hit(*wanted)
             if hit is None:
                 return 0
-        is_loading = self._in_flight or self._new
+        is_loading = self.in_flight or self._new
         if is_loading and self._begins_to_wait(wait, request, hit, now_s):
             self.drop_hit(state)
             return None
@@ -156,7 +156,7 @@ class Loads:
 
     def drop_hit(self, state: RequestState) -> None:
         """Give up a reported hit that is not turned into a load."""
-        progress = self._progress[state]
+        progress = self.progress[state]
         if progress.lease is not None:
             progress.lease.release()
         progress.hit = progress.lease = None
@@ -166,7 +166,7 @@ class Loads:
     def _begins_to_wait(self, wait: Wait, request: Request, hit: Hit, now_s: float) -> bool:
         """Whether a request waits from now on for another's load of what it has a hit for."""
         num_computed_tokens = hit.num_computed_tokens
-        under_way = chain(self._in_flight.values(), self._new)
+        under_way = chain(self.in_flight.values(), self._new)
         load = self._sharing.find(wait, request, num_computed_tokens, under_way)
         if load is None:
             return False
@@ -220,9 +220,9 @@ class Loads:
         vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
         announced.
         """
-        progress = self._progress[state]
+        progress = self.progress[state]
         hit, lease = progress.hit, progress.lease
-        block_ids, slots = self._pair(hit, blocks_by_group, num_tokens)
+        block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
         num_local_tokens = hit.num_computed_tokens if hit is not None else 0
         self._admission.hold(state, num_local_tokens + num_tokens)
         if slots and lease is not None:
@@ -250,7 +250,7 @@ class Loads:
         self.drop_hit(state)
         state.begin_load()
 
-    def _pair(
+    def pair(
         self,
         hit: Hit | None,
         blocks_by_group: Sequence[Sequence[KVCacheBlock]],
@@ -290,7 +290,7 @@ class Loads:
         """A request goes on without a load: it may be offered hits and loads again."""
         self._admission.release(state)
         self.drop_hit(state)
-        progress = self._progress[state]
+        progress = self.progress[state]
         progress.must_compute = False
         progress.wait.unstick()
 
@@ -301,12 +301,12 @@ class Loads:
 
     def forget(self, state: RequestState) -> None:
         """vLLM holds no block of a request that has ended."""
-        self._progress.pop(state, None)
+        self.progress.pop(state, None)
 
     def reset(self, state: RequestState) -> None:
         """The host has forgotten everything: a request has no hit, and nothing to wait for."""
         self.drop_hit(state)
-        self._progress[state].wait.call_off()
+        self.progress[state].wait.call_off()
 
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
@@ -334,12 +334,12 @@ class Loads:
         """
         for load in self._new:
             load.sent(now_s)
-            self._in_flight[load.transfer_id] = load
+            self.in_flight[load.transfer_id] = load
         self._new = []
         failures, self._failures = self._failures, []
         for state in failures:
             state.end_load(has_failed=True)
-            progress = self._progress[state]
+            progress = self.progress[state]
             progress.must_compute = True
             progress.num_failed += 1
             if progress.num_failed == FAILED_LOADS_MAX:
@@ -353,13 +353,13 @@ class Loads:
             book: the requests of vLLM; what is noted about their loads is made anew.
         """
         states = {*book, *(load.owner for load in self._new), *self._failures}
-        states.update(load.owner for load in self._in_flight.values())
+        states.update(load.owner for load in self.in_flight.values())
         for load in self._new:
             load.fail()
             load.end()
         self._new = []
-        self._in_flight = {i: load for i, load in self._in_flight.items() if load.ranks_left}
-        loading = {load.owner for load in self._in_flight.values()}
+        self.in_flight = {i: load for i, load in self.in_flight.items() if load.ranks_left}
+        loading = {load.owner for load in self.in_flight.values()}
         waiting = {s for s in states if s.phase is Phase.LOADING or s.num_loads}
         self._failures = list(waiting - loading)
         for state in states:
@@ -367,7 +367,7 @@ class Loads:
 
     def get(self, transfer_id: int) -> Load | None:
         """Return the load of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
+        return self.in_flight.get(transfer_id)
 
     def settle(self, load: Load) -> bool:
         """Every rank has reported a load; return whether its request may run now.
@@ -375,7 +375,7 @@ class Loads:
         The slots of a load that has landed stay leased, for the prefix of its request. A failure is
         announced by the next plan.
         """
-        del self._in_flight[load.transfer_id]
+        del self.in_flight[load.transfer_id]
         load.end()
         state = load.owner
         if load.has_failed:
@@ -394,8 +394,8 @@ class Loads:
     @property
     def leases(self) -> list[Lease]:
         """Of hits, and of the loads in flight."""
-        hits = [p.lease for p in self._progress.values() if p.lease is not None]
-        return [*hits, *(load.lease for load in self._in_flight.values())]
+        hits = [p.lease for p in self.progress.values() if p.lease is not None]
+        return [*hits, *(load.lease for load in self.in_flight.values())]
 
     @property
     def owners_of_new(self) -> list[RequestState]:
@@ -420,7 +420,7 @@ class Loads:
     @property
     def has_work(self) -> bool:
         """Whether a load is planned or in flight, or a failure is to be announced."""
-        return bool(self._new or self._in_flight or self._failures)
+        return bool(self._new or self.in_flight or self._failures)
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.in_flight)

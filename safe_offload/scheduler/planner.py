@@ -125,9 +125,9 @@ class Planner(Side):
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
         self.index = index
-        self._gpu = gpu
+        self.gpu = gpu
         index.slots.counters = counters
-        self._options = options
+        self.options = options
         self._counters = counters
         self.leases = LeaseBook(index.slots)
         self.book = RequestBook(counters)
@@ -278,7 +278,7 @@ class Planner(Side):
             self._start_steps_left -= 1
         if self.steps is not None:
             self.steps.planned(scheduler_output, now_s)
-        for state in self.book.purge(self._gpu):
+        for state in self.book.purge(self.gpu):
             self._forget(state)
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
@@ -295,9 +295,9 @@ class Planner(Side):
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Return blocks that are written before the workers can honour a fence of this step."""
-        if not self._options.blocks_written_early:
+        if not self.options.blocks_written_early:
             return set()
-        return early_written_block_ids(scheduler_output, self._options.state_group_ids)
+        return early_written_block_ids(scheduler_output, self.options.state_group_ids)
 
     def _rescue(self, scheduler_output: SchedulerOutput) -> None:
         """Store what requests had computed that are preempted in this step."""
@@ -334,7 +334,7 @@ class Planner(Side):
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
-                self.book.filter(output, self._gpu)
+                self.book.filter(output, self.gpu)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.

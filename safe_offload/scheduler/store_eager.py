@@ -97,17 +97,17 @@ class EagerStores:
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
-        self._agenda = Agenda(
+        self.agenda = Agenda(
             self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(index.group_ids)
         )
         self._snapshots = Snapshots(index, gpu)
-        self._progress: defaultdict[RequestState, EagerProgress] = defaultdict(
+        self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
             partial(_begin_progress, len(self._block_sizes))
         )
         self._short_of_slots: set[RequestState] = set()
 
     def __repr__(self) -> str:
-        return f"EagerStores({len(self._progress)} requests)"
+        return f"EagerStores({len(self.progress)} requests)"
 
     # ---- the life of a request -----------------------------------------------------------------
 
@@ -116,11 +116,11 @@ class EagerStores:
 
     def run(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self._agenda.add(state)
+        self.agenda.add(state)
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        progress = self._progress[state]
+        progress = self.progress[state]
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
 
@@ -133,10 +133,10 @@ class EagerStores:
 
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self._agenda.forget(state)
+        self.agenda.forget(state)
         self._snapshots.drop(state)
         self._short_of_slots.discard(state)
-        self._progress.pop(state, None)
+        self.progress.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class EagerStores:
         nothing can have written them yet.
         """
         for state in states:
-            progress = self._progress[state]
+            progress = self.progress[state]
             rescued, progress.leftover = progress.leftover, []
             for snapshot in self._snapshots.drop(state):
                 first = progress.cursors_before[snapshot.group_idx]
@@ -162,7 +162,7 @@ class EagerStores:
         """See `StorePolicy`."""
         if loading:
             self._look_at(loading)
-        due = self._agenda.due(output.num_scheduled_tokens)
+        due = self.agenda.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
         if self._index.has_states:
@@ -172,7 +172,7 @@ class EagerStores:
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
-        decoding, by_state, loaded = self._agenda.decoding, self._progress, self._stores.loaded
+        decoding, by_state, loaded = self.agenda.decoding, self.progress, self._stores.loaded
         plain = []
         for state in states:
             if state in decoding:
@@ -214,7 +214,7 @@ class EagerStores:
         A window slides on even when its request is not scheduled, for want of blocks.
         """
         for state in list(self._short_of_slots):
-            progress = self._progress[state]
+            progress = self.progress[state]
             intact = [blocks.intact() for blocks in progress.leftover]
             progress.leftover = [blocks for blocks in intact if blocks.blocks]
             if not progress.leftover:
@@ -233,7 +233,7 @@ class EagerStores:
         for state in states:
             if state in present or state in self._stores.loaded:
                 self._stores.extend_prefix(state, present.get(state, []))
-            if self._progress[state].leftover:
+            if self.progress[state].leftover:
                 self._store_leftover(state, is_intact=is_intact)
                 has_leftover = True
         for blocks, owners in found:
@@ -250,7 +250,7 @@ class EagerStores:
 
     def _store_leftover(self, state: RequestState, *, is_intact: bool) -> None:
         """Store what a request found no slots for before."""
-        progress = self._progress[state]
+        progress = self.progress[state]
         leftover, progress.leftover = progress.leftover, []
         self._short_of_slots.discard(state)
         for blocks in leftover:
@@ -261,7 +261,7 @@ class EagerStores:
         num_stored = self._stores.add(blocks, state, is_intact=is_intact)
         if is_intact and num_stored < len(blocks.blocks):
             left = blocks.part(range(num_stored, len(blocks.blocks)))
-            self._progress[state].leftover.append(left)
+            self.progress[state].leftover.append(left)
             self._short_of_slots.add(state)
 
     def _scan(
@@ -278,7 +278,7 @@ class EagerStores:
         """
         found = []
         present: dict[RequestState, list[int]] = {}
-        by_state = self._progress
+        by_state = self.progress
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
@@ -323,7 +323,7 @@ class EagerStores:
             place = nums_hashed.get(request_id, 0)
             is_allowed = limit is None or (place + 1) * self._block_sizes[group_idx] <= limit
             table = tables.get(request_id, ())
-            if is_allowed and self._progress[state].cursors[group_idx] <= place < len(table):
+            if is_allowed and self.progress[state].cursors[group_idx] <= place < len(table):
                 tails.append(BlockSet(group_idx))
                 self._look(state.request, table[place : place + 1], place, tails[-1])
         return tails
@@ -374,12 +374,12 @@ class EagerStores:
             if state.phase is Phase.RUNNING:
                 self._pass_over(state)
         for state in self._short_of_slots:
-            self._progress[state].leftover = []
+            self.progress[state].leftover = []
         self._short_of_slots.clear()
 
     def _pass_over(self, state: RequestState) -> None:
         """Move the cursors to the end of what is hashed, whatever it holds."""
-        cursors = self._progress[state].cursors
+        cursors = self.progress[state].cursors
         for group_idx in self._group_ids:
             _, nums_hashed = self._gpu.tables_of(group_idx)
             num_hashed = nums_hashed.get(state.request.request_id, 0)

@@ -62,7 +62,7 @@ class LazyStores:
         self._gpu = gpu
         self._stores = stores
         self._counters = counters
-        self._agenda = Agenda(index.group_block_sizes, num_decode_tokens_max, is_lazy=True)
+        self.agenda = Agenda(index.group_block_sizes, num_decode_tokens_max, is_lazy=True)
         self._snapshots = Snapshots(index, gpu)
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
@@ -103,7 +103,7 @@ class LazyStores:
 
     def run(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self._agenda.add(state)
+        self.agenda.add(state)
 
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
@@ -127,7 +127,7 @@ class LazyStores:
 
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self._agenda.forget(state)
+        self.agenda.forget(state)
         self._snapshots.drop(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
@@ -135,7 +135,7 @@ class LazyStores:
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
-            is_decoding = state in self._agenda.decoding
+            is_decoding = state in self.agenda.decoding
             num_computed = self._snapshots.num_tokens_computed(state, is_decoding=is_decoding)
             hashes = state.request.block_hashes
             self._avoid(set(hashes[num_computed // self._index.hash_block_size :]))
@@ -163,8 +163,8 @@ class LazyStores:
         What was given away is looked for in every step, one that computes nothing too: it may
         allocate blocks for a load.
         """
-        for state in (*loading, *self._agenda.due(output.num_scheduled_tokens)):
-            self._snapshots.renew(state, is_decoding=state in self._agenda.decoding)
+        for state in (*loading, *self.agenda.due(output.num_scheduled_tokens)):
+            self._snapshots.renew(state, is_decoding=state in self.agenda.decoding)
         for blocks in self._given_away():
             self._stores.add(self._stores.missing(blocks), None, is_intact=False)
         if book.num_live:  # else an idle engine would store without end

@@ -59,7 +59,7 @@ class Stores:
         self._leases = leases
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
-        self._num_blocks_max = num_blocks_max
+        self.num_blocks_max = num_blocks_max
         self._counters = counters
         self._exposed: list[Part] = []
         """Seen before this step was planned: since then the blocks may have been given away."""
@@ -95,7 +95,7 @@ class Stores:
         num_found = len(blocks.blocks)
         if not num_found:
             return 0
-        num_wanted = min(num_found, self._num_blocks_max - self.num_blocks)
+        num_wanted = min(num_found, self.num_blocks_max - self.num_blocks)
         if num_wanted < num_found:
             self._counters[Count.SKIPPED_STORES] += 1
         lease = self._leases.grant(LeaseKind.STORE, num_wanted)
@@ -114,7 +114,7 @@ class Stores:
     ) -> bool:
         """Store blocks of several requests; False, and none is stored, if not all of them go."""
         count = len(blocks.blocks)
-        if count > self._num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
+        if count > self.num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
             return False
         lease = self._leases.grant(LeaseKind.STORE, count)
         if lease is None or len(lease.slots) < count:

@@ -205,7 +205,9 @@ def test_a_label_tells_counts_of_one_metric_apart(metrics, registry):
     assert value(registry, "evicted_blocks_total", engine=3, hit="true") == 1
 
 
-def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(make_rig, metrics, registry):
+def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(
+    make_rig, metrics, registry, monkeypatch
+):
     connector = make_rig(extra={"num_cpu_blocks": 60, "eviction_policy": "slru"}).connector
     first = connector.get_kv_connector_stats()
     assert "info" not in first.reduce()
@@ -213,7 +215,7 @@ def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(make_rig,
     assert set(told) == set(INFO)
     assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "slru")
     assert told["memory"] == "unknown", "the workers of the simulator tell nothing of theirs"
-    connector.side.has_changed = True
+    monkeypatch.setattr(connector.side, "take_change", lambda: True)
     later = connector.get_kv_connector_stats()
     assert later is None or "info" not in later.data
     metrics.observe({"info": told}, engine_idx=3)

@@ -22,7 +22,7 @@ class Running:
         self.request: Any = SimpleNamespace(
             request_id=request_id, num_computed_tokens=0, num_tokens=num_tokens
         )
-        self.state = RequestState(self.request, num_groups=1)
+        self.state = RequestState(self.request)
         self.state.move(Phase.RUNNING)
         agenda.add(self.state)
 
@@ -149,13 +149,13 @@ class Watch:
     def __init__(self, rig: Rig, num_steps_between: int | None = 1) -> None:
         self.rig = rig
         if num_steps_between is not None:
-            rig.planner._agenda.num_steps_between = num_steps_between
+            rig.planner.policy.agenda.num_steps_between = num_steps_between
         self.num_looks = 0
         self.num_missed = 0
         self.num_preempted = 0
         self.num_hashed: dict[str, int] = {}
-        self._due = rig.planner._agenda.due
-        rig.planner._agenda.due = self.due
+        self._due = rig.planner.policy.agenda.due
+        rig.planner.policy.agenda.due = self.due
 
     def due(self, scheduled: dict[str, int]) -> list[RequestState]:
         found: list[RequestState] = self._due(scheduled)
@@ -173,7 +173,7 @@ class Watch:
         for request_id, num_hashed in self.num_hashed.items():
             state = self.rig.planner.book.get(request_id)
             if state is not None and state.phase is Phase.RUNNING:
-                self.num_missed += state.cursors[0] < num_hashed
+                self.num_missed += self.rig.planner.policy.progress[state].cursors[0] < num_hashed
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_filled_block_is_stored_while_it_is_in_its_table(
     rig = make_rig(groups=groups, num_blocks=300, num_slots=600)
     rig.start()
     watch = Watch(rig, None)
-    assert rig.planner._agenda.num_steps_between == num_steps_between
+    assert rig.planner.policy.agenda.num_steps_between == num_steps_between
     for n in range(3):
         rig.add(f"r{n}", rig.prompt(8, n), max_tokens=57)
     rig.drain()

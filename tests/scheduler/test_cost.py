@@ -323,12 +323,12 @@ def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: Mak
     rig.hold_copies(True)
     rig.add("again", rig.prompt(41, 1))
     rig.planned_step()
-    (load,) = rig.planner.loads._in_flight.values()
+    (load,) = rig.planner.loads.in_flight.values()
     began_s = load.sent_s
     assert began_s is not None
     rig.hold_copies(False)
     rig.step_until(lambda: rig.scheduler.requests["again"].status.name == "RUNNING")
-    planned_s = rig.planner.steps._last_s
+    planned_s = rig.planner.steps.last_planned_s
     assert rig.planner.costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
     rig.drain()
 
@@ -386,7 +386,7 @@ def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
     rig.add("second", rig.prompt(41, 1))
     rig.planned_step()
     began_s = rig.clock.now_s
-    assert rig.planner.book.get("second").wait.load is not None
+    assert rig.planner.loads.progress[rig.planner.book.get("second")].wait.load is not None
     rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
     assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
     rig.hold_copies(False)

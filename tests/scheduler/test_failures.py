@@ -90,7 +90,7 @@ def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: Ma
         # It computes what it lost, stores it, and is preempted again.
         rig.step_until(lambda: request.num_output_tokens > before)  # noqa: B023
         rig.step_until(lambda: not len(rig.planner.stores))
-    num_failed = rig.planner.book.get("a2").num_failed_loads
+    num_failed = rig.planner.loads.progress[rig.planner.book.get("a2")].num_failed
     assert num_failed == num_begun == FAILED_LOADS_MAX
     rig.drain()
     rig.check_tokens("a2", 40)
@@ -202,7 +202,7 @@ def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> Non
 
 
 def blocks_in_flight(rig: Rig) -> int:
-    return int(rig.planner._harvest.num_blocks)
+    return int(rig.planner.stores.num_blocks)
 
 
 def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
@@ -210,7 +210,7 @@ def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
 ) -> None:
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
-    rig.planner._harvest._num_blocks_max = 4
+    rig.planner.stores.num_blocks_max = 4
     rig.hold_copies(True)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=60)
@@ -231,7 +231,7 @@ def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
 def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
-    rig.planner._harvest._num_blocks_max = 4
+    rig.planner.stores.num_blocks_max = 4
     rig.hold_copies(True)
     a = rig.prompt(41, 1)
     rig.add("a", a, max_tokens=1)
@@ -248,9 +248,9 @@ def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig: 
 def test_the_bound_is_a_multiple_of_the_bytes_in_flight(make_rig: MakeRig) -> None:
     rig = make_rig(extra={"max_inflight_bytes": "1MiB"})
     slot_bytes = block_bytes(rig.connector._kv_cache_config)
-    assert rig.planner._harvest._num_blocks_max == 4 * (1 << 20) // slot_bytes
+    assert rig.planner.stores.num_blocks_max == 4 * (1 << 20) // slot_bytes
     tiny = make_rig(extra={"max_inflight_bytes": 4096})
-    assert tiny.planner._harvest._num_blocks_max >= 1
+    assert tiny.planner.stores.num_blocks_max >= 1
 
 
 # ---- a part dies -------------------------------------------------------------------------------

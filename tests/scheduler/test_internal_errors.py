@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from safe_offload.scheduler.fences import StoresInFlight
-from safe_offload.scheduler.sources import EagerScan
 
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.index import HostIndex
@@ -22,12 +20,13 @@ from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.planner import Planner
 from safe_offload.scheduler.requests import RequestBook, RequestState
 from safe_offload.scheduler.slots import SlotPool
+from safe_offload.scheduler.store_eager import EagerStores
 from safe_offload.scheduler.stores import Stores
 from tests.scheduler.rig import MakeRig, Rig
 
 PARTS: tuple[type[Any], ...] = (
     Admission,
-    EagerScan,
+    EagerStores,
     HostIndex,
     Lease,
     LeaseBook,
@@ -37,7 +36,6 @@ PARTS: tuple[type[Any], ...] = (
     RequestState,
     SlotPool,
     Stores,
-    StoresInFlight,
 )
 
 STARTING = {"bind", "for_engine"}

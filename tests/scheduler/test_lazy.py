@@ -25,10 +25,9 @@ class Watch:
         self.num_evicted = 0
         self.evicted: list[tuple[int, bytes]] = []
         self.lost: list[tuple[int, bytes]] = []
-        gpu, pool = rig.planner._gpu, rig.pool
+        gpu, pool = rig.planner.gpu, rig.pool
         self._free_blocks, self._evict = gpu.free_blocks, pool._maybe_evict_cached_block
         gpu.free_blocks, pool._maybe_evict_cached_block = self.free_blocks, self.evict
-        rig.planner._harvest._walk._gpu = gpu
 
     def free_blocks(self, *args: Any) -> Any:
         self.num_looks += 1

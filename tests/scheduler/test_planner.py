@@ -72,11 +72,11 @@ def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> Non
     rig.scheduler.reset_prefix_cache()  # the GPU forgets, the host does not
     request = rig.add("a2", a)
     assert rig.connector.get_num_new_matched_tokens(request, 0) == (32, True)
-    slots = list(rig.planner.book.get("a2").hit_lease.slots)
-    grant = rig.planner.leases._pool.grant(12)
+    slots = list(rig.planner.loads.progress[rig.planner.book.get("a2")].lease.slots)
+    grant = rig.planner.index.slots.grant(12)
     assert len(grant) == 4, "the eight slots of the hit must not be granted to anybody"
     assert not set(map(id, slots)) & set(map(id, grant))
-    rig.planner.leases._pool.release(grant)
+    rig.planner.index.slots.release(grant)
     rig.drain()
     rig.check_tokens("a2", 4)
     assert rig.counts["loaded_blocks"] == 8
@@ -195,7 +195,7 @@ def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig: Mak
     rig.step_until(lambda: bool(rig.scheduler.finished_recving_kv_req_ids))
     assert rig.scheduler.finished_recving_kv_req_ids == {"a2"}
     state = rig.planner.book.get("a2")
-    assert state.announced
+    assert state.is_announced
     again = _output(received={"a2"})
     rig.connector.update_connector_output(again)
     assert again.finished_recving is None
@@ -422,7 +422,7 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig: MakeRig) 
     rig.add("a", a, max_tokens=30)
     for _ in range(3):
         rig.step()
-    leftover = rig.planner.book.get("a").leftover
+    leftover = rig.planner.policy.progress[rig.planner.book.get("a")].leftover
     assert sum(len(sources.blocks) for sources in leftover) == 10, "no slot was free for them"
     everything.release()
     rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts
@@ -506,7 +506,7 @@ def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig: MakeRi
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
     rig.forget_gpu_cache()
-    rig.planner.loads._pair = lambda *_: ([], [])
+    rig.planner.loads.pair = lambda *_: ([], [])
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["unusable_hits"] == 1
     assert rig.counts["failed_loads"] == 1
@@ -553,7 +553,7 @@ def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
     rig.before_update.append(lambda _: everything.release())
     rig.add("a", rig.prompt(17, 1), max_tokens=1)
     rig.step()  # which is all that it needs
-    assert rig.planner._harvest.found
+    assert rig.planner.statistics().unplanned_parts
     return rig
 
 

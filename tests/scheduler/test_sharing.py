@@ -297,7 +297,7 @@ def test_copies_that_never_end_are_not_waited_for_without_end(
     rig.step_until(lambda: status(rig, "r2") == "WAITING_FOR_REMOTE_KVS")
     assert bound_s <= rig.clock.now_s - began_s <= bound_s + 2
     assert rig.counts["shared_waits"] == 1
-    assert rig.planner.book.get("r2").wait.waited_s >= bound_s
+    assert rig.planner.loads.progress[rig.planner.book.get("r2")].wait.waited_s >= bound_s
     rig.hold_copies(False)
     finish(rig, ["r1", "r2"])
     assert rig.counts["shared_waits_cut"] == 1

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safe_offload.scheduler.sources import Snapshot
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -17,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from safe_offload.compat import allocated_block_ids
+from safe_offload.scheduler.snapshots import Snapshot
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.words import Sequel
@@ -44,7 +44,7 @@ def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
 def unsaved_ids(snapshot: Snapshot, given_out: set[int]) -> tuple[list[int], list[int]]:
     """Ids of what can only be stored before the forward, and of what may wait."""
     gpu: Any = SimpleNamespace(is_window=lambda group_idx: False)
-    lost, waiting = snapshot.unsaved([PREFIX], 1, given_out, gpu)
+    lost, waiting = snapshot.unsaved([PREFIX], range(1), given_out, gpu)
     return [b.block_id for b in lost.blocks], [b.block_id for b in waiting.blocks]
 
 
@@ -141,8 +141,9 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
 
     def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = rig.planner.book.get(request.request_id)
-        if num_external_tokens and state.hit is not None:
-            end = state.hit.num_computed_tokens + num_external_tokens
+        hit = rig.planner.loads.progress[state].hit
+        if num_external_tokens and hit is not None:
+            end = hit.num_computed_tokens + num_external_tokens
             hit_ends.append(end - request.num_prompt_tokens)
         allocated(request, blocks, num_external_tokens)
 
@@ -165,7 +166,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: Make
         rig.step()
     stored = rig.counts["stored_blocks"]
     assert stored < 17 // BLOCK_TOKENS, "some of it waits for a look, or it shows nothing"
-    num_hashed = rig.planner._gpu.tables_of(0)[1]["r"]
+    num_hashed = rig.planner.gpu.tables_of(0)[1]["r"]
     assert rig.connector.reset_cache()
     rig.drain()
     rig.check_tokens("r", 30)

@@ -144,13 +144,15 @@ def audit(llm: Any) -> dict[str, Any]:
     planner = planner_of(scheduler.connector)
     if planner is not None:
         found["gauges"] = planner.gauges()
-        found["num_leases"] = len(planner.leases)
+        found["num_leases"] = planner.statistics().leases
     return found
 
 
 def planner_of(connector: Any) -> Any:
     """Our scheduler side; None if there is none, or if it is switched off."""
+    from safe_offload.scheduler.planner import Planner
+
     for child in getattr(connector, "sub_connectors", [connector]):
-        if hasattr(child, "_planner"):
-            return child._planner
+        if isinstance(getattr(child, "side", None), Planner):
+            return child.side
     return None
