@@ -32,7 +32,7 @@ from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_c
 
 BLOCKS = 9
 MANAGER: Any = SimpleNamespace(
-    coordinator=SimpleNamespace(single_type_managers=[None]),
+    coordinator=SimpleNamespace(single_type_managers=[None, None]),
     block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS, null_block=SimpleNamespace(block_id=0)),
 )
 """As much of vLLM's as the planner reads when it is made."""
@@ -256,6 +256,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     """With drafts, only the last pipeline stage knows in time how many were accepted."""
     shape = EngineShape(("full", "mamba"), pipeline_ranks=num_stages, num_draft_tokens=num_drafts)
     connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
+    connector.bind_kv_cache_manager(MANAGER)
     is_idle = type(connector.side) is Side
     assert is_idle is (num_stages > 1 and num_drafts > 0)
     told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]

@@ -346,10 +346,12 @@ class Planner(Side):
             self._ranks.retire(bad)
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
-            if isinstance(load, Load) and self.loads.settle(load):
-                self.stores.load_landed(load.owner, load.lease)
-                received = output.finished_recving or ()
-                output.finished_recving = {*received, load.owner.request.request_id}
+            if isinstance(load, Load):
+                if not load.has_failed:
+                    self.stores.load_landed(load.owner, load.lease)
+                if self.loads.settle(load):  # nothing may fail from here to the next line
+                    received = output.finished_recving or ()
+                    output.finished_recving = {*received, load.owner.request.request_id}
         for store in complete:
             if isinstance(store, Store):
                 self.stores.settle(store)

@@ -102,10 +102,10 @@ class RequestState:
 
     def end_load(self, *, has_failed: bool) -> None:
         """Every rank has reported its load, or a plan announces that it failed."""
-        self.num_loads -= 1
         self.is_failing |= has_failed
         if self.phase is Phase.LOADING:
             self.move(Phase.WAITING)
+        self.num_loads -= 1  # last: while it counts, an error before ends in a failure
 
     def owe_failure(self) -> bool:
         """vLLM waits for a load that was not planned; return whether nothing announces that yet."""

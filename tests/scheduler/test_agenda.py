@@ -53,13 +53,13 @@ def looks(agenda: Agenda, num_steps: int, running: Running, num_tokens: int = 1)
 
 
 def test_who_computes_a_prompt_is_looked_at_in_every_step() -> None:
-    agenda = Agenda([BLOCK_TOKENS], 1)
+    agenda = Agenda([BLOCK_TOKENS], 1, 0)
     assert looks(agenda, 5, Running(agenda, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens: int) -> None:
-    agenda = Agenda([BLOCK_TOKENS], 1)
+    agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", num_tokens)
     assert looks(agenda, 1, running, num_tokens) == [0], "the end of its prompt"
     fills = [n for n in range(20) if (num_tokens + 1 + n) % BLOCK_TOKENS == 0]
@@ -67,7 +67,7 @@ def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens: int) -> None
 
 
 def test_the_smallest_step_of_all_groups_counts() -> None:
-    agenda = Agenda([8, 12], 1)
+    agenda = Agenda([8, 12], 1, 0)
     running = Running(agenda, "a", 8)
     agenda.due({"a": 8})
     running.compute(8)
@@ -75,7 +75,7 @@ def test_the_smallest_step_of_all_groups_counts() -> None:
 
 
 def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is() -> None:
-    agenda = Agenda([BLOCK_TOKENS], 1)
+    agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", 4)
     assert agenda.due({"a": 4}) == [running.state]
     running.compute(4)
@@ -85,10 +85,10 @@ def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is() -> None:
 
 
 def test_who_was_preempted_is_not_looked_at_until_it_runs_again() -> None:
-    agenda = Agenda([BLOCK_TOKENS], 1)
+    agenda = Agenda([BLOCK_TOKENS], 1, 0)
     preempted, finished = Running(agenda, "a", 4), Running(agenda, "b", 40)
     agenda.due({"a": 4, "b": 4})
-    preempted.state.preempt()
+    preempted.state.move(Phase.WAITING)
     finished.state.move(Phase.FINISHED)
     for _ in range(10):
         assert agenda.due({"a": 1, "b": 1}) == []
@@ -98,13 +98,13 @@ def test_who_was_preempted_is_not_looked_at_until_it_runs_again() -> None:
 
 
 def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step() -> None:
-    agenda = Agenda([BLOCK_TOKENS], 1)
+    agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", 4)
     agenda.due({"a": 4})
     running.compute(4)
     for _ in range(3):
         assert agenda.due({"a": 0}) == []
-    running.state.preempt()
+    running.state.move(Phase.WAITING)
     running.state.move(Phase.RUNNING)
     agenda.add(running.state)
     assert agenda.due({"a": 1}) == [running.state], "it was due twice"
@@ -120,7 +120,7 @@ def test_no_filled_block_waits_for_a_look(
     num_drafts: int, num_tokens: int, steps: list[tuple[bool, int]]
 ) -> None:
     """Whatever becomes of the drafts, and in whichever steps the request is scheduled."""
-    agenda = Agenda([BLOCK_TOKENS], 1 + num_drafts)
+    agenda = Agenda([BLOCK_TOKENS], 1 + num_drafts, 0)
     running = Running(agenda, "a", num_tokens)
     num_seen = 0
     num_scheduled = num_tokens

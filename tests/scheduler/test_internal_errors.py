@@ -43,7 +43,7 @@ ASSIGNING = {"sent"}
 """A few assignments that make a plan count."""
 RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_failure"}
 """What runs after an error."""
-ANSWER_IS_PASSED_ON = {"plan", "settle"}
+ANSWER_IS_PASSED_ON = {"plan", "settle", "end_load"}
 """Behind these there is nothing that could raise before vLLM has what they answer."""
 NOT_IN_SERVICE = {
     "check_invariants",

@@ -86,7 +86,7 @@ def make_first(make_rig: MakeRig, again: Return, **shape: Any) -> Rig:
     rig = make_rig(**{"num_blocks": 40, "num_slots": 400, **shape})
     rig.start()
     rig.run_alone("first", again.prompts[0], again.num_answer)
-    if rig.planner._options.is_lazy:  # it stores what is about to be evicted
+    if rig.planner.options.is_lazy:  # it stores what is about to be evicted
         for number in range(6):
             rig.run_alone(f"filler-{number}", random_prompt(90, 100 + number), 1)
     rig.forget_gpu_cache()

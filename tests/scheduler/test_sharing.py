@@ -22,7 +22,7 @@ def make_shared(make_rig: MakeRig, **shape: Any) -> Rig:
     """An engine whose host, and whose GPU not, has the prefix that `ask` begins with."""
     rig = make_rig(**{"num_blocks": 60, **WIDE, **shape})
     rig.start()
-    is_lazy = rig.planner._options.is_lazy
+    is_lazy = rig.planner.options.is_lazy
     rig.run_alone("warm", prompt(rig, 0), max_tokens=1)
     if is_lazy:
         rig.fill_gpu_cache("filler", seed=77)
