@@ -30,9 +30,12 @@ from safe_offload.last_words import telling
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
+from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.slots import SlotPool
 from safe_offload.start_advice import advise
 
 if TYPE_CHECKING:
@@ -118,8 +121,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
-        policy = config.eviction_policy
-        index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
+        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups))
+        policy = POLICIES[config.eviction_policy](num_slots)
+        slots = SlotPool(num_slots, directory, policy, self._counters)
+        index = HostHits(vllm_config, kv_cache_config, slots)
         self._info = advise(vllm_config, kv_cache_config, config, num_slots)
         num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         num_ahead = 2 * index.num_blocks_in_step(num_step_tokens)

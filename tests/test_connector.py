@@ -368,7 +368,7 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
     ("part", "method"),
     [
         ("_stores", "settle"),
-        ("_index.slots", "publish"),
+        ("_index.directory", "publish"),
         ("_loads", "settle"),
         ("_harvest", "add_finished"),
         ("_book", "purge"),

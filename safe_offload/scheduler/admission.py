@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
@@ -45,7 +45,7 @@ class Admission:
         index: knows the groups.
     """
 
-    def __init__(self, index: HostIndex) -> None:
+    def __init__(self, index: HostHits) -> None:
         self._index = index
         self._num_gpu_blocks = 0
         self._holders: dict[RequestState, Need] = {}
@@ -82,8 +82,8 @@ class Admission:
         self._holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        held, _ = self._index.num_blocks(num_tokens)
-        _, spanned_in_all = self._index.num_blocks(state.request.num_tokens)
+        held = self._index.num_blocks_held(num_tokens)
+        spanned_in_all = self._index.num_blocks_spanned(state.request.num_tokens)
         spare = SPARE_BLOCKS * len(self._index.group_block_sizes)
         return Need(held, spanned_in_all - held + spare)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.fences import Part
 from safe_offload.scheduler.gpu_blocks import hashes_of
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.sources import EagerScan, LazyWalk, Snapshot, sources_of
@@ -48,7 +48,7 @@ class Harvest:
         num_blocks: of all parts that have not settled.
     """
 
-    def __init__(self, index: HostIndex, leases: LeaseBook, counters: Counters) -> None:
+    def __init__(self, index: HostHits, leases: LeaseBook, counters: Counters) -> None:
         self._index = index
         self._leases = leases
         self._counters = counters
@@ -98,7 +98,7 @@ class Harvest:
     def look_ahead(self, num_tokens: int) -> None:
         """Lazy: a request with a hit of so many tokens, on the GPU or here, may be scheduled."""
         if self._walk is not None and num_tokens:
-            self._walk.look_ahead(self._index.num_blocks(num_tokens)[1])
+            self._walk.look_ahead(self._index.num_blocks_spanned(num_tokens))
 
     def add_preempted(self, states: Iterable[RequestState], given_out: Collection[int]) -> None:
         """Take slots for what preempted requests had computed, before it is overwritten.
@@ -224,7 +224,7 @@ class Harvest:
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        for sources in sources_of(blocks, hashes_of(blocks), self._gpu, self._index.slots):
+        for sources in sources_of(blocks, hashes_of(blocks), self._gpu, self._index.directory):
             self._add(None, sources, Found.EARLIER)
 
     def _add_found(self, scan: EagerScan, states: Sequence[RequestState], when: Found) -> None:
@@ -282,9 +282,8 @@ class Harvest:
             lease, state.loaded = state.loaded, None
             loaded = set(lease.slots)
             self._leases.extend(lease, [slot for slot in present if slot not in loaded])
-            if len(lease.slots) == len(present):
-                lease.slots = present
-            lease.kind = LeaseKind.PREFIX
+            is_all = len(lease.slots) == len(present)
+            lease.keep(LeaseKind.PREFIX, present if is_all else lease.slots)
             if state.prefix is None:
                 state.prefix = lease
             else:
@@ -296,7 +295,7 @@ class Harvest:
 
     def _still_wanted(self, sources: Sources) -> Sources:
         """Those that the host neither has nor is about to have."""
-        table = self._index.slots.tables[sources.group_idx]
+        table = self._index.directory.tables[sources.group_idx]
         return sources.keep([block_hash not in table for block_hash in sources.hashes])
 
     def _add(self, state: RequestState | None, sources: Sources, when: Found) -> int:
@@ -336,7 +335,7 @@ class Harvest:
         sources = part.sources
         for state, _ in sources.owners:
             state.num_stores += 1
-        self._index.slots.begin_store(
+        self._index.directory.begin_store(
             part.lease.slots, sources.group_idx, sources.hashes, sources.more_keys
         )
         (self.found if when is Found.EARLIER else self.intact).append(part)

@@ -17,11 +17,10 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
-from safe_offload.scheduler.index import Hit, HostIndex
+from safe_offload.scheduler.hits import NO_SLOT, Hit, HostHits, needed
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
 from safe_offload.scheduler.sharing import Sharing
-from safe_offload.scheduler.slots import NO_SLOT, needed
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -86,7 +85,7 @@ class Loads:
 
     def __init__(  # noqa: PLR0913
         self,
-        index: HostIndex,
+        index: HostHits,
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
@@ -195,7 +194,7 @@ class Loads:
     def _grow_hit(
         self, state: RequestState, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
     ) -> Hit | None:
-        """See `HostIndex.grown`; what is new is leased too."""
+        """See `HostHits.grown`; what is new is leased too."""
         grown = self._index.grown(hit, *wanted)
         if grown is None or state.hit_lease is None:
             return None

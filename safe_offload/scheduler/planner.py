@@ -25,7 +25,7 @@ from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.fences import Store
 from safe_offload.scheduler.gpu_blocks import GpuBlocks
 from safe_offload.scheduler.harvest import Harvest
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Load, Loads
 from safe_offload.scheduler.ranks import Ranks
@@ -91,10 +91,9 @@ class Planner:
         counters: what it does is counted here.
     """
 
-    def __init__(self, index: HostIndex, options: PlannerOptions, counters: Counters) -> None:
+    def __init__(self, index: HostHits, options: PlannerOptions, counters: Counters) -> None:
         transfer_ids = itertools.count()
         self._index = index
-        index.slots.counters = counters
         self._options = options
         self._counters = counters
         self._leases = LeaseBook(index.slots)
@@ -382,9 +381,9 @@ class Planner:
         self._counters[Count.RESETS] += 1
         logger.info(
             "The host cache was reset: what its slots held, %d of them, is not found any more.",
-            self._index.slots.num_filled,
+            self._index.directory.statistics().num_held,
         )
-        self._index.forget_all()
+        self._index.slots.forget_all()
         for state in self._book:
             state.drop_hit()
             state.let_go_prefix()
@@ -403,10 +402,11 @@ class Planner:
 
     def gauges(self) -> dict[str, int]:
         """How the host pool stands now; see `observe.metrics.GAUGES`."""
+        slots = self._index.slots
         return {
-            "slots": self._index.slots.num_usable,
-            "leased_slots": self._index.slots.num_leased,
-            "retired_slots": self._index.slots.num_retired,
+            "slots": slots.num_usable,
+            "leased_slots": slots.num_leased,
+            "retired_slots": slots.num_retired,
             "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self._stores),
             "loads_in_flight": len(self._loads),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.gpu_blocks import GpuBlocks
-    from safe_offload.scheduler.index import Hit
+    from safe_offload.scheduler.hits import Hit
     from safe_offload.scheduler.leases import Lease
     from safe_offload.scheduler.sources import Snapshot
     from safe_offload.scheduler.witness import Sources

@@ -28,7 +28,7 @@ from safe_offload.observe.counters import Count, Counters
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.loads import Load
     from safe_offload.scheduler.requests import RequestState
 
@@ -68,7 +68,7 @@ class Sharing:
         counters: waits are counted here.
     """
 
-    def __init__(self, index: HostIndex, wait_max_s: float, counters: Counters) -> None:
+    def __init__(self, index: HostHits, wait_max_s: float, counters: Counters) -> None:
         self._index = index
         self._wait_max_s = wait_max_s
         self._counters = counters

@@ -18,6 +18,7 @@ from itertools import compress
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
+from safe_offload.scheduler.directory import Directory, Key
 from safe_offload.scheduler.gpu_blocks import (
     Home,
     Place,
@@ -26,7 +27,7 @@ from safe_offload.scheduler.gpu_blocks import (
     get_group_id,
     hashes_of,
 )
-from safe_offload.scheduler.slots import Key, SlotPool, needed
+from safe_offload.scheduler.hits import needed
 from safe_offload.scheduler.witness import Sources
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.gpu_blocks import GpuBlocks
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
 
 
@@ -48,8 +49,8 @@ class EagerScan:
         gpu: the block tables.
     """
 
-    def __init__(self, index: HostIndex, gpu: GpuBlocks) -> None:
-        self._slots = index.slots
+    def __init__(self, index: HostHits, gpu: GpuBlocks) -> None:
+        self._directory = index.directory
         self._hash_block_size = index.hash_block_size
         self._block_sizes = index.group_block_sizes
         self._gpu = gpu
@@ -146,11 +147,11 @@ class EagerScan:
             hashes = request.block_hashes[first : first + len(blocks)]
         else:
             hashes = [get_block_hash(witness) for witness in witnesses]
-        kept: list[Any] = list(map(self._slots.tables[group_idx].get, hashes))
+        kept: list[Any] = list(map(self._directory.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
             if not num_missing:
-                return self._slots.filled(kept)
+                return self._directory.filled(kept)
             missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, missing))
             witnesses = list(compress(witnesses, missing))
@@ -161,7 +162,7 @@ class EagerScan:
         sources.add(blocks, witnesses, hashes)
         if self._gpu.has_more_hashes:
             sources.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
-        return self._slots.filled(kept) if kept else kept
+        return self._directory.filled(kept) if kept else kept
 
 
 @dataclass(slots=True)
@@ -252,8 +253,8 @@ class LazyWalk:
         num_blocks: how far ahead of the allocator to look; twice what a step may allocate.
     """
 
-    def __init__(self, index: HostIndex, gpu: GpuBlocks, num_blocks: int) -> None:
-        self._slots = index.slots
+    def __init__(self, index: HostHits, gpu: GpuBlocks, num_blocks: int) -> None:
+        self._directory = index.directory
         self._group_ids = index.group_ids
         self._gpu = gpu
         self._num_blocks = num_blocks
@@ -285,7 +286,7 @@ class LazyWalk:
             avoided = map(self._avoided.get, [block.block_id for block in blocks])
             pairs = zip(witnesses, avoided, strict=True)
             witnesses = [None if w is known else w for w, known in pairs]
-        return sources_of(blocks, witnesses, self._gpu, self._slots)
+        return sources_of(blocks, witnesses, self._gpu, self._directory)
 
     def watch(self, state: RequestState) -> None:
         """Remember blocks of a request that finishes, if the next step may allocate them unseen.
@@ -363,7 +364,7 @@ def sources_of(
     blocks: Sequence[KVCacheBlock],
     witnesses: Sequence[bytes | None],
     gpu: GpuBlocks,
-    slots: SlotPool,
+    directory: Directory,
 ) -> list[Sources]:
     """Of some blocks, those that vLLM has hashed and the host neither has nor is about to have.
 
@@ -373,16 +374,16 @@ def sources_of(
         blocks: whatever group they are of.
         witnesses: the hash object of each; None if vLLM has not hashed it.
         gpu: tells what else they are known under.
-        slots: what the host has.
+        directory: what the host has.
     """
-    by_group = [Sources(group_idx) for group_idx in range(len(slots.tables))]
+    by_group = [Sources(group_idx) for group_idx in range(len(directory.tables))]
     seen: set[bytes] = set()
     for block, witness in zip(blocks, witnesses, strict=True):
         if witness is None or witness in seen:
             continue
         block_hash = get_block_hash(witness)
         group_idx = get_group_id(witness) if len(by_group) > 1 else 0
-        if block_hash not in slots.tables[group_idx]:
+        if block_hash not in directory.tables[group_idx]:
             seen.add(witness)
             by_group[group_idx].append(block, witness, block_hash)
     found = [sources for sources in by_group if sources.blocks]

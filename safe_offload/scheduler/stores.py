@@ -12,7 +12,7 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.fences import Part, Store, StoresInFlight
 from safe_offload.scheduler.harvest import Harvest
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestBook
 
@@ -32,7 +32,7 @@ class Stores:
     def __init__(
         self,
         harvest: Harvest,
-        index: HostIndex,
+        index: HostHits,
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
@@ -90,7 +90,7 @@ class Stores:
     def _make(self, parts: list[Part], *, is_fenced: bool) -> Store:
         """One store of all parts."""
         ranks = set(range(self._num_ranks))
-        store = Store(next(self._transfer_ids), parts, self._index.epoch, ranks)
+        store = Store(next(self._transfer_ids), parts, self._index.directory.epoch, ranks)
         self._planned.append(store)
         self._in_flight.add(store, is_fenced=is_fenced)
         return store
@@ -150,15 +150,15 @@ class Stores:
         self._in_flight.remove(store)
         if store.poisoned:
             self._counters[Count.FAILED_STORES] += 1
-        elif store.epoch == self._index.epoch:
+        elif store.epoch == self._index.directory.epoch:
             self._counters[Count.STORED_BLOCKS] += store.num_blocks
         else:
             self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
             if store.poisoned:
                 self._index.slots.forget(part.lease.slots)
-            elif store.epoch == self._index.epoch:
-                self._index.slots.publish(part.lease.slots)
+            elif store.epoch == self._index.directory.epoch:
+                self._index.directory.publish(part.lease.slots)
             self._return_slots(part)
 
     def _return_slots(self, part: Part) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+    from safe_offload.scheduler.directory import Key
     from safe_offload.scheduler.gpu_blocks import Home
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.slots import Key
 
 
 @dataclass(slots=True)

@@ -33,7 +33,8 @@ class Mutant:
 _LOADS, _STORES = "scheduler/loads.py", "scheduler/stores.py"
 _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
 _HARVEST, _SOURCES = "scheduler/harvest.py", "scheduler/sources.py"
-_SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/ranks.py"
+_SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
+_DIRECTORY = "scheduler/directory.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
@@ -426,8 +427,8 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is found while it is being stored",
-        _SLOTS,
-        "SlotPool.find_run",
+        _DIRECTORY,
+        "Directory.find_run",
         "if not self._being_stored.isdisjoint(slots): ...",
         "if False: ...",
         "I6",
@@ -435,8 +436,8 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is found while it is being stored, of several groups",
-        _SLOTS,
-        "SlotPool.find",
+        _DIRECTORY,
+        "Directory.find",
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
@@ -466,12 +467,12 @@ MUTANTS = (
         "Stores.settle",
         "if store.poisoned:\n"
         "    self._index.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._index.epoch:\n"
-        "    self._index.slots.publish(part.lease.slots)",
+        "elif store.epoch == self._index.directory.epoch:\n"
+        "    self._index.directory.publish(part.lease.slots)",
         "if False:\n"
         "    self._index.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._index.epoch:\n"
-        "    self._index.slots.publish(part.lease.slots)",
+        "elif store.epoch == self._index.directory.epoch:\n"
+        "    self._index.directory.publish(part.lease.slots)",
         "I6",
         ("failing",),
     ),
@@ -612,19 +613,19 @@ MUTANTS = (
     ),
     Mutant(
         "stores in flight survive a reset",
-        _INDEX,
-        "HostIndex.forget_all",
-        "self.epoch += 1\nself.slots.forget_all()",
-        "self.slots.forget(self.slots.kept())",
+        _DIRECTORY,
+        "Directory.forget_all",
+        "self.epoch += 1\nreturn self.forget(list(self.hashes))",
+        "return self.forget(self.kept())",
         "I6",
         ("resets",),
     ),
     Mutant(
         "slots are found after a reset",
-        _INDEX,
-        "HostIndex.forget_all",
-        "self.slots.forget_all()",
-        "pass",
+        _DIRECTORY,
+        "Directory.forget_all",
+        "self.forget(list(self.hashes))",
+        "[]",
         "I6",
         ("resets",),
     ),
@@ -829,12 +830,12 @@ MUTANTS = (
     ),
     Mutant(
         "a hit that waits is offered again although its slots were forgotten",
-        _INDEX,
-        "HostIndex._ends_there",
-        "if hit.as_of[1] != self.slots.num_forgets: ...",
+        _HITS,
+        "HostHits._ends_there",
+        "if num_forgets != directory.num_forgets: ...",
         "if False: ...",
         "I7",
-        tests=("tests/scheduler/test_index.py", "-k", "was_forgotten"),
+        tests=("tests/scheduler/test_hits.py", "-k", "was_forgotten"),
     ),
     Mutant(
         "what settled is not reported",

@@ -169,7 +169,7 @@ def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
     slots = rig.planner._index.slots
     assert slots.retire((-1, 20, 3, 3)) == [3]
     assert slots.retire((3,)) == []
-    assert slots.num_free == 19
+    assert slots.statistics().num_free == 19
     assert len(slots.grant(100)) == 19
 
 
@@ -182,8 +182,8 @@ def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None
     rig.planner.check_invariants()
     lease.release()
     rig.planner.check_invariants()
-    assert slots.num_free == 19
-    assert slots.num_leased == 0
+    assert slots.statistics().num_free == 19
+    assert slots.statistics().num_leased == 0
 
 
 def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.admission import Admission
+from safe_offload.scheduler.directory import Directory
 from safe_offload.scheduler.fences import StoresInFlight
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import Lease, LeaseBook
 from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.planner import Planner
@@ -27,8 +28,9 @@ from tests.scheduler.rig import MakeRig, Rig
 
 PARTS: tuple[type[Any], ...] = (
     Admission,
+    Directory,
     EagerScan,
-    HostIndex,
+    HostHits,
     Lease,
     LeaseBook,
     Loads,
@@ -40,7 +42,7 @@ PARTS: tuple[type[Any], ...] = (
     StoresInFlight,
 )
 
-STARTING = {"bind", "for_engine"}
+STARTING = {"bind"}
 ASSIGNING = {"sent"}
 """A few assignments that make a plan count."""
 RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_failure"}

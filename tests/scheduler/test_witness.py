@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
+from safe_offload.scheduler.directory import Key
 from safe_offload.scheduler.gpu_blocks import Home
-from safe_offload.scheduler.slots import Key
 from safe_offload.scheduler.witness import Sources
 
 

@@ -58,15 +58,15 @@ class ReferenceChecker:
         planner = core.connector._planner
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
-        slots = planner._index.slots
+        slots = planner._index.slots.statistics()
+        directory = planner._index.directory.statistics()
         num_bad = len(self._ledger.bad_slots)
-        referenced = len(slots._leased)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": len(planner._leases),
-            "slots with a reference": referenced - num_bad,
+            "slots with a reference": slots.num_leased + slots.num_retired - num_bad,
             "slots in use": slots.num_usable - slots.num_free - num_bad,
-            "slots that count as being stored": len(slots._being_stored),
+            "slots that count as being stored": directory.num_being_stored,
             "blocks that count against the stores' bound": planner._harvest.num_blocks,
             "stores in flight": len(planner._stores),
             "loads in flight": len(planner._loads),
