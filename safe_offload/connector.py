@@ -31,8 +31,11 @@ from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.eviction import POLICIES
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.slots import SlotPool
 from safe_offload.sides import Side
 from safe_offload.start_advice import advise
 
@@ -116,8 +119,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
-        policy = config.eviction_policy
-        index = HostIndex.for_engine(vllm_config, kv_cache_config, num_slots, policy)
+        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups))
+        policy = POLICIES[config.eviction_policy](num_slots)
+        slots = SlotPool(num_slots, directory, policy, self._counters)
+        hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
         self._stats = StatsReporter(self._counters, info)
         options = PlannerOptions(
@@ -132,7 +137,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
         )
-        return lambda gpu: Planner(index, gpu, options, self._counters)
+        return lambda gpu: Planner(hits, gpu, options, self._counters)
 
     def _make_worker(self) -> Side:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).

@@ -375,7 +375,7 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
     ("part", "method"),
     [
         ("stores", "settle"),
-        ("index.slots", "publish"),
+        ("hits.directory", "publish"),
         ("loads", "settle"),
         ("policy", "finish"),
         ("book", "purge"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
@@ -42,12 +42,12 @@ class Admission:
     """The requests that hold GPU blocks for a load: they are its state, with what each needs.
 
     Args:
-        index: knows the groups.
+        hits: knows the groups.
         num_gpu_blocks: all that can be allocated.
     """
 
-    def __init__(self, index: HostIndex, num_gpu_blocks: int) -> None:
-        self._index = index
+    def __init__(self, hits: HostHits, num_gpu_blocks: int) -> None:
+        self._hits = hits
         self._num_gpu_blocks = num_gpu_blocks
         self._holders: dict[RequestState, Need] = {}
 
@@ -60,7 +60,7 @@ class Admission:
         A request that is the only one may: whatever else holds blocks can be preempted. And so may
         any where full attention is all there is, for there vLLM's own check counts right.
         """
-        if self._index.is_plain:
+        if self._hits.is_plain:
             return True
         others = [
             need
@@ -82,10 +82,10 @@ class Admission:
         self._holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        held, _ = self._index.num_blocks(num_tokens)
-        _, spanned_in_all = self._index.num_blocks(state.request.num_tokens)
-        spare = SPARE_BLOCKS * len(self._index.group_block_sizes)
-        return Need(held, spanned_in_all - held + spare)
+        held = self._hits.num_blocks_held(num_tokens)
+        spanned = self._hits.num_blocks_spanned(state.request.num_tokens)
+        spare = SPARE_BLOCKS * len(self._hits.group_block_sizes)
+        return Need(held, spanned - held + spare)
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -1,110 +1,101 @@
-"""Which filled slot goes first when a new one is needed: policies over slots that nobody leases.
+"""Which filled slot goes first when a new one is needed: policies over slots that nothing leases.
 
 A policy knows nothing of prompts. What it needs of them comes with the order of a release, the tail
-of a prefix before its head: a block is worth nothing without those before it. Slots that are leased
-are none of its business until they are released, so that a lease is what an access is elsewhere.
-
-A release of thousands of slots is one call on the scheduler's way to the next step. Hence no object
-for each slot, and a batch, not a slot, is what moves.
+of a prefix before its head: a block is worth nothing without those before it. A lease is what an
+access is elsewhere. A call takes thousands of slots on the scheduler's way to the next step: hence
+no object for each slot, and a batch, not a slot, is what moves.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
 
 
-class EvictionPolicy(Protocol):
-    """Order of the filled slots that nobody leases; deterministic, each call one step.
+class EvictionPolicy(ABC):
+    """Order of the filled slots that nothing leases; deterministic, each call one step."""
 
-    Args:
-        num_slots: slots are 0 to `num_slots - 1`.
+    def __init__(self) -> None:
+        # Mutable, here and in each policy: changed by the methods below and by nothing else.
+        self._age_s = 0.0
 
-    Attributes:
-        now_s: the time, which whoever asks for ages sets.
-    """
-
-    now_s: float
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Nobody leases these filled slots any more.
+    @abstractmethod
+    def release(self, slots: Sequence[int], now_s: float) -> None:
+        """Make filled slots evictable.
 
         Args:
             slots: none of them evictable yet, none twice, in the order in which they may go: the
                 tail of a prefix first.
+            now_s: from which their age counts.
         """
 
+    @abstractmethod
     def lease(self, slots: Iterable[int]) -> None:
-        """What these slots hold is needed again (a hit): none of them is evictable any more.
+        """Take out slots whose content is needed again (a hit).
 
         One that was leased already may be among them; it has been used once more. Slots from
         `evict` are leased without this call: what they will hold is new.
         """
 
-    def evict(self, count: int) -> list[int]:
+    @abstractmethod
+    def evict(self, count: int, now_s: float) -> list[int]:
         """Take out slots to be overwritten.
 
         Returns:
             Up to `count` slots, the first to go first; fewer if no more are evictable.
         """
 
+    @abstractmethod
     def forget(self, slots: Iterable[int]) -> None:
-        """What these slots hold is worthless: take out those that are evictable.
+        """Take out those of the slots that are evictable: what they hold is worthless.
 
         One that is leased may be among them; what was known of its use is forgotten.
         """
 
-    def take_age_s(self) -> float:
-        """Time since the release of each slot evicted since the last call, all added up."""
-
+    @abstractmethod
     def __len__(self) -> int:
-        """Evictable slots."""
-
-
-class _Ages:
-    """How long it is that evicted slots were released: a sum, since a batch has one time."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._age_s = 0.0
+        """Return the number of evictable slots."""
 
     def take_age_s(self) -> float:
-        """See `EvictionPolicy`."""
+        """Return the time since the release of each slot evicted since the last call, added up."""
         age_s, self._age_s = self._age_s, 0.0
         return age_s
 
-    def _add(self, batches: list[tuple[float, list[int]]]) -> list[int]:
-        """The slots of all batches, whose age is added to the sum."""
+    def _evicted(self, batches: list[tuple[float, list[int]]], now_s: float) -> list[int]:
+        """Add the age of all batches to the sum, and return their slots."""
         evicted: list[int] = []
         for released_s, slots in batches:
-            self._age_s += len(slots) * (self.now_s - released_s)
+            self._age_s += len(slots) * (now_s - released_s)
             evicted += slots
         return evicted
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self)} evictable slots>"
 
-class Lru(_Ages):
-    """The slot goes first that was released longest ago. See `EvictionPolicy`."""
+
+class Lru(EvictionPolicy):
+    """The slot goes first that was released longest ago."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
         self._queue = _Queue(num_slots)
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], now_s: float) -> None:
         """See `EvictionPolicy`."""
-        self._queue.append(slots, self.now_s)
+        self._queue.append(slots, now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         self._queue.remove(slots)
 
-    def evict(self, count: int) -> list[int]:
+    def evict(self, count: int, now_s: float) -> list[int]:
         """See `EvictionPolicy`."""
-        return self._add(self._queue.take(count))
+        return self._evicted(self._queue.take(count), now_s)
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
@@ -114,8 +105,8 @@ class Lru(_Ages):
         return len(self._queue)
 
 
-class Slru(_Ages):
-    """Segmented LRU: what was never hit goes before what was. See `EvictionPolicy`.
+class Slru(EvictionPolicy):
+    """Segmented LRU: what was never hit goes before what was.
 
     A slot whose content is new waits on probation; one that was hit is protected when it is
     released. Protected slots may be a share of the evictable ones; those above it, the longest
@@ -125,8 +116,7 @@ class Slru(_Ages):
 
     Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system
     performance", IEEE Computer 27(3), 1994. Of our own is that a slot moves when it is released,
-    and that the share is of what is evictable, enforced when something is evicted: how many slots
-    are leased at other times says nothing about what is worth keeping.
+    and that the share is of what is evictable, enforced when something is evicted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -135,79 +125,68 @@ class Slru(_Ages):
         self._protected = _Queue(num_slots)
         self._was_hit = bytearray(num_slots)
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], now_s: float) -> None:
         """See `EvictionPolicy`."""
         was_hit = self._was_hit
         used = [slot for slot in slots if was_hit[slot]]
         if len(used) < len(slots):
             unused = [slot for slot in slots if not was_hit[slot]] if used else slots
-            self._probation.append(unused, self.now_s)
-        self._protected.append(used, self.now_s)
+            self._probation.append(unused, now_s)
+        self._protected.append(used, now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        slots = list(slots)
-        self._remove(slots)
-        was_hit = self._was_hit
-        for slot in slots:
-            was_hit[slot] = True
+        self._take_out(list(slots), was_hit=True)
 
-    def evict(self, count: int) -> list[int]:
+    def evict(self, count: int, now_s: float) -> list[int]:
         """See `EvictionPolicy`."""
-        self._demote()
-        evicted = self._add(self._probation.take(count))
-        evicted += self._add(self._protected.take(count - len(evicted)))
-        was_hit = self._was_hit
+        num_surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
+        for released_s, slots in self._protected.take(num_surplus):
+            self._probation.append(slots, released_s)
+        evicted = self._evicted(self._probation.take(count), now_s)
+        evicted += self._evicted(self._protected.take(count - len(evicted)), now_s)
         for slot in evicted:
-            was_hit[slot] = False
+            self._was_hit[slot] = False
         return evicted
 
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        slots = list(slots)
-        self._remove(slots)
-        was_hit = self._was_hit
-        for slot in slots:
-            was_hit[slot] = False
+        self._take_out(list(slots), was_hit=False)
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
 
-    def _demote(self) -> None:
-        surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
-        if surplus > 0:
-            for released_s, slots in self._protected.take(surplus):
-                self._probation.append(slots, released_s)
-
-    def _remove(self, slots: list[int]) -> None:
+    def _take_out(self, slots: list[int], *, was_hit: bool) -> None:
         self._probation.remove(slots)
         self._protected.remove(slots)
+        for slot in slots:
+            self._was_hit[slot] = was_hit
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": Lru,
     "slru": Slru,
 }
-"""By the name that `eviction_policy` gives."""
+"""By the name that `eviction_policy` gives; made of the number of slots."""
 
 
 class _Queue:
     """Slots in order: appended in batches, taken from the front, removed from anywhere.
 
     A slot's ticket is the number of the batch that it is in, 0 if in none. To remove a slot is to
-    clear its ticket: the entry in the batch is stale from then on, and stays so when the slot comes
-    back in another batch. Stale entries are swept out bit by bit, in proportion to what is
-    appended, so that no call pays for all of them.
+    clear its ticket: its entry is stale from then on, also when the slot is in another batch again.
+    Stale entries are swept out in proportion to what is appended, so that no call pays for all.
     """
 
     def __init__(self, num_slots: int) -> None:
+        # All is mutable, and changed here only.
         self._tickets = [0] * num_slots
         self._last_ticket = 0
         # Tickets, when they were released, and slots, the last one to go first: the end is where a
         # list is cheap. All of `_swept` goes before all of `_batches`.
         self._swept: deque[tuple[int, float, list[int]]] = deque()
         self._batches: deque[tuple[int, float, list[int]]] = deque()
-        self._num_entries = 0
+        self._num_entries = 0  # of all batches, those that are stale too
         self._num_slots = 0
 
     def __len__(self) -> int:
@@ -236,25 +215,23 @@ class _Queue:
         self._num_slots -= num_removed
 
     def take(self, count: int) -> list[tuple[float, list[int]]]:
-        """Up to so many slots, in order, by when they were released."""
+        """Take up to `count` slots, in order, each batch with the time of its release."""
         taken: list[tuple[float, list[int]]] = []
         tickets = self._tickets
-        num_left = min(count, self._num_slots)
-        self._num_slots -= max(num_left, 0)
-        while num_left > 0:
+        num_left = max(0, min(count, self._num_slots))
+        self._num_slots -= num_left
+        while num_left:
             batches = self._swept or self._batches
             ticket, released_s, batch = batches[0]
-            slots = [slot for slot in batch[-num_left:] if tickets[slot] == ticket]
-            if len(slots) < num_left:  # there are stale ones, so rid the batch of all of them
-                live = [slot for slot in batch if tickets[slot] == ticket]
-                self._num_entries -= len(batch) - len(live)
-                batch[:] = live
-                slots = live[-num_left:]
-            del batch[len(batch) - len(slots) :]
+            num_before = len(batch)
+            tail = batch[-num_left:]
+            del batch[-num_left:]
+            slots = [slot for slot in reversed(tail) if tickets[slot] == ticket]
+            if len(slots) < len(tail):  # then more of the batch may be stale
+                batch[:] = [slot for slot in batch if tickets[slot] == ticket]
             if not batch:
                 batches.popleft()
-            slots.reverse()
-            self._num_entries -= len(slots)
+            self._num_entries -= num_before - len(batch)
             for slot in slots:
                 tickets[slot] = 0
             num_left -= len(slots)
@@ -262,7 +239,7 @@ class _Queue:
         return taken
 
     def _sweep(self, num_entries: int) -> None:
-        """Rid the next batches, of at least so many entries, of the stale ones."""
+        """Rid the next batches, of at least `num_entries` entries, of the stale ones."""
         tickets = self._tickets
         while num_entries > 0:
             if not self._batches:

@@ -1,15 +1,4 @@
-"""Why a slot may not be evicted: leases, and who holds them.
-
-A lease is a set of slots that somebody needs as they are. There are four kinds, and every slot
-reference in the pool belongs to exactly one of them:
-
-- MATCH: reported to vLLM as a hit, until the load is planned, the request ends or the cache is
-  reset (I1);
-- LOAD: being copied to the GPU;
-- STORE: being written from the GPU;
-- PREFIX: the host copy of a live request's prefix. It keeps the head of a long prompt in a pool
-  that is too small for all of it, and is released tail first when the request ends.
-"""
+"""Why a slot may not be evicted: every reference to a slot in the pool belongs to one lease."""
 
 from __future__ import annotations
 
@@ -23,9 +12,14 @@ class LeaseKind(enum.Enum):
     """What a lease is held for."""
 
     MATCH = "match"
+    """A hit that vLLM was told of, until it is loaded or given up (I1)."""
     LOAD = "load"
+    """Its slots are being copied to the GPU."""
     STORE = "store"
+    """Its slots are being written from the GPU."""
     PREFIX = "prefix"
+    """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool that
+    is too small for all of it."""
 
 
 class Lease:
@@ -34,6 +28,7 @@ class Lease:
     __slots__ = ("_book", "kind", "slots")
 
     def __init__(self, book: LeaseBook, kind: LeaseKind, slots: list[int]) -> None:
+        # All is mutable. This file alone changes it; a lease without a book is released.
         self._book: LeaseBook | None = book
         self.kind = kind
         self.slots = slots
@@ -47,20 +42,23 @@ class Lease:
         """Let go of all slots, given in prefix order; a second call does nothing."""
         if self._book is not None:
             book, self._book = self._book, None
-            book.forget(self)
+            del book._held[self]
+            if self.slots:
+                book._pool.release(self.slots)
 
     def keep(self, kind: LeaseKind, slots: list[int]) -> None:
         """Hold some of its slots for another reason, and let go of the others."""
         if len(slots) < len(self.slots) and self._book is not None:
             kept = set(slots)
-            self._book.let_go([slot for slot in self.slots if slot not in kept])
+            self._book._pool.release([slot for slot in self.slots if slot not in kept])
         self.kind, self.slots = kind, slots
 
     def share(self, shares: Sequence[tuple[int, Lease | None]]) -> None:
-        """Hand all slots over to other held leases, and let go of those that nobody takes.
+        """Hand all slots over to other held leases, without a moment in which they are free.
 
         Args:
-            shares: how many of the first slots go to whom, how many of the next, and so on.
+            shares: how many of the first slots go to which lease, how many of the next, and so on;
+                None lets go of them, as of the slots behind the last share.
         """
         if self._book is None or any(other and other._book is None for _, other in shares):
             raise ValueError("all leases must be held")
@@ -76,8 +74,12 @@ class Lease:
         self.release()
 
     def give_to(self, other: Lease) -> None:
-        """Hand all slots over to another held lease, without a moment in which they are free."""
+        """Hand all slots over to another held lease."""
         self.share([(len(self.slots), other)])
+
+    def __repr__(self) -> str:
+        state = "held" if self.held else "released"
+        return f"<Lease: {len(self.slots)} slots for {self.kind.value}, {state}>"
 
 
 class LeaseBook:
@@ -85,7 +87,8 @@ class LeaseBook:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._held: dict[int, Lease] = {}
+        # Mutable: the leases that are held, in order. A lease takes itself out when it is released.
+        self._held: dict[Lease, None] = {}
 
     def lease(self, kind: LeaseKind, slots: Sequence[int] = ()) -> Lease:
         """Lease slots that hold something (they may be evictable now)."""
@@ -104,43 +107,32 @@ class LeaseBook:
         lease.slots.extend(slots)
 
     def extend_head(self, lease: Lease, slots: Sequence[int]) -> None:
-        """The same, of slots that come before those that it has."""
+        """Add slots that come before those of a held lease."""
         self._pool.lease(slots)
         lease.slots[:0] = slots
 
-    def forget(self, lease: Lease) -> None:
-        """Called by `Lease.release` only."""
-        del self._held[id(lease)]
-        if lease.slots:
-            self._pool.release(lease.slots)
-
-    def let_go(self, slots: Sequence[int]) -> None:
-        """Called by `Lease` only."""
-        self._pool.release(slots)
-
     def keep_only(self, needed: Set[Lease]) -> None:
-        """After an internal error: let go of what nobody can name, leased or half way to it."""
+        """After an internal error: end all other leases, and whatever is leased half way."""
         for lease in self:
             if lease not in needed:
                 lease._book = None
-        self._held = {id(lease): lease for lease in needed if lease.held}
+        self._held = {lease: None for lease in needed if lease.held}
         self._pool.mend(lease.slots for lease in self)
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter(self._held.values())
+        return iter(self._held)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def check_invariants(self) -> None:
-        """Every slot has as many references as leases.
+    def __repr__(self) -> str:
+        return f"<LeaseBook: {list(self)}>"
 
-        Raises:
-            InvariantError: see `SlotPool.check_invariants`.
-        """
-        self._pool.check_invariants(lease.slots for lease in self._held.values())
+    def check_invariants(self) -> None:
+        """Check that every slot has as many references as leases; see `SlotPool`."""
+        self._pool.check_invariants(lease.slots for lease in self)
 
     def _hold(self, kind: LeaseKind, slots: list[int]) -> Lease:
         lease = Lease(self, kind, slots)
-        self._held[id(lease)] = lease
+        self._held[lease] = None
         return lease

@@ -19,11 +19,10 @@ from safe_offload.protocol import Transfer, ids_of
 from safe_offload.rounding import ceil_div
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
-from safe_offload.scheduler.index import Hit, HostIndex
+from safe_offload.scheduler.hits import NO_SLOT, Hit, HostHits, needed
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.requests import Phase, RequestState
 from safe_offload.scheduler.sharing import Sharing, Wait
-from safe_offload.scheduler.slots import NO_SLOT, needed
 from safe_offload.scheduler.transfers import Load
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Loads:
     transfer id, and the requests whose failure is to be announced. Nothing else changes it.
 
     Args:
-        index: where hits are found.
+        hits: where hits are found.
         leases: where hits are protected.
         gpu: which GPU blocks there are.
         transfer_ids: never gives the same twice.
@@ -74,7 +73,7 @@ class Loads:
 
     def __init__(  # noqa: PLR0913
         self,
-        index: HostIndex,
+        hits: HostHits,
         leases: LeaseBook,
         gpu: GpuBlocks,
         transfer_ids: Iterable[int],
@@ -83,13 +82,13 @@ class Loads:
         wait_max_s: float,
         costs: Costs,
     ) -> None:
-        self._index = index
+        self._hits = hits
         self._leases = leases
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
         self._counters = counters
-        self._admission = Admission(index, gpu.num_blocks)
-        self._sharing = Sharing(index, wait_max_s, counters)
+        self._admission = Admission(hits, gpu.num_blocks)
+        self._sharing = Sharing(hits, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
@@ -128,11 +127,11 @@ class Loads:
             num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
         wanted = request.block_hashes, num_computed_tokens, num_tokens_max
         hit = progress.hit
-        if hit is not None and not self._index.is_still_longest(hit, *wanted):
+        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
             hit = self._grow_hit(progress, hit, wanted)
         if hit is None:
             self.drop_hit(state)
-            hit = self._index.find_hit(*wanted)
+            hit = self._hits.find_hit(*wanted)
             if hit is None:
                 return 0
         is_loading = self.in_flight or self._new
@@ -190,7 +189,7 @@ class Loads:
         Args:
             num_tokens_max: the request has a use for so many after those that the GPU has.
         """
-        num_brought = load.end_hash * self._index.hash_block_size - num_computed_tokens
+        num_brought = load.end_hash * self._hits.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
         num_left = request.num_tokens - num_computed_tokens - num_tokens
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
@@ -199,8 +198,8 @@ class Loads:
     def _grow_hit(
         self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
     ) -> Hit | None:
-        """Return what `HostIndex.grown` finds, with its new slots leased too."""
-        grown = self._index.grown(hit, *wanted)
+        """Return what `HostHits.grown` finds, with its new slots leased too."""
+        grown = self._hits.grown(hit, *wanted)
         if grown is None or progress.lease is None:
             return None
         progress.hit, new_slots = grown
@@ -229,7 +228,7 @@ class Loads:
             progress.lease = None
             lease.keep(LeaseKind.LOAD, slots)
             transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
-            size = self._index.hash_block_size
+            size = self._hits.hash_block_size
             load = Load(
                 transfer_id=transfer.transfer_id,
                 ranks_left=set(range(self._num_ranks)),
@@ -243,7 +242,7 @@ class Loads:
             )
             self._new.append(load)
             self._counters[Count.HIT_TOKENS] += num_tokens
-            self._index.slots.mark_hit(slots)
+            self._hits.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
             self._failures.append(state)
@@ -265,12 +264,12 @@ class Loads:
         """
         if hit is None or num_tokens > hit.num_tokens:
             return [], []
-        if num_tokens < hit.num_tokens and self._index.has_states:
+        if num_tokens < hit.num_tokens and self._hits.has_states:
             return [], []
         all_block_ids: list[int] = []
         all_slots: list[int] = []
-        for group_idx in self._index.group_ids:
-            block_size = self._index.group_block_sizes[group_idx]
+        for group_idx in self._hits.group_ids:
+            block_size = self._hits.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
             end = ceil_div(hit.num_computed_tokens + num_tokens, block_size)
             block_ids = [block.block_id for block in blocks_by_group[group_idx][first:end]]
@@ -380,7 +379,7 @@ class Loads:
         state = load.owner
         if load.has_failed:
             # The same hit must not be offered again.
-            self._index.slots.forget(load.lease.slots)
+            self._hits.slots.forget(load.lease.slots)
             self._failures.append(state)
             load.lease.release()
             return False

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.store_policy import StorePolicy
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -113,29 +113,28 @@ class Planner(Side):
     only its own.
 
     Args:
-        index: the host index, empty.
+        hits: what the host holds, nothing yet.
         gpu: vLLM's blocks.
         options: see `PlannerOptions`.
         counters: what it does is counted here.
     """
 
     def __init__(
-        self, index: HostIndex, gpu: GpuBlocks, options: PlannerOptions, counters: Counters
+        self, hits: HostHits, gpu: GpuBlocks, options: PlannerOptions, counters: Counters
     ) -> None:
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
-        self.index = index
+        self.hits = hits
         self.gpu = gpu
-        index.slots.counters = counters
         self.options = options
         self._counters = counters
-        self.leases = LeaseBook(index.slots)
+        self.leases = LeaseBook(hits.slots)
         self.book = RequestBook(counters)
         self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
         self.loads = Loads(
-            index,
+            hits,
             self.leases,
             gpu,
             transfer_ids,
@@ -145,17 +144,15 @@ class Planner(Side):
             self.costs,
         )
         self.stores = Stores(
-            index, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
+            hits, self.leases, transfer_ids, num_ranks, options.num_store_blocks_max, counters
         )
         self.policy: StorePolicy
         if options.is_lazy:
-            num_step_blocks = index.num_blocks_in_step(options.num_step_tokens_max)
-            self.policy = LazyStores(
-                index, gpu, self.stores, counters, num_decoded, num_step_blocks
-            )
+            num_step_blocks = hits.num_blocks_in_step(options.num_step_tokens_max)
+            self.policy = LazyStores(hits, gpu, self.stores, counters, num_decoded, num_step_blocks)
         else:
-            self.policy = EagerStores(index, gpu, self.stores, counters, num_decoded)
-        self._ranks = Ranks(num_ranks, index.slots, counters)
+            self.policy = EagerStores(hits, gpu, self.stores, counters, num_decoded)
+        self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
         self._has_changed = True
@@ -273,7 +270,7 @@ class Planner(Side):
             scheduler_output: of vLLM.
             now_s: the time, of a clock that does not go back.
         """
-        self.index.slots.set_time(now_s)
+        self.hits.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
         if self.steps is not None:
@@ -362,7 +359,7 @@ class Planner(Side):
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
             self._is_disabled = True
-        if self.index.slots.num_usable or report.lost_ranks:
+        if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
@@ -417,9 +414,9 @@ class Planner(Side):
         self._counters[Count.RESETS] += 1
         logger.info(
             "The host cache was reset: what its slots held, %d of them, is not found any more.",
-            self.index.slots.num_filled,
+            self.hits.directory.statistics().num_held,
         )
-        self.index.forget_all()
+        self.hits.slots.forget_all()
         for state in self.book:
             self.loads.reset(state)
             self.stores.let_go_prefix(state)
@@ -465,9 +462,9 @@ class Planner(Side):
     def gauges(self) -> dict[str, int]:
         """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
         return {
-            "slots": self.index.slots.num_usable,
-            "leased_slots": self.index.slots.num_leased,
-            "retired_slots": self.index.slots.num_retired,
+            "slots": self.hits.slots.num_usable,
+            "leased_slots": self.hits.slots.num_leased,
+            "retired_slots": self.hits.slots.num_retired,
             "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self.stores),
             "loads_in_flight": len(self.loads),

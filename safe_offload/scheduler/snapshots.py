@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
 
 _NO_WITNESS = b"given away"
@@ -102,15 +102,15 @@ class Snapshots:
     """The snapshots of all running requests, which are its state.
 
     Args:
-        index: knows the groups and the hashes.
+        hits: knows the groups and the hashes.
         gpu: the block tables.
     """
 
-    def __init__(self, index: HostIndex, gpu: GpuBlocks) -> None:
-        self._index = index
+    def __init__(self, hits: HostHits, gpu: GpuBlocks) -> None:
+        self._hits = hits
         self._gpu = gpu
         # The tables of other groups do not tell which tokens a block holds.
-        self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
+        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
         self._taken: dict[RequestState, list[Snapshot]] = {}
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class Snapshots:
 
     def num_tokens_computed(self, state: RequestState, *, is_decoding: bool) -> int:
         """Return how many of its first tokens a request has computed, when it is preempted."""
-        request, sizes = state.request, self._index.group_block_sizes
+        request, sizes = state.request, self._hits.group_block_sizes
         if is_decoding:
             return int(request.num_tokens) - 1
         known = (
@@ -154,9 +154,9 @@ class Snapshots:
         Args:
             first: the blocks before this one are stored, or need not be.
         """
-        block_size = self._index.group_block_sizes[snapshot.group_idx]
+        block_size = self._hits.group_block_sizes[snapshot.group_idx]
         end = snapshot.num_computed(state.request, block_size)
         if state.limits.store_tokens is not None:
             end = min(end, state.limits.store_tokens // block_size)
-        hashes = self._index.hashes_of(state.request, snapshot.group_idx)
+        hashes = self._hits.hashes_of(state.request, snapshot.group_idx)
         return snapshot.unsaved(hashes, range(first, end), given_out, self._gpu)

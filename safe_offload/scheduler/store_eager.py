@@ -29,8 +29,8 @@ from safe_offload.scheduler.blocks import (
     hashes_of,
     missing_blocks,
 )
+from safe_offload.scheduler.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.slots import needed
 from safe_offload.scheduler.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.stores import Stores
 
 
@@ -71,7 +71,7 @@ class EagerStores:
     something left over.
 
     Args:
-        index: to skip what the host has or is about to have.
+        hits: to skip what the host has or is about to have.
         gpu: the block tables.
         stores: takes what is found.
         counters: what happens is counted here.
@@ -80,27 +80,27 @@ class EagerStores:
 
     def __init__(
         self,
-        index: HostIndex,
+        hits: HostHits,
         gpu: GpuBlocks,
         stores: Stores,
         counters: Counters,
         num_decode_tokens_max: int,
     ) -> None:
-        self._index = index
-        self._slots = index.slots
-        self._hash_block_size = index.hash_block_size
-        self._block_sizes = index.group_block_sizes
+        self._hits = hits
+        self._directory = hits.directory
+        self._hash_block_size = hits.hash_block_size
+        self._block_sizes = hits.group_block_sizes
         self._gpu = gpu
         self._stores = stores
         self._counters = counters
-        self._group_ids = [g for g in index.group_ids if gpu.is_positional(g)]
+        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
         self.agenda = Agenda(
-            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(index.group_ids)
+            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.group_ids)
         )
-        self._snapshots = Snapshots(index, gpu)
+        self._snapshots = Snapshots(hits, gpu)
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
             partial(_begin_progress, len(self._block_sizes))
         )
@@ -165,7 +165,7 @@ class EagerStores:
         due = self.agenda.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
-        if self._index.has_states:
+        if self._hits.has_states:
             self._store_boundary_states(output, book)
         if self._short_of_slots:
             self._drop_given_away()
@@ -205,7 +205,7 @@ class EagerStores:
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, self._slots.tables):
+        for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, self._directory.tables):
             self._stores.add(missing, None, is_intact=False)
 
     def _drop_given_away(self) -> None:
@@ -348,11 +348,11 @@ class EagerStores:
             hashes = request.block_hashes[first : first + len(blocks)]
         else:
             hashes = [get_block_hash(witness) for witness in witnesses]
-        kept: list[Any] = list(map(self._slots.tables[group_idx].get, hashes))
+        kept: list[Any] = list(map(self._directory.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
             if not num_missing:
-                return self._slots.filled(kept)
+                return self._directory.filled(kept)
             is_missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, is_missing))
             witnesses = list(compress(witnesses, is_missing))
@@ -363,7 +363,7 @@ class EagerStores:
         missing.add(blocks, witnesses, hashes)
         if self._gpu.has_more_hashes:
             missing.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
-        return self._slots.filled(kept) if kept else kept
+        return self._directory.filled(kept) if kept else kept
 
     # ---- what went wrong -----------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
     from safe_offload.scheduler.stores import Stores
 
 
@@ -41,7 +41,7 @@ class LazyStores:
     Its state: the snapshots, the agenda, and what follows `_watched` in `__init__`.
 
     Args:
-        index: to skip what the host has or is about to have.
+        hits: to skip what the host has or is about to have.
         gpu: the free queue.
         stores: takes what is found.
         counters: what happens is counted here.
@@ -51,19 +51,19 @@ class LazyStores:
 
     def __init__(
         self,
-        index: HostIndex,
+        hits: HostHits,
         gpu: GpuBlocks,
         stores: Stores,
         counters: Counters,
         num_decode_tokens_max: int,
         num_step_blocks: int,
     ) -> None:
-        self._index = index
+        self._hits = hits
         self._gpu = gpu
         self._stores = stores
         self._counters = counters
-        self.agenda = Agenda(index.group_block_sizes, num_decode_tokens_max, is_lazy=True)
-        self._snapshots = Snapshots(index, gpu)
+        self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
+        self._snapshots = Snapshots(hits, gpu)
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
@@ -90,7 +90,7 @@ class LazyStores:
         """
         if not num_tokens:
             return
-        num_blocks = self._index.num_blocks(num_tokens)[1]
+        num_blocks = self._hits.num_blocks_spanned(num_tokens)
         if self._expected is not None and self._expected.stands():
             seen = self._expected.block
         else:
@@ -117,7 +117,7 @@ class LazyStores:
         if state.phase is not Phase.RUNNING or num_at_risk <= 0:
             return
         request_id = state.request.request_id
-        for group_idx in self._index.group_ids:
+        for group_idx in self._hits.group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
             first = max(0, end - 1 - num_at_risk)
@@ -138,7 +138,7 @@ class LazyStores:
             is_decoding = state in self.agenda.decoding
             num_computed = self._snapshots.num_tokens_computed(state, is_decoding=is_decoding)
             hashes = state.request.block_hashes
-            self._avoid(set(hashes[num_computed // self._index.hash_block_size :]))
+            self._avoid(set(hashes[num_computed // self._hits.hash_block_size :]))
             for snapshot in self._snapshots.drop(state):
                 lost, _ = self._snapshots.unsaved(state, snapshot, 0, given_out)
                 num_stored = self._stores.add(self._stores.missing(lost), None, is_intact=False)
@@ -208,7 +208,7 @@ class LazyStores:
             avoided = map(self._avoided.get, [block.block_id for block in blocks])
             pairs = zip(witnesses, avoided, strict=True)
             witnesses = [None if w is known else w for w, known in pairs]
-        return missing_blocks(blocks, witnesses, self._gpu, self._index.slots.tables)
+        return missing_blocks(blocks, witnesses, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:
         """Look at everything again, in the next step."""

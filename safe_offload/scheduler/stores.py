@@ -25,7 +25,7 @@ from safe_offload.scheduler.transfers import Part, Store
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import BlockSet
-    from safe_offload.scheduler.index import HostIndex
+    from safe_offload.scheduler.hits import HostHits
 
 
 class Stores:
@@ -37,7 +37,7 @@ class Stores:
     loaded, and its number of parts that have not settled.
 
     Args:
-        index: to publish in.
+        hits: to publish in.
         leases: where slots come from.
         transfer_ids: never gives the same twice.
         num_ranks: workers that report.
@@ -48,14 +48,14 @@ class Stores:
 
     def __init__(
         self,
-        index: HostIndex,
+        hits: HostHits,
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
         num_blocks_max: int,
         counters: Counters,
     ) -> None:
-        self._index = index
+        self._hits = hits
         self._leases = leases
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
@@ -129,7 +129,7 @@ class Stores:
         blocks = part.blocks
         for owner, _ in part.owners:
             self._num_parts[owner] += 1
-        self._index.slots.begin_store(
+        self._hits.directory.begin_store(
             part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys
         )
         (self._intact if is_intact else self._exposed).append(part)
@@ -137,7 +137,7 @@ class Stores:
 
     def missing(self, blocks: BlockSet) -> BlockSet:
         """Return those that the host neither has nor is about to have."""
-        table = self._index.slots.tables[blocks.group_idx]
+        table = self._hits.directory.tables[blocks.group_idx]
         return blocks.keep([block_hash not in table for block_hash in blocks.hashes])
 
     # ---- prefixes of requests ------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Stores:
             transfer_id=next(self._transfer_ids),
             ranks_left=set(range(self._num_ranks)),
             parts=parts,
-            epoch=self._index.epoch,
+            epoch=self._hits.directory.epoch,
         )
         self._planned.append(store)
         self._in_flight[store.transfer_id] = store
@@ -248,15 +248,15 @@ class Stores:
         self._remove(store)
         if store.has_failed:
             self._counters[Count.FAILED_STORES] += 1
-        elif store.epoch == self._index.epoch:
+        elif store.epoch == self._hits.directory.epoch:
             self._counters[Count.STORED_BLOCKS] += store.num_blocks
         else:
             self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
             if store.has_failed:
-                self._index.slots.forget(part.lease.slots)
-            elif store.epoch == self._index.epoch:
-                self._index.slots.publish(part.lease.slots)
+                self._hits.slots.forget(part.lease.slots)
+            elif store.epoch == self._hits.directory.epoch:
+                self._hits.directory.publish(part.lease.slots)
             self._return_slots(part)
 
     def _remove(self, store: Store) -> None:
@@ -293,7 +293,7 @@ class Stores:
     def forget_unplanned(self) -> None:
         """Store nothing of what no plan names yet."""
         for part in (*self._exposed, *self._intact):
-            self._index.slots.forget(part.lease.slots)
+            self._hits.slots.forget(part.lease.slots)
             self._return_slots(part)
         self.sent()
 
@@ -308,7 +308,7 @@ class Stores:
                 store.fail()
                 store.disown()
         for part in gone:
-            self._index.slots.forget(part.lease.slots)
+            self._hits.slots.forget(part.lease.slots)
         left = (part for store in self._in_flight.values() for part in store.parts)
         self.num_blocks = sum(len(part.blocks.blocks) for part in left)
         for by_request in (self.loaded, self._prefixes, self._num_parts):

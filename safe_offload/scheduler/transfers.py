@@ -103,7 +103,7 @@ class Store(Pending):
 
     Attributes:
         parts: what it keeps, of all requests of its step.
-        epoch: of the host index when it was planned; a store from before a reset is not published.
+        epoch: of the directory when it was planned; a store from before a reset is not published.
     """
 
     parts: list[Part]

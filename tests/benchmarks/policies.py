@@ -110,20 +110,20 @@ def _time_policy(name: str, num_slots: int, batch: int) -> Cost:
     policy = POLICIES[name](num_slots)
     scattered = [slot * 7919 % num_slots for slot in range(num_slots)]  # a prime: each slot once
     for start in range(0, num_slots, batch):
-        policy.release(scattered[start : start + batch])
+        policy.release(scattered[start : start + batch], 0.0)
     num_batches = max(1, COST_SLOTS_PER_ROUND // batch)
     new_ns: list[float] = []
     hit_ns: list[float] = []
     for round_ in range(COST_ROUNDS):
         start_s = time.perf_counter()
         for _ in range(num_batches):
-            policy.release(policy.evict(batch))
+            policy.release(policy.evict(batch, 0.0), 0.0)
         middle_s = time.perf_counter()
         for index in range(num_batches):
             start = (round_ * num_batches + index) * batch % (num_slots - batch + 1)
             slots = scattered[start : start + batch]
             policy.lease(slots)
-            policy.release(slots)
+            policy.release(slots, 0.0)
         end_s = time.perf_counter()
         new_ns.append((middle_s - start_s) / (num_batches * batch) * 1e9)
         hit_ns.append((end_s - middle_s) / (num_batches * batch) * 1e9)

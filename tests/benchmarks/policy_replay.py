@@ -86,7 +86,7 @@ class HostModel:
 
     def _grant(self, count: int) -> list[int]:
         granted = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
-        evicted = self._policy.evict(count - len(granted))
+        evicted = self._policy.evict(count - len(granted), 0.0)
         for slot in evicted:
             key = self._keys[slot]
             if key is None or self._leases[slot]:
@@ -97,7 +97,7 @@ class HostModel:
     def _release(self, slots: list[int]) -> None:
         for slot in slots:
             self._leases[slot] -= 1
-        self._policy.release([slot for slot in reversed(slots) if not self._leases[slot]])
+        self._policy.release([slot for slot in reversed(slots) if not self._leases[slot]], 0.0)
 
     def _use_gpu(self, prompt: Prompt) -> None:
         """The tail of a prefix is the first of it to go, on the GPU too."""

@@ -34,7 +34,8 @@ _LOADS, _STORES = "scheduler/loads.py", "scheduler/stores.py"
 _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
 _EAGER, _LAZY = "scheduler/store_eager.py", "scheduler/store_lazy.py"
 _SNAPSHOTS, _TRANSFERS = "scheduler/snapshots.py", "scheduler/transfers.py"
-_SLOTS, _INDEX, _RANKS = "scheduler/slots.py", "scheduler/index.py", "scheduler/ranks.py"
+_SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
+_DIRECTORY = "scheduler/directory.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
@@ -431,8 +432,8 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is found while it is being stored",
-        _SLOTS,
-        "SlotPool.find_run",
+        _DIRECTORY,
+        "Directory.find_run",
         "if not self._being_stored.isdisjoint(slots): ...",
         "if False: ...",
         "I6",
@@ -440,8 +441,8 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is found while it is being stored, of several groups",
-        _SLOTS,
-        "SlotPool.find",
+        _DIRECTORY,
+        "Directory.find",
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
@@ -470,13 +471,13 @@ MUTANTS = (
         _STORES,
         "Stores.settle",
         "if store.has_failed:\n"
-        "    self._index.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._index.epoch:\n"
-        "    self._index.slots.publish(part.lease.slots)",
+        "    self._hits.slots.forget(part.lease.slots)\n"
+        "elif store.epoch == self._hits.directory.epoch:\n"
+        "    self._hits.directory.publish(part.lease.slots)",
         "if False:\n"
-        "    self._index.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._index.epoch:\n"
-        "    self._index.slots.publish(part.lease.slots)",
+        "    self._hits.slots.forget(part.lease.slots)\n"
+        "elif store.epoch == self._hits.directory.epoch:\n"
+        "    self._hits.directory.publish(part.lease.slots)",
         "I6",
         ("failing",),
     ),
@@ -484,7 +485,7 @@ MUTANTS = (
         "a store that failed counts as being stored for ever",
         _STORES,
         "Stores.settle",
-        "self._index.slots.forget(part.lease.slots)",
+        "self._hits.slots.forget(part.lease.slots)",
         "pass",
         "I8",
         ("failing",),
@@ -617,19 +618,19 @@ MUTANTS = (
     ),
     Mutant(
         "stores in flight survive a reset",
-        _INDEX,
-        "HostIndex.forget_all",
-        "self.epoch += 1\nself.slots.forget_all()",
-        "self.slots.forget(self.slots.kept())",
+        _DIRECTORY,
+        "Directory.forget_all",
+        "self.epoch += 1\nreturn self.forget(list(self.hashes))",
+        "return self.forget(self.kept())",
         "I6",
         ("resets",),
     ),
     Mutant(
         "slots are found after a reset",
-        _INDEX,
-        "HostIndex.forget_all",
-        "self.slots.forget_all()",
-        "pass",
+        _DIRECTORY,
+        "Directory.forget_all",
+        "self.forget(list(self.hashes))",
+        "[]",
         "I6",
         ("resets",),
     ),
@@ -745,7 +746,7 @@ MUTANTS = (
         "a load that ends elsewhere than its state is made",
         _LOADS,
         "Loads.pair",
-        "num_tokens < hit.num_tokens and self._index.has_states",
+        "num_tokens < hit.num_tokens and self._hits.has_states",
         "not hit",
         "I6",
         tests=("tests/scheduler/test_partial_hits.py", "-k", "ends_elsewhere"),
@@ -827,19 +828,19 @@ MUTANTS = (
         "a hit whose load failed is offered again",
         _LOADS,
         "Loads.settle",
-        "self._index.slots.forget(load.lease.slots)",
+        "self._hits.slots.forget(load.lease.slots)",
         "",
         "I7",
         ("failing", "dying"),
     ),
     Mutant(
         "a hit that waits is offered again although its slots were forgotten",
-        _INDEX,
-        "HostIndex._ends_there",
-        "if hit.as_of[1] != self.slots.num_forgets: ...",
+        _HITS,
+        "HostHits._ends_there",
+        "if num_forgets != directory.num_forgets: ...",
         "if False: ...",
         "I7",
-        tests=("tests/scheduler/test_index.py", "-k", "was_forgotten"),
+        tests=("tests/scheduler/test_hits.py", "-k", "was_forgotten"),
     ),
     Mutant(
         "what settled is not reported",

@@ -166,24 +166,24 @@ def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
 def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
-    slots = rig.planner.index.slots
+    slots = rig.planner.hits.slots
     assert slots.retire((-1, 20, 3, 3)) == [3]
     assert slots.retire((3,)) == []
-    assert slots.num_free == 19
+    assert slots.statistics().num_free == 19
     assert len(slots.grant(100)) == 19
 
 
 def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=20)
     rig.start()
-    slots = rig.planner.index.slots
+    slots = rig.planner.hits.slots
     lease = rig.planner.leases.grant(LeaseKind.STORE, 3)
     assert slots.retire([lease.slots[0]]) == [lease.slots[0]]
     rig.planner.check_invariants()
     lease.release()
     rig.planner.check_invariants()
-    assert slots.num_free == 19
-    assert slots.num_leased == 0
+    assert slots.statistics().num_free == 19
+    assert slots.statistics().num_leased == 0
 
 
 def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.admission import Admission
-from safe_offload.scheduler.index import HostIndex
+from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import Lease, LeaseBook
 from safe_offload.scheduler.loads import Loads
 from safe_offload.scheduler.planner import Planner
@@ -27,7 +28,8 @@ from tests.scheduler.rig import MakeRig, Rig
 PARTS: tuple[type[Any], ...] = (
     Admission,
     EagerStores,
-    HostIndex,
+    Directory,
+    HostHits,
     Lease,
     LeaseBook,
     Loads,
@@ -38,7 +40,7 @@ PARTS: tuple[type[Any], ...] = (
     Stores,
 )
 
-STARTING = {"bind", "for_engine"}
+STARTING = {"bind"}
 ASSIGNING = {"sent"}
 """A few assignments that make a plan count."""
 RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_failure"}

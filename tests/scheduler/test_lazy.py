@@ -47,7 +47,7 @@ class Watch:
         for plan in self.rig.plans[num_plans:]:
             for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
                 self.num_stored += len(transfer.slot_ids)
-        tables = self.rig.planner.index.slots.tables
+        tables = self.rig.planner.hits.directory.tables
         for group_idx, block_hash in self.evicted:
             is_cached = self.rig.pool.get_cached_block(block_hash, [group_idx])  # once more
             if block_hash not in tables[group_idx] and not is_cached:

@@ -191,7 +191,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig: MakeR
     rig.step_until(lambda: request.num_output_tokens > 0)
     rig.planner.reset()
     rig.drain()
-    assert not rig.planner.index.slots.kept()
+    assert not rig.planner.hits.directory.kept()
 
 
 @pytest.mark.parametrize("name", ["the-same-prompt", "shorter-than-a-block"])

@@ -73,10 +73,10 @@ def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> Non
     request = rig.add("a2", a)
     assert rig.connector.get_num_new_matched_tokens(request, 0) == (32, True)
     slots = list(rig.planner.loads.progress[rig.planner.book.get("a2")].lease.slots)
-    grant = rig.planner.index.slots.grant(12)
+    grant = rig.planner.hits.slots.grant(12)
     assert len(grant) == 4, "the eight slots of the hit must not be granted to anybody"
     assert not set(map(id, slots)) & set(map(id, grant))
-    rig.planner.index.slots.release(grant)
+    rig.planner.hits.slots.release(grant)
     rig.drain()
     rig.check_tokens("a2", 4)
     assert rig.counts["loaded_blocks"] == 8

@@ -8,6 +8,8 @@ import pytest
 
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
+from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.eviction import Lru
 from safe_offload.scheduler.ranks import Ranks, merge
 from safe_offload.scheduler.slots import SlotPool
 
@@ -17,7 +19,8 @@ PATHS = ("kernel", "batch", "each")
 
 
 def make_ranks(num_ranks: int) -> Ranks:
-    return Ranks(num_ranks, SlotPool(8, 1, "lru"), Counters())
+    counters = Counters()
+    return Ranks(num_ranks, SlotPool(8, Directory(8, 1), Lru(8), counters), counters)
 
 
 def test_what_is_the_same_on_all_ranks_is_said_once():

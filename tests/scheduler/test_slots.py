@@ -1,4 +1,4 @@
-"""Host slots: who gets them, what they hold, and that no call half happens."""
+"""Host slots: who gets them, and that no call half happens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.slots import NO_SLOT, Key, SlotPool, needed
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.directory import Directory, Key
+from safe_offload.scheduler.eviction import POLICIES, EvictionPolicy, Lru
+from safe_offload.scheduler.slots import SlotPool, SlotStatistics
 
 
-def pool_of(num_slots: int, num_groups: int = 1, policy: str = "lru") -> SlotPool:
-    pool = SlotPool(num_slots, num_groups, policy)
-    pool.open(num_slots)
+def pool_of(
+    num_slots: int, num_groups: int = 1, policy: str = "lru", num_usable: int | None = None
+) -> SlotPool:
+    directory = Directory(num_slots, num_groups)
+    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots), Counters())
+    pool.open(num_slots if num_usable is None else num_usable)
     return pool
 
 
@@ -28,8 +34,8 @@ def hashes_of(*names: str) -> list[bytes]:
 def fill(pool: SlotPool, *names: str) -> list[int]:
     """Slots that hold these and are still leased."""
     slots = pool.grant(len(names))
-    pool.begin_store(slots, 0, hashes_of(*names), {})
-    pool.publish(slots)
+    pool.directory.begin_store(slots, 0, hashes_of(*names), {})
+    pool.directory.publish(slots)
     return slots
 
 
@@ -42,7 +48,7 @@ def test_empty_slots_are_granted_from_the_first_on() -> None:
 
 
 def test_no_slot_is_granted_before_the_ranks_have_said_how_many_they_have() -> None:
-    pool = SlotPool(6, 1, "lru")
+    pool = pool_of(6, num_usable=0)
     assert pool.grant(1) == []
     pool.check_invariants([])
 
@@ -50,7 +56,7 @@ def test_no_slot_is_granted_before_the_ranks_have_said_how_many_they_have() -> N
 def test_a_grant_of_nothing_changes_nothing() -> None:
     pool = pool_of(3)
     assert pool.grant(0) == pool.grant(-1) == []
-    assert pool.num_free == 3
+    assert pool.statistics().num_free == 3
 
 
 def test_full_is_a_smaller_grant_or_none() -> None:
@@ -60,30 +66,23 @@ def test_full_is_a_smaller_grant_or_none() -> None:
     pool.check_invariants(leases)
 
 
-@given(markers=st.lists(st.sampled_from([NO_SLOT, 3, 4]), max_size=8))
-def test_what_is_needed_has_a_marker_that_is_not_null(markers: list[int]) -> None:
-    items = list(range(len(markers)))
-    expected = [item for item in items if markers[item] != NO_SLOT]
-    assert needed(items, markers, NO_SLOT) == expected
-
-
 def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
     pool = pool_of(5)
     pool.release(fill(pool, "a", "b", "c"))
-    version = pool.version
+    version = pool.directory.version
     assert pool.grant(2) == [3, 4]
-    assert pool.version == version, "nothing that was found has gone"
+    assert pool.directory.version == version, "nothing that was found has gone"
     assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
-    assert pool.version > version
-    assert pool.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
+    assert pool.directory.version > version
+    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
 def test_one_grant_takes_what_is_empty_and_evicts_the_rest() -> None:
     pool = pool_of(4)
     pool.release(fill(pool, "a", "b"))
     assert pool.grant(9) == [2, 3, 1, 0]
-    assert pool.find(0, b"a") is None
-    assert pool.kept() == {}
+    assert pool.directory.find(0, b"a") is None
+    assert pool.directory.kept() == {}
 
 
 def test_a_leased_slot_is_not_evicted() -> None:
@@ -92,13 +91,12 @@ def test_a_leased_slot_is_not_evicted() -> None:
     pool.release(slots)
     pool.lease([1])
     assert pool.grant(3) == [2, 0]
-    assert pool.find(0, b"b") == 1
+    assert pool.directory.find(0, b"b") == 1
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
-    pool = SlotPool(8, 1, policy)
-    pool.open(3)
+    pool = pool_of(8, policy=policy, num_usable=3)
     leased = pool.grant(1)
     pool.open(5)
     pool.open(2)  # a rank that says less than before takes nothing away
@@ -119,11 +117,11 @@ def test_a_slot_is_free_when_the_last_of_its_leases_is_released() -> None:
     pool.lease([1, 0])
     pool.check_invariants([slots, [0], [1, 0]])
     pool.release(slots)
-    assert pool.num_leased == 2
+    assert pool.statistics().num_leased == 2
     pool.release([0])
-    assert pool.num_leased == 2
+    assert pool.statistics().num_leased == 2
     pool.release([1, 0])
-    assert pool.num_leased == 0
+    assert pool.statistics().num_leased == 0
     pool.check_invariants([])
 
 
@@ -165,71 +163,40 @@ def test_what_is_being_stored_is_neither_found_nor_given_away() -> None:
     pool = pool_of(3)
     pool.release(fill(pool, "a"))
     slots = pool.grant(2)
-    pool.begin_store(slots, 0, hashes_of("b", "c"), {})
-    assert pool.find(0, b"b") is None
-    assert pool.find_run(0, hashes_of("a", "b", "c")) == [0]
-    assert pool.filled([0, *slots]) == [0]
-    assert pool.kept() == {0: Key(0, b"a")}
-    assert b"b" in pool.tables[0], "nobody need store it twice"
+    pool.directory.begin_store(slots, 0, hashes_of("b", "c"), {})
+    assert pool.directory.find(0, b"b") is None
+    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0]
+    assert pool.directory.filled([0, *slots]) == [0]
+    assert pool.directory.kept() == {0: Key(0, b"a")}
+    assert b"b" in pool.directory.tables[0], "nobody need store it twice"
     assert pool.grant(3) == [0]
     pool.check_invariants([slots, [0]])
-
-
-def test_what_is_published_is_found_and_changes_the_version() -> None:
-    pool = pool_of(3)
-    slots = pool.grant(3)
-    pool.begin_store(slots, 0, hashes_of("a", "b", "c"), {})
-    version = pool.version
-    pool.publish(slots[:2])
-    assert pool.version > version
-    assert pool.find_run(0, hashes_of("a", "b", "c")) == slots[:2]
-    assert pool.filled(slots) == slots[:2]
-    assert pool.find(0, b"a") == slots[0]
-
-
-def test_a_run_ends_at_the_first_that_is_missing() -> None:
-    pool = pool_of(4)
-    fill(pool, "a", "b", "d")
-    assert pool.find_run(0, hashes_of("a", "b", "c", "d")) == [0, 1]
-    assert pool.find_run(0, hashes_of("c", "d")) == []
-    assert pool.find_run(0, []) == []
 
 
 def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
     pool = pool_of(3)
     slots = fill(pool, "a", "b")
-    version, num_forgets = pool.version, pool.num_forgets
+    version, num_forgets = pool.directory.version, pool.directory.num_forgets
     pool.forget([0, 2])
-    assert pool.version > version
-    assert pool.num_forgets > num_forgets
-    assert pool.find(0, b"a") is None
-    assert pool.find(0, b"b") == 1
+    assert pool.directory.version > version
+    assert pool.directory.num_forgets > num_forgets
+    assert pool.directory.find(0, b"a") is None
+    assert pool.directory.find(0, b"b") == 1
     pool.check_invariants([slots])
     pool.release(slots)
     pool.check_invariants([])
     assert pool.grant(2) == [0, 2], "one that holds nothing is empty"
 
 
-def test_what_is_forgotten_while_it_is_stored_is_not_found_when_it_is_published() -> None:
-    pool = pool_of(2)
-    slots = pool.grant(1)
-    pool.begin_store(slots, 0, hashes_of("a"), {})
-    pool.forget(slots)
-    pool.publish(slots)
-    assert pool.find(0, b"a") is None
-    pool.release(slots)
-    pool.check_invariants([])
-
-
 def test_the_same_can_be_stored_again_when_it_was_forgotten_on_the_way() -> None:
     pool = pool_of(2)
     first = pool.grant(1)
-    pool.begin_store(first, 0, hashes_of("a"), {})
+    pool.directory.begin_store(first, 0, hashes_of("a"), {})
     pool.forget_all()
     second = fill(pool, "a")
-    pool.publish(first)
+    pool.directory.publish(first)
     pool.release(first)
-    assert pool.find(0, b"a") == second[0]
+    assert pool.directory.find(0, b"a") == second[0]
     pool.check_invariants([second])
 
 
@@ -238,51 +205,11 @@ def test_forgetting_all_leaves_nothing_to_find() -> None:
     leased = fill(pool, "a", "b")
     pool.release(leased[1:])
     storing = pool.grant(2)
-    pool.begin_store(storing, 1, hashes_of("a", "b"), {})
+    pool.directory.begin_store(storing, 1, hashes_of("a", "b"), {})
     pool.forget_all()
-    assert pool.kept() == {}
-    assert not any(pool.tables)
+    assert pool.directory.kept() == {}
+    assert not any(pool.directory.tables)
     pool.check_invariants([leased[:1], storing])
-
-
-def test_groups_do_not_see_each_other() -> None:
-    pool = pool_of(4, num_groups=2)
-    slots = pool.grant(2)
-    pool.begin_store(slots, 1, hashes_of("a", "b"), {})
-    pool.publish(slots)
-    assert pool.find(0, b"a") is None
-    assert pool.find(1, b"a") == 0
-    assert pool.kept() == {0: Key(1, b"a"), 1: Key(1, b"b")}
-
-
-# ---- blocks that are known under several keys --------------------------------------------------
-
-
-def test_a_block_is_found_under_each_of_its_keys_and_forgotten_under_all() -> None:
-    pool = pool_of(4, num_groups=2)
-    slots = pool.grant(1)
-    more = [Key(0, b"a2"), Key(1, b"a3")]
-    pool.begin_store(slots, 0, hashes_of("a"), {b"a": more})
-    assert pool.find(0, b"a2") is None
-    pool.publish(slots)
-    assert [pool.find(0, b"a"), pool.find(0, b"a2"), pool.find(1, b"a3")] == [0, 0, 0]
-    pool.check_invariants([slots])
-    pool.release(slots)
-    assert pool.grant(4) == [1, 2, 3, 0]
-    assert not any(pool.tables)
-
-
-def test_a_key_that_another_slot_has_stays_with_it() -> None:
-    pool = pool_of(4)
-    first = fill(pool, "b")
-    slots = pool.grant(2)
-    more = {b"a": [Key(0, b"b"), Key(0, b"c"), Key(0, b"d")]}
-    pool.begin_store(slots, 0, hashes_of("a", "c"), more)
-    pool.publish(slots)
-    assert [pool.find(0, h) for h in hashes_of("b", "c", "d")] == [first[0], slots[1], slots[0]]
-    pool.forget(slots[:1])
-    assert [pool.find(0, h) for h in hashes_of("b", "c", "d")] == [first[0], slots[1], None]
-    pool.check_invariants([first, slots])
 
 
 # ---- bad memory, and errors --------------------------------------------------------------------
@@ -294,8 +221,8 @@ def test_a_retired_slot_is_never_granted_again() -> None:
     pool.release(evictable)
     assert pool.retire([0, 1, 2, 2, 99, -1]) == [0, 1, 2]
     assert pool.retire([0, 5]) == [5]
-    assert pool.num_retired == 4
-    assert pool.find(0, b"b") == 1, "until somebody forgets it"
+    assert pool.statistics().num_retired == 4
+    assert pool.directory.find(0, b"b") == 1, "until somebody forgets it"
     pool.forget([0, 1, 2])
     pool.check_invariants([leased])
     pool.release(leased)
@@ -307,16 +234,16 @@ def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_s
     pool = pool_of(6)
     kept, gone = fill(pool, "a"), fill(pool, "b")
     storing, lost = pool.grant(1), pool.grant(1)
-    pool.begin_store(storing, 0, hashes_of("c"), {b"c": [Key(0, b"c2")]})
-    pool.begin_store(lost, 0, hashes_of("d"), {})
+    pool.directory.begin_store(storing, 0, hashes_of("c"), {b"c": [Key(0, b"c2")]})
+    pool.directory.begin_store(lost, 0, hashes_of("d"), {})
     pool.retire([5])
     pool.lease(kept)
     pool.mend([kept, kept, storing])
     pool.check_invariants([kept, kept, storing])
-    assert pool.kept() == {kept[0]: Key(0, b"a"), gone[0]: Key(0, b"b")}
-    assert pool.tables[0].keys() == {b"a", b"b", b"c"}
-    pool.publish(storing)
-    assert pool.find(0, b"c") == storing[0]
+    assert pool.directory.kept() == {kept[0]: Key(0, b"a"), gone[0]: Key(0, b"b")}
+    assert pool.directory.tables[0].keys() == {b"a", b"b", b"c"}
+    pool.directory.publish(storing)
+    assert pool.directory.find(0, b"c") == storing[0]
     assert sorted(pool.grant(6)) == sorted([*gone, *lost, 4])
 
 
@@ -336,16 +263,15 @@ class FailingAfter(dict[bytes, int]):
 def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
     num_items: int,
 ) -> None:
-    pool = SlotPool(6, 1, "lru")
-    pool.tables = (FailingAfter(num_items),)
-    pool.open(6)
+    pool = pool_of(6)
+    pool.directory.tables = (FailingAfter(num_items),)
     slots = pool.grant(2)
     with pytest.raises(MemoryError):
-        pool.begin_store(slots, 0, hashes_of("a", "b"), {})
+        pool.directory.begin_store(slots, 0, hashes_of("a", "b"), {})
     pool.mend([])
     pool.check_invariants([])
-    assert pool.num_free == 6
-    assert not pool.tables[0]
+    assert pool.statistics().num_free == 6
+    assert not pool.directory.tables[0]
 
 
 def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
@@ -354,31 +280,66 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
     pool.grant(3)
     pool.mend([])
     pool.check_invariants([])
-    assert pool.find(0, b"a") == 0
-    assert pool.num_free == 4
+    assert pool.directory.find(0, b"a") == 0
+    assert pool.statistics().num_free == 4
 
 
 @pytest.mark.parametrize(
     ("spoil", "leases", "invariant_id"),
     [
-        (lambda pool: None, [[0]], "I8"),
-        (lambda pool: None, [[0, 1], [1]], "I8"),
-        (lambda pool: pool._empty.append(0), [[0, 1]], "I8"),
-        (lambda pool: pool._filled.release([1]), [[0, 1]], "I8"),
-        (lambda pool: pool._being_stored.add(3), [[0, 1]], "I5"),
-        (lambda pool: pool.tables[0].update(c=0), [[0, 1]], "I6"),
-        (lambda pool: pool.tables[0].update(a=1, b=0), [[0, 1]], "I6"),
+        (lambda pool, policy: None, [[0]], "I8"),
+        (lambda pool, policy: None, [[0, 1], [1]], "I8"),
+        (lambda pool, policy: pool.directory.begin_store([2], 0, [b"c"], {}), [[0, 1]], "I5"),
+        (lambda pool, policy: fill_unleased(pool, 2), [[0, 1]], "I8.*empty"),
+        (lambda pool, policy: policy.release([1], 0.0), [[0, 1]], "I8.*evictable"),
+        (lambda pool, policy: pool.directory.tables[0].update(c=0), [[0, 1]], "I6"),
     ],
 )
 def test_a_spoilt_pool_is_seen(
-    spoil: Callable[[SlotPool], object], leases: list[list[int]], invariant_id: str
+    spoil: Callable[[SlotPool, EvictionPolicy], object],
+    leases: list[list[int]],
+    invariant_id: str,
 ) -> None:
-    pool = pool_of(4)
+    policy = Lru(4)
+    pool = SlotPool(4, Directory(4, 1), policy, Counters())
+    pool.open(4)
     fill(pool, "a", "b")
     pool.check_invariants([[0, 1]])
-    spoil(pool)
+    spoil(pool, policy)
     with pytest.raises(InvariantError, match=invariant_id):
         pool.check_invariants(leases)
+
+
+def fill_unleased(pool: SlotPool, slot: int) -> None:
+    pool.directory.begin_store([slot], 0, [b"c"], {})
+    pool.directory.publish([slot])
+
+
+def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -> None:
+    counters = Counters()
+    pool = SlotPool(3, Directory(3, 1), Lru(3), counters)
+    pool.open(3)
+    pool.set_time(10.0)
+    slots = fill(pool, "a", "b", "c")
+    pool.mark_hit(slots[1:])
+    pool.release(slots)
+    pool.forget(slots[2:])
+    pool.set_time(17.0)
+    assert len(pool.grant(3)) == 3
+    assert counters[Count.EVICTED_BLOCKS_HIT] == 1
+    assert counters[Count.EVICTED_BLOCKS_UNHIT] == 1
+    assert counters[Count.EVICTED_AGE_SECONDS] == 2 * 7
+
+
+def test_the_statistics_tell_what_each_slot_is() -> None:
+    pool = pool_of(9, num_usable=8)
+    pool.release(fill(pool, "a", "b", "c"))
+    pool.grant(1)
+    pool.retire([7])
+    assert pool.statistics() == SlotStatistics(
+        num_usable=8, num_empty=3, num_evictable=3, num_leased=1, num_retired=1
+    )
+    assert pool.statistics().num_free == 6
 
 
 # ---- against a model ---------------------------------------------------------------------------
@@ -392,7 +353,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["lru", "slru"]))
     def start(self, policy: str) -> None:
-        self.pool = SlotPool(NUM_SLOTS, NUM_GROUPS, policy)
+        self.pool = pool_of(NUM_SLOTS, NUM_GROUPS, policy, num_usable=0)
         self.num_usable = 0
         self.leases: list[list[int]] = []
         self.retired: set[int] = set()
@@ -440,7 +401,9 @@ class SlotMachine(RuleBasedStateMachine):
         own = data.draw(st.permutations(free))[: len(slots)]
         more = data.draw(st.lists(st.sampled_from(KEYS), max_size=num_more, unique=True))
         more_keys = {own[0].block_hash: more} if more else {}
-        self.pool.begin_store(slots, group_idx, [key.block_hash for key in own], more_keys)
+        self.pool.directory.begin_store(
+            slots, group_idx, [key.block_hash for key in own], more_keys
+        )
         for slot, key in zip(slots, own, strict=True):
             self.keys[slot] = [key]
         self.keys[slots[0]] += [key for key in more if key not in self.taken()]
@@ -450,7 +413,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.sampled_from(sorted(self.storing)), unique=True))
-        self.pool.publish(slots)
+        self.pool.directory.publish(slots)
         self.storing.difference_update(slots)
 
     @rule(data=st.data())
@@ -506,15 +469,17 @@ class SlotMachine(RuleBasedStateMachine):
         pool = self.pool
         pool.check_invariants(self.leases)
         num_leases = Counter(slot for lease in self.leases for slot in lease)
-        assert pool.num_free == self.num_usable - len(num_leases.keys() | self.retired)
-        assert pool.num_leased == len(num_leases.keys() | self.retired) - len(self.retired)
+        num_taken = len(num_leases.keys() | self.retired)
+        statistics = pool.statistics()
+        assert statistics.num_free == self.num_usable - num_taken
+        assert statistics.num_leased == num_taken - len(self.retired)
         slot_of = {key: slot for slot, keys in self.keys.items() for key in keys}
         for key in KEYS:
             slot = slot_of.get(key)
-            assert pool.tables[key.group_idx].get(key.block_hash) == slot
-            assert pool.find(*key) == (None if slot in self.storing else slot)
+            assert pool.directory.tables[key.group_idx].get(key.block_hash) == slot
+            assert pool.directory.find(*key) == (None if slot in self.storing else slot)
         found = self.keys.keys() - self.storing
-        assert pool.kept() == {slot: self.keys[slot][0] for slot in found}
+        assert pool.directory.kept() == {slot: self.keys[slot][0] for slot in found}
 
 
 TestSlotMachine = SlotMachine.TestCase

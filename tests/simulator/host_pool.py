@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from safe_offload.scheduler.leases import Lease, LeaseKind
-from safe_offload.scheduler.slots import SlotPool
 from tests.simulator.engine_core import EngineCore
 
 SCRIBBLE = -7
@@ -16,7 +15,7 @@ SCRIBBLE = -7
 
 def evict_host(engine: EngineCore) -> None:
     """Somebody takes every host slot that may be taken, writes to it, and gives it back."""
-    slots = engine.connector.side.index.slots
+    slots = engine.connector.side.hits.slots
     taken = slots.grant(slots.num_slots)
     for slot in taken:
         for worker in engine.workers:
@@ -40,7 +39,7 @@ class OtherEngine:
 
     def take(self) -> None:
         """Take all free slots but those that are to be left."""
-        count = self._planner.index.slots.num_free - self._left
+        count = self._planner.hits.slots.statistics().num_free - self._left
         lease = self._planner.leases.grant(LeaseKind.STORE, max(count, 0))
         if lease is not None:
             self._taken.append(lease)
@@ -51,36 +50,29 @@ class OtherEngine:
             self._taken.pop().release()
 
 
-class ContestedSlots(SlotPool):
-    """Slots of which another engine takes some first whenever some are asked for."""
-
-    other: OtherEngine
-    is_taking = False
-
-    def grant(self, count: int) -> list[int]:
-        if not self.is_taking:
-            self.is_taking = True
-            self.other.take()
-            self.is_taking = False
-        return super().grant(count)
-
-
 @contextlib.contextmanager
 def contested(engine: EngineCore, other: OtherEngine) -> Iterator[None]:
     """Meanwhile another engine takes slots between the wish for some and the grant."""
-    slots = engine.connector.side.index.slots
-    slots.__class__ = ContestedSlots
-    slots.other = other
+    slots = engine.connector.side.hits.slots
+    grant = slots.grant
+
+    def grant_rest(count: int) -> Any:
+        slots.grant = grant  # by which the other engine takes its own
+        other.take()
+        slots.grant = grant_rest
+        return grant(count)
+
+    slots.grant = grant_rest
     try:
         yield
     finally:
-        slots.__class__ = SlotPool
+        slots.grant = grant
 
 
 def watch_grants(engine: EngineCore) -> list[tuple[int, int]]:
     """How many slots were asked for and how many were granted, each time."""
     grants: list[tuple[int, int]] = []
-    slots = engine.connector.side.index.slots
+    slots = engine.connector.side.hits.slots
     grant = slots.grant
 
     def granted(count: int) -> Any:

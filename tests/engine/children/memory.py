@@ -68,7 +68,7 @@ def scheduler_bytes(planner: Any) -> int:
 
 def num_held_slots(planner: Any) -> int:
     """Slots that hold a block which can be hit."""
-    return len(planner.index.slots.kept())
+    return len(planner.hits.directory.kept())
 
 
 def measure_running(llm: Any, job: dict[str, Any], planner: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from safe_offload.protocol import StepPlan, Transfer
-from safe_offload.scheduler.slots import NO_SLOT
+from safe_offload.scheduler.hits import NO_SLOT
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
@@ -24,7 +24,7 @@ class ContentChecker:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._index = core.connector.side.index
+        self._index = core.connector.side.hits
         self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
         """What a block hash, without its group, stands for: a prefix and its length."""
         self._requests: list[list[Any]] = []
@@ -41,7 +41,7 @@ class ContentChecker:
         tap(core.connector, "build_connector_meta", self._see_plan)
         tap(core.connector, "reset_cache", self._see_reset)
         tap(core.scheduler, "add_request", self._see_request)
-        tap(self._index.slots, "publish", self._see_publish)
+        tap(self._index.directory, "publish", self._see_publish)
         tap(self._index, "find_hit", self._see_search)
         tap(self._index, "grown", self._see_growth)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
@@ -51,7 +51,7 @@ class ContentChecker:
 
     def kept_slots(self) -> list[int]:
         """Slots that can be found."""
-        return sorted(self._index.slots.kept())
+        return sorted(self._index.directory.kept())
 
     def flipped(self, slot: int) -> None:
         """A bit of a slot has flipped on some rank, and this is not what we look for."""
@@ -78,7 +78,7 @@ class ContentChecker:
     ) -> None:
         original(slots)
         self._learn()
-        kept = self._index.slots.kept()
+        kept = self._index.directory.kept()
         for slot in slots:
             if slot in kept:
                 self._check_published(slot, *kept[slot])
@@ -186,5 +186,5 @@ class ContentChecker:
                 )
 
     def _see_host_write(self, rank: int, slot: int) -> None:
-        if slot in self._index.slots.kept():
+        if slot in self._index.directory.kept():
             self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.index import Hit
+from safe_offload.scheduler.hits import Hit
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
@@ -30,8 +30,8 @@ class HitChecker:
         self._failed: set[int] = set()
         """Slots whose load failed, and that were not stored anew."""
         connector = core.connector
-        tap(connector.side.index, "find_hit", self._see_search)
-        tap(connector.side.index, "grown", self._see_growth)
+        tap(connector.side.hits, "find_hit", self._see_search)
+        tap(connector.side.hits, "grown", self._see_growth)
         tap(connector, "get_num_new_matched_tokens", self._see_match)
         tap(connector, "update_state_after_alloc", self._see_allocation)
         tap(connector, "request_finished_all_groups", self._see_finish)

@@ -59,15 +59,15 @@ class ReferenceChecker:
         found = planner.statistics()
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
-        slots = planner.index.slots
+        slots = planner.hits.slots.statistics()
+        directory = planner.hits.directory.statistics()
         num_bad = len(self._ledger.bad_slots)
-        referenced = len(slots._leased)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
             "leases": found.leases,
-            "slots with a reference": referenced - num_bad,
+            "slots with a reference": slots.num_leased + slots.num_retired - num_bad,
             "slots in use": slots.num_usable - slots.num_free - num_bad,
-            "slots that count as being stored": len(slots._being_stored),
+            "slots that count as being stored": directory.num_being_stored,
             "blocks that count against the stores' bound": found.store_blocks,
             "stores in flight": found.stores,
             "loads in flight": found.loads,

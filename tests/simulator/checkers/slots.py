@@ -22,7 +22,7 @@ class SlotChecker:
         self.squeezed: list[Lease | None] = []
         """Slots that somebody else has taken, as leases, so that our own checks add up."""
         self._leases = core.connector.side.leases
-        tap(core.connector.side.index.slots, "grant", self._see_grant)
+        tap(core.connector.side.hits.slots, "grant", self._see_grant)
         ledger.on_plan.append(self._see_plan)
 
     def squeeze(self, count: int) -> None:
