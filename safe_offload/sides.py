@@ -14,7 +14,12 @@ class Side:
     """Does nothing: it stands where nothing could be hit, and until vLLM has bound its blocks.
 
     `scheduler.planner.Planner` and `worker.bridge.WorkerBridge` do the work of their role.
+
+    Attributes:
+        has_changed: a count, a gauge or a label may have changed since `changes_taken`.
     """
+
+    has_changed = False
 
     # ---- beside the scheduler: see `Planner` ---------------------------------------------------
 
@@ -58,10 +63,6 @@ class Side:
 
     def check_invariants(self) -> None:
         """Compare all bookkeeping with itself."""
-
-    def take_change(self) -> bool:
-        """Whether a gauge or a label may have changed since the last call."""
-        return False
 
     def gauges(self) -> dict[str, int]:
         """Return how the host pool stands now."""
@@ -108,6 +109,9 @@ class Side:
 
     def shutdown(self) -> None:
         """The engine ends."""
+
+    def changes_taken(self) -> None:
+        """What has changed was reported to vLLM."""
 
     def take_counts(self) -> dict[str, int]:
         """Return what no report tells of, since the last call."""

@@ -549,7 +549,7 @@ def test_statistics_are_told_when_something_changed(make_connector, monkeypatch)
     connector._counters[Count.HIT_TOKENS] += 4
     assert connector.get_kv_connector_stats().reduce() == {"slots": 0, "hit_tokens": 4}
     gauges["slots"] = 9
-    monkeypatch.setattr(connector.side, "take_change", lambda: True)
+    monkeypatch.setattr(connector.side, "has_changed", True)
     assert connector.get_kv_connector_stats().reduce() == {"slots": 9}
     assert connector.get_kv_connector_stats() is None
 
@@ -560,7 +560,7 @@ def test_statistics_that_vllm_adds_to_do_not_hide_the_next_change(make_connector
     monkeypatch.setattr(connector.side, "gauges", lambda: dict(gauges))
     total = connector.get_kv_connector_stats()
     gauges["slots"] = 5
-    monkeypatch.setattr(connector.side, "take_change", lambda: True)
+    monkeypatch.setattr(connector.side, "has_changed", True)
     total.aggregate(connector.build_kv_connector_stats({"gauges": {"slots": 5}}))
     assert connector.get_kv_connector_stats().reduce() == {"slots": 5}
 

@@ -121,10 +121,10 @@ class StatsReporter:
 
     def take(self, side: Side) -> OffloadStats | None:
         """Return counts since the last call and the state of the host pool, if either changed."""
-        self._counters.update(side.take_counts())
-        if not (side.take_change() or self._counters):
-            return None
-        counts, gauges = self._counters.take(), side.gauges()
+        if not (side.has_changed or self._counters):
+            return None  # most steps
+        side.changes_taken()
+        counts, gauges = {**self._counters.take(), **side.take_counts()}, side.gauges()
         info: dict[str, str] = {}
         old_info = self._last_info
         host = side.host_labels

@@ -109,7 +109,8 @@ class Loads:
         """
         request, progress = state.request, self.progress[state]
         if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX:
-            self.drop_hit(state)
+            if progress.hit is not None:
+                self.drop_hit(state)
             return 0
         wait = progress.wait
         if wait.load is not None and self._sharing.goes_on(
@@ -130,7 +131,8 @@ class Loads:
         if hit is not None and not self._hits.is_still_longest(hit, *wanted):
             hit = self._grow_hit(progress, hit, wanted)
         if hit is None:
-            self.drop_hit(state)
+            if progress.hit is not None:
+                self.drop_hit(state)
             hit = self._hits.find_hit(*wanted)
             if hit is None:
                 return 0
@@ -288,15 +290,18 @@ class Loads:
     def run(self, state: RequestState) -> None:
         """A request goes on without a load: it may be offered hits and loads again."""
         self._admission.release(state)
-        self.drop_hit(state)
         progress = self.progress[state]
+        if progress.hit is not None:
+            self.drop_hit(state)
         progress.must_compute = False
-        progress.wait.unstick()
+        if progress.wait.stuck_at >= 0:
+            progress.wait.unstick()
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
         self._admission.release(state)
-        self.drop_hit(state)
+        if self.progress[state].hit is not None:
+            self.drop_hit(state)
 
     def forget(self, state: RequestState) -> None:
         """vLLM holds no block of a request that has ended."""
@@ -399,7 +404,7 @@ class Loads:
     @property
     def owners_of_new(self) -> list[RequestState]:
         """The requests whose load begins in this step."""
-        return [load.owner for load in self._new]
+        return [load.owner for load in self._new] if self._new else []
 
     @property
     def new_targets(self) -> set[int]:

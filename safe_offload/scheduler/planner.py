@@ -155,7 +155,7 @@ class Planner(Side):
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
-        self._has_changed = True
+        self.has_changed = True
 
     def __repr__(self) -> str:
         return f"Planner({self.book!r}, {self.loads!r}, {self.stores!r})"
@@ -164,11 +164,11 @@ class Planner(Side):
 
     def see(self, request: Request) -> RequestState:
         """on_new_request: remember the request, so that finished ids can be told from foreign."""
-        state = self.book.get(request.request_id)
-        if state is None or state.request is not request:
-            if state is not None:
-                self._end(state)
-                self._forget(state)
+        state = self.book.find(request)
+        if state is None:
+            if (namesake := self.book.get(request.request_id)) is not None:
+                self._end(namesake)
+                self._forget(namesake)
             state = self.book.add(request)
         return state
 
@@ -186,7 +186,7 @@ class Planner(Side):
             Number of tokens after those that can be loaded, 0 for none; None while a load of the
             same blocks for another request is under way, which this one waits for.
         """
-        state = self.see(request)
+        state = self.book.find(request) or self.see(request)
         phase = state.phase
         if phase is Phase.FINISHED or phase is Phase.LOADING:
             return 0
@@ -208,8 +208,8 @@ class Planner(Side):
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
-        self._has_changed = True
-        state = self.see(request)
+        self.has_changed = True
+        state = self.book.find(request) or self.see(request)
         state.allocated()
         if state.phase is Phase.FINISHED:
             return
@@ -238,8 +238,8 @@ class Planner(Side):
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
         a second call finds nothing to do (I4).
         """
-        self._has_changed = True
-        state = self.see(request)
+        self.has_changed = True
+        state = self.book.find(request) or self.see(request)
         try:
             if not self._is_disabled:
                 self.policy.finish(state)
@@ -287,7 +287,7 @@ class Planner(Side):
         plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)
         self.stores.sent()
         self.loads.sent(now_s)
-        self._has_changed = True
+        self.has_changed = True
         return plan
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
@@ -327,7 +327,7 @@ class Planner(Side):
         report = output.kv_connector_worker_meta
         try:
             if isinstance(report, StepReport):
-                self._has_changed = True
+                self.has_changed = True
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
@@ -394,7 +394,7 @@ class Planner(Side):
         Args:
             report: of the workers, if it was lost by the error: what it names has ended.
         """
-        self._is_disabled = self._has_changed = True
+        self._is_disabled = self.has_changed = True
         self._start_steps_left = 0
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
@@ -410,7 +410,7 @@ class Planner(Side):
 
         What is in flight keeps its lease until it settles, and is not published.
         """
-        self._has_changed = True
+        self.has_changed = True
         self._counters[Count.RESETS] += 1
         logger.info(
             "The host cache was reset: what its slots held, %d of them, is not found any more.",
@@ -437,13 +437,9 @@ class Planner(Side):
         """
         return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
 
-    def take_change(self) -> bool:
-        """Whether a gauge may have changed since the last call.
-
-        A hit alone does not say so: what follows it does, and one is asked for in every step.
-        """
-        has_changed, self._has_changed = self._has_changed, False
-        return has_changed
+    def changes_taken(self) -> None:
+        """See `Side`. A hit alone changes nothing: what follows it does."""
+        self.has_changed = False
 
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""

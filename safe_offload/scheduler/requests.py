@@ -163,6 +163,11 @@ class RequestBook:
                 request.kv_transfer_params = None
         return limits
 
+    def find(self, request: Request) -> RequestState | None:
+        """Return the state of a request, told apart from others of the same id."""
+        state = self._states.get(request.request_id)
+        return state if state is not None and state.request is request else None
+
     def get(self, request_id: str) -> RequestState | None:
         """Return the state of a request id, if any hook has named it."""
         return self._states.get(request_id)
@@ -174,7 +179,9 @@ class RequestBook:
 
     def purge(self, gpu: GpuBlocks) -> list[RequestState]:
         """Forget finished requests for which vLLM holds no block any more, and return them."""
-        gone = []
+        gone: list[RequestState] = []
+        if not self._finished:
+            return gone
         for request_id in list(self._finished):
             state = self._states[request_id]
             if not state.num_loads and not gpu.holds_blocks(request_id):

@@ -98,8 +98,8 @@ class Snapshot:
         return lost, waiting
 
 
-class Snapshots:
-    """The snapshots of all running requests, which are its state.
+class Camera:
+    """Takes snapshots, and finds in them what is not stored; it has no state.
 
     Args:
         hits: knows the groups and the hashes.
@@ -111,16 +111,9 @@ class Snapshots:
         self._gpu = gpu
         # The tables of other groups do not tell which tokens a block holds.
         self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
-        self._taken: dict[RequestState, list[Snapshot]] = {}
 
-    def __repr__(self) -> str:
-        return f"Snapshots({len(self._taken)} requests)"
-
-    def renew(self, state: RequestState, *, is_decoding: bool) -> None:
-        """Take a request's snapshots again, unless those that it has need no other look."""
-        taken = self._taken.get(state)
-        if is_decoding and taken and taken[0].is_current(state.request):
-            return
+    def take(self, state: RequestState, *, is_decoding: bool) -> list[Snapshot]:
+        """Return snapshots of a request, one for each group."""
         request, request_id = state.request, state.request.request_id
         taken = []
         for group_idx in self._group_ids:
@@ -129,21 +122,12 @@ class Snapshots:
             if table:
                 num_blocks = None if is_decoding else nums_hashed.get(request_id, 0)
                 taken.append(Snapshot(group_idx, table, num_blocks, request.num_prompt_tokens))
-        self._taken[state] = taken
+        return taken
 
-    def drop(self, state: RequestState) -> list[Snapshot]:
-        """Forget the snapshots of a request, and return them."""
-        return self._taken.pop(state, [])
-
-    def num_tokens_computed(self, state: RequestState, *, is_decoding: bool) -> int:
-        """Return how many of its first tokens a request has computed, when it is preempted."""
-        request, sizes = state.request, self._hits.group_block_sizes
-        if is_decoding:
-            return int(request.num_tokens) - 1
-        known = (
-            s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx]
-            for s in self._taken.get(state, ())
-        )
+    def num_tokens_computed(self, request: Request, taken: Sequence[Snapshot]) -> int:
+        """Return how many of its first tokens a request that computes its prompt has computed."""
+        sizes = self._hits.group_block_sizes
+        known = (s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx] for s in taken)
         return min(known, default=0)
 
     def unsaved(

@@ -31,7 +31,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.snapshots import Snapshots
+from safe_offload.scheduler.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -100,7 +100,8 @@ class EagerStores:
         self.agenda = Agenda(
             self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.group_ids)
         )
-        self._snapshots = Snapshots(hits, gpu)
+        self._camera = Camera(hits, gpu)
+        self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
             partial(_begin_progress, len(self._block_sizes))
         )
@@ -134,7 +135,7 @@ class EagerStores:
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         self.agenda.forget(state)
-        self._snapshots.drop(state)
+        self._snapshots.pop(state, None)
         self._short_of_slots.discard(state)
         self.progress.pop(state, None)
 
@@ -149,9 +150,9 @@ class EagerStores:
         for state in states:
             progress = self.progress[state]
             rescued, progress.leftover = progress.leftover, []
-            for snapshot in self._snapshots.drop(state):
+            for snapshot in self._snapshots.pop(state, ()):
                 first = progress.cursors_before[snapshot.group_idx]
-                rescued += self._snapshots.unsaved(state, snapshot, first, given_out)
+                rescued += self._camera.unsaved(state, snapshot, first, given_out)
             for blocks in rescued:
                 num_stored = self._stores.add(self._stores.missing(blocks), None, is_intact=False)
                 self._counters[Count.RESCUED_BLOCKS] += num_stored
@@ -172,13 +173,15 @@ class EagerStores:
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
-        decoding, by_state, loaded = self.agenda.decoding, self.progress, self._stores.loaded
+        decoding, snapshots = self.agenda.decoding, self._snapshots
+        by_state, loaded = self.progress, self._stores.loaded
         plain = []
         for state in states:
-            if state in decoding:
-                self._snapshots.renew(state, is_decoding=True)
-            else:
-                self._snapshots.drop(state)
+            taken = snapshots.get(state)
+            if state not in decoding:
+                snapshots.pop(state, None)
+            elif not (taken and taken[0].is_current(state.request)):
+                snapshots[state] = self._camera.take(state, is_decoding=True)
             if by_state[state].leftover or state in loaded:
                 self._store_computed([state], is_intact=True)
             else:
@@ -229,11 +232,12 @@ class EagerStores:
         of slots or because two requests have computed the same, goes request by request.
         """
         found, present = self._scan(states)
+        by_state, loaded = self.progress, self._stores.loaded
         has_leftover = False
         for state in states:
-            if state in present or state in self._stores.loaded:
+            if state in present or state in loaded:
                 self._stores.extend_prefix(state, present.get(state, []))
-            if self.progress[state].leftover:
+            if by_state[state].leftover:
                 self._store_leftover(state, is_intact=is_intact)
                 has_leftover = True
         for blocks, owners in found:
@@ -370,7 +374,7 @@ class EagerStores:
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
         for state in states:
-            self._snapshots.drop(state)
+            self._snapshots.pop(state, None)
             if state.phase is Phase.RUNNING:
                 self._pass_over(state)
         for state in self._short_of_slots:

@@ -17,7 +17,7 @@ from safe_offload.scheduler.blocks import (
     missing_blocks,
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.snapshots import Snapshots
+from safe_offload.scheduler.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -63,7 +63,8 @@ class LazyStores:
         self._stores = stores
         self._counters = counters
         self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
-        self._snapshots = Snapshots(hits, gpu)
+        self._camera = Camera(hits, gpu)
+        self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
@@ -128,19 +129,22 @@ class LazyStores:
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         self.agenda.forget(state)
-        self._snapshots.drop(state)
+        self._snapshots.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
-            is_decoding = state in self.agenda.decoding
-            num_computed = self._snapshots.num_tokens_computed(state, is_decoding=is_decoding)
-            hashes = state.request.block_hashes
-            self._avoid(set(hashes[num_computed // self._hits.hash_block_size :]))
-            for snapshot in self._snapshots.drop(state):
-                lost, _ = self._snapshots.unsaved(state, snapshot, 0, given_out)
+            request, taken = state.request, self._snapshots.pop(state, [])
+            if state in self.agenda.decoding:
+                num_computed = request.num_tokens - 1
+            else:
+                num_computed = self._camera.num_tokens_computed(request, taken)
+            uncomputed = request.block_hashes[num_computed // self._hits.hash_block_size :]
+            self._avoid(set(uncomputed))
+            for snapshot in taken:
+                lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
                 num_stored = self._stores.add(self._stores.missing(lost), None, is_intact=False)
                 self._counters[Count.RESCUED_BLOCKS] += num_stored
 
@@ -164,7 +168,9 @@ class LazyStores:
         allocate blocks for a load.
         """
         for state in (*loading, *self.agenda.due(output.num_scheduled_tokens)):
-            self._snapshots.renew(state, is_decoding=state in self.agenda.decoding)
+            taken, is_decoding = self._snapshots.get(state), state in self.agenda.decoding
+            if not (is_decoding and taken and taken[0].is_current(state.request)):
+                self._snapshots[state] = self._camera.take(state, is_decoding=is_decoding)
         for blocks in self._given_away():
             self._stores.add(self._stores.missing(blocks), None, is_intact=False)
         if book.num_live:  # else an idle engine would store without end
@@ -219,6 +225,6 @@ class LazyStores:
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
         for state in states:
-            self._snapshots.drop(state)
+            self._snapshots.pop(state, None)
         self._watched, self._expected = [], None
         self._begin_again()

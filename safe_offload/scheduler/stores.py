@@ -12,7 +12,6 @@ plan of that step fences the store: nothing of the step may write before the cop
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ class Stores:
         self.num_blocks = 0
         """Of all of them. Read only outside, as `loaded`."""
         self._prefixes: dict[RequestState, Lease] = {}
-        self._num_parts: Counter[RequestState] = Counter()
+        self._num_parts: dict[RequestState, int] = {}
         self.loaded: dict[RequestState, Lease] = {}
         """What requests have loaded, until it becomes part of their prefix. Read only outside."""
 
@@ -128,7 +127,7 @@ class Stores:
         """From now on a part is being stored."""
         blocks = part.blocks
         for owner, _ in part.owners:
-            self._num_parts[owner] += 1
+            self._num_parts[owner] = self._num_parts.get(owner, 0) + 1
         self._hits.directory.begin_store(
             part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys
         )
@@ -195,9 +194,11 @@ class Stores:
             this step must wait for.
         """
         exposed, intact = self._exposed, self._intact
-        fenced = [store for store in self._unfenced.values() if store.given_away()]
-        for store in fenced:
-            del self._unfenced[store.transfer_id]
+        fenced = []
+        if self._unfenced:
+            fenced = [store for store in self._unfenced.values() if store.given_away()]
+            for store in fenced:
+                del self._unfenced[store.transfer_id]
         if not (exposed or intact or fenced):
             return (), (), ()
         before: tuple[Transfer, ...] = ()
@@ -269,15 +270,14 @@ class Stores:
         ended = []
         shares: list[tuple[int, Lease | None]] = []
         for state, count in part.owners:
-            self._num_parts[state] -= 1
-            is_last = not self._num_parts[state]
-            if is_last:
-                del self._num_parts[state]
+            num_left = self._num_parts.pop(state) - 1
+            if num_left:
+                self._num_parts[state] = num_left
             prefix, phase = self._prefixes.get(state), state.phase
             if prefix is None and (phase is Phase.RUNNING or phase is Phase.FINISHED):
                 prefix = self._prefixes[state] = self._leases.lease(LeaseKind.PREFIX)
             shares.append((count, prefix))
-            if phase is Phase.FINISHED and is_last:
+            if phase is Phase.FINISHED and not num_left:
                 ended.append(state)
         part.lease.share(shares)
         for state in ended:  # releases its whole prefix at once, tail first
@@ -311,8 +311,9 @@ class Stores:
             self._hits.slots.forget(part.lease.slots)
         left = (part for store in self._in_flight.values() for part in store.parts)
         self.num_blocks = sum(len(part.blocks.blocks) for part in left)
-        for by_request in (self.loaded, self._prefixes, self._num_parts):
-            by_request.clear()
+        self.loaded.clear()
+        self._prefixes.clear()
+        self._num_parts.clear()
         self.sent()
 
     @property

@@ -358,6 +358,9 @@ class WorkerBridge(Side):
         memory, paths = facts
         return (HostFacts(self._rank, memory, tuple(path.value for path in paths)),)
 
+    has_changed = True
+    """Always, since what it counts is not noted."""
+
     def take_counts(self) -> dict[str, int]:
         """What happened on this rank since the last call that no report tells."""
         counts: dict[str, int] = {}

@@ -215,7 +215,7 @@ def test_how_the_connector_is_set_up_is_told_once_and_stands_in_labels(
     assert set(told) == set(INFO)
     assert (told["slots_per_rank"], told["eviction_policy"]) == ("60", "slru")
     assert told["memory"] == "unknown", "the workers of the simulator tell nothing of theirs"
-    monkeypatch.setattr(connector.side, "take_change", lambda: True)
+    monkeypatch.setattr(connector.side, "has_changed", True)
     later = connector.get_kv_connector_stats()
     assert later is None or "info" not in later.data
     metrics.observe({"info": told}, engine_idx=3)
