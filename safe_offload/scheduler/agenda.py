@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from safe_offload.rounding import ceil_div, round_up
 from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
@@ -63,6 +62,7 @@ class Agenda:
         self._next: dict[RequestState, None] = {}
         self._later: dict[int, list[RequestState]] = {}
         self.decoding: set[RequestState] = set()
+        """Who had computed all when it was looked at last; the policies take out who has ended."""
 
     def __repr__(self) -> str:
         return f"Agenda(step {self._step}, {len(self._next)} in the next)"
@@ -70,10 +70,6 @@ class Agenda:
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""
         self._next[state] = None
-
-    def forget(self, state: RequestState) -> None:
-        """A request has ended."""
-        self.decoding.discard(state)
 
     def due(self, scheduled: Mapping[str, int]) -> list[RequestState]:
         """Return the requests to look at in this step, of those that are scheduled in it.
@@ -114,5 +110,6 @@ class Agenda:
         # vLLM hashes a block when all its tokens are known, which is later than they are computed
         # with drafts or asynchronous scheduling. (vLLM 0.32.0, KVCacheManager.allocate_slots)
         num_missing = self._block_size - num_tokens % self._block_size
-        step = self._step + ceil_div(num_missing, self._num_decode_tokens_max)
-        self._later.setdefault(round_up(step, self.num_steps_between), []).append(state)
+        step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
+        step += -step % self.num_steps_between  # to the next multiple
+        self._later.setdefault(step, []).append(state)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
-from safe_offload.rounding import ceil_div
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
 from safe_offload.scheduler.hits import NO_SLOT, Hit, HostHits, needed
@@ -273,7 +272,7 @@ class Loads:
         for group_idx in self._hits.group_ids:
             block_size = self._hits.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
-            end = ceil_div(hit.num_computed_tokens + num_tokens, block_size)
+            end = -(-(hit.num_computed_tokens + num_tokens) // block_size)
             block_ids = [block.block_id for block in blocks_by_group[group_idx][first:end]]
             slots = hit.slots_by_group[group_idx][: len(block_ids)]
             if len(slots) < len(block_ids):

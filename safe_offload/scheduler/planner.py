@@ -248,7 +248,7 @@ class Planner(Side):
 
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
-        if not state.finished:
+        if state.phase is not Phase.FINISHED:
             self.loads.end(state)
             self.book.finish(state)
             self.policy.end(state)

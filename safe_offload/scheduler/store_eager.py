@@ -130,11 +130,11 @@ class EagerStores:
         if state.phase is Phase.RUNNING:
             self._store_computed([state], is_intact=False)
             for blocks in self._tails(state):
-                self._add(state, blocks, is_intact=False)
+                self._stores.add(blocks, state, is_intact=False)
 
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self.agenda.forget(state)
+        self.agenda.decoding.discard(state)
         self._snapshots.pop(state, None)
         self._short_of_slots.discard(state)
         self.progress.pop(state, None)
@@ -244,7 +244,9 @@ class EagerStores:
             if len(owners) == 1:
                 # A request that began again finds there what it has left over from before.
                 wanted = self._stores.missing(blocks) if has_leftover else blocks
-                self._add(owners[0][0], wanted, is_intact=is_intact)
+                num_stored = self._stores.add(wanted, owners[0][0], is_intact=is_intact)
+                if is_intact and num_stored < len(wanted.blocks):
+                    self._put_off(owners[0][0], wanted, num_stored)
             elif not self._stores.add_whole(blocks, owners, is_intact=is_intact):
                 start = 0
                 for state, count in owners:
@@ -261,12 +263,15 @@ class EagerStores:
             self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
 
     def _add(self, state: RequestState, blocks: BlockSet, *, is_intact: bool) -> None:
-        """Store blocks of one request; those that find no slot are tried again while it runs."""
         num_stored = self._stores.add(blocks, state, is_intact=is_intact)
         if is_intact and num_stored < len(blocks.blocks):
-            left = blocks.part(range(num_stored, len(blocks.blocks)))
-            self.progress[state].leftover.append(left)
-            self._short_of_slots.add(state)
+            self._put_off(state, blocks, num_stored)
+
+    def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
+        """Try blocks of a request that found no slot again while it runs."""
+        left = blocks.part(range(num_stored, len(blocks.blocks)))
+        self.progress[state].leftover.append(left)
+        self._short_of_slots.add(state)
 
     def _scan(
         self, states: Sequence[RequestState]

@@ -128,7 +128,7 @@ class LazyStores:
 
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self.agenda.forget(state)
+        self.agenda.decoding.discard(state)
         self._snapshots.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
