@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from safe_offload.scheduler.harvest import Harvest
 
+from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.transfers import Store
 from tests.digests import digest_of
 from tests.simulator import trace
 
@@ -47,7 +48,8 @@ def test_a_digest_depends_on_profile_and_seeds() -> None:
 
 def test_a_digest_changes_with_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     _, events, _, counted = digest_of("plain", range(1)).split()
-    monkeypatch.setattr(Harvest, "_add_whole", lambda *args: True)  # which stores nothing
+    # Nothing is stored.
+    monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
     _, other_events, _, other_counted = digest_of("plain", range(1)).split()
     assert (other_events != events, other_counted != counted) == (True, True)
 
@@ -61,5 +63,5 @@ def test_a_digest_does_not_change_with_names(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_broken_promise_shows_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fences.StoresInFlight.fence", lambda _: [])
+    monkeypatch.setattr(Store, "given_away", lambda _: False)
     assert "seed 0 breaks I6" in digest_of("late-copies", range(1))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safe_offload.scheduler.fences import StoresInFlight
-from safe_offload.scheduler.harvest import Harvest
 
+from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.transfers import Store
 from tests.simulator.earnings import Earned
 from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS
@@ -72,8 +72,8 @@ def test_every_profile_must_store_load_and_hit() -> None:
 
 def test_a_connector_that_stores_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No promise is broken by it."""
-    monkeypatch.setattr(Harvest, "_add", lambda *args: 0)
-    monkeypatch.setattr(Harvest, "_add_whole", lambda *args: True)
+    monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
     result = run("plain", 0)
     assert result.finding is None
     assert "stored 0.00" in result.earned.what_is_below(FLOORS["plain"])
@@ -155,7 +155,7 @@ def test_every_profile_is_documented() -> None:
 
 
 def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoresInFlight, "fence", lambda _: [])
+    monkeypatch.setattr(Store, "given_away", lambda _: False)
     failed = _first_failure("late-copies")
     small = shrink(failed, internal_checks=False, seconds_max=20.0)
     assert small.finding is not None
