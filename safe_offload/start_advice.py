@@ -6,20 +6,19 @@ Said once for each engine, by the half of the connector that is beside the sched
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import __version__, compat
-from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.config import CAPACITY_KEYS, OffloadConfig
 from safe_offload.transfer_config import DEFAULT_KV_ROLE
+from safe_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-CAPACITY_KEYS: Sequence[str] = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
 
 def advise(

@@ -14,7 +14,15 @@ import safe_offload
 ROOT = Path(safe_offload.__file__).parent
 FUNCTION_LINES_MAX = 70
 
-SHARED = ("protocol.py", "layout.py", "errors.py", "config.py", "settings.py", "compat.py")
+SHARED = (
+    "protocol.py",
+    "layout.py",
+    "errors.py",
+    "config.py",
+    "settings.py",
+    "units.py",
+    "compat.py",
+)
 """What both processes import."""
 
 IMPORTS_VLLM = {
@@ -210,7 +218,7 @@ def test_errors_import_nothing():
 
 def test_settings_and_layout_do_without_torch_and_vllm():
     for name in ("config.py", "layout.py"):
-        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py"}
+        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py", "units.py"}
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
 
@@ -219,7 +227,7 @@ def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
         *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py"),
-        *("__init__.py", "config.py", "settings.py", "errors.py"),
+        *("__init__.py", "config.py", "settings.py", "units.py", "errors.py"),
     }
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
-from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError, DeviceError, SharingError, TransferError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.observe.counters import Count
@@ -37,6 +37,7 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
+from safe_offload.units import format_bytes
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
