@@ -381,7 +381,7 @@ class Planner:
         self.has_changed = True
         self._counters[Count.RESETS] += 1
         logger.info(
-            "The host cache was reset: what its slots held, %d of them, is not found any more.",
+            "The host cache was reset: what %d slots held can no longer be hit.",
             self._index.slots.num_filled,
         )
         self._index.forget_all()

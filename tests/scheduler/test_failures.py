@@ -124,7 +124,7 @@ def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
     assert rig.counts["checksum_mismatches"] == 1
     assert rig.planner.gauges()["retired_slots"] == 1
     (message,) = errors
-    assert f"rank 1 has changed while it was kept, in slots [{bad}]" in message
+    assert f"rank 1 changed while it held KV cache, in slots [{bad}]" in message
     assert "dmesg" in message
     seen = len(rig.plans)
     for seed in range(2, 8):
