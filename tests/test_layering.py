@@ -378,7 +378,7 @@ ENDS_WITH_THE_PROCESS = {
     "name", [name for name in FILES if not name.startswith(("bench/", "cli", "__main__"))]
 )
 def test_nothing_is_made_that_outlives_the_process(name):
-    """No named memory, file, socket or process (FAULTS: L4), so a crash leaves nothing of ours."""
+    """A crash leaves no named memory, file, socket or process (docs/guarantees.md: L4)."""
     allowed = ENDS_WITH_THE_PROCESS.get(name, set())
     modules = {module.split(".")[0] for module in imports_of(name)}
     assert modules & LEAVES_SOMETHING_BEHIND == allowed & LEAVES_SOMETHING_BEHIND

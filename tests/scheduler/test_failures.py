@@ -75,7 +75,7 @@ def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else
 
 
 def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: MakeRig) -> None:
-    """FAULTS H4: it must not be the same for ever."""
+    """docs/guarantees.md, H4: it must not be the same for ever."""
     rig = make_rig(num_blocks=30)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
