@@ -97,7 +97,7 @@ def _show_in_force(written: dict[str, Any], *, explain: bool) -> None:
     for key in _OUTER_CHOICES:
         value = getattr(config, key)
         filled_in = "vLLM's default" if value == _OUTER_DEFAULTS[key] else "filled in"
-        source = "written" if key in written else filled_in
+        source = "written" if written.get(key) == value else filled_in
         if value == "fail":
             source += ': a load that fails ends its request with an error; write "recompute"'
         _print_row(key, json.dumps(value), source)
@@ -122,12 +122,12 @@ def _require_fields(written: Mapping[str, Any]) -> None:
                 f'"{key}" is no field of --kv-transfer-config. Allowed: {", ".join(OUTER_KEYS)}. '
                 "Fix: write one of these, or remove it."
             )
-        if key in _OUTER_CHOICES and value not in _OUTER_CHOICES[key]:
+        if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):
             words = ", ".join(f'"{word}"' for word in _OUTER_CHOICES[key])
             raise ConfigError(
                 f'"{key}" = {shown(value)}. Allowed: {words}. Fix: write one of them.'
             )
-    if "kv_role" not in written and not is_ours(written):
+    if written.get("kv_role") is None and not is_ours(written):
         raise ConfigError(
             f'"kv_role" is missing beside {shown(written.get("kv_connector"))}, where vLLM needs '
             f'it. Fix: write "kv_role": "{DEFAULT_KV_ROLE}" there.'

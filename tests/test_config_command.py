@@ -147,6 +147,9 @@ def test_a_configuration_that_cannot_be_used_is_refused_with_the_fix(
     "written",
     [
         OURS,
+        {**OURS, "kv_role": None},
+        {**OURS, "kv_load_failure_policy": None},
+        multi(OURS, kv_role=None),
         ours(num_cpu_blocks=4, lazy_offload=True),
         multi(OURS, OTHER, kv_role="kv_both"),
         {**OURS, "kv_role": "both"},
