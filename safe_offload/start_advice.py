@@ -60,7 +60,7 @@ def _introduce(
     A slot holds one block of one KV cache group, so tokens follow from how many blocks vLLM needs
     for a request of `max_model_len` in all groups.
     """
-    num_request_tokens = vllm_config.model_config.max_model_len
+    max_model_len = vllm_config.model_config.max_model_len
     num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
     copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
     num_sharing = config.ranks_per_copy
@@ -76,30 +76,21 @@ def _introduce(
         "slots_per_rank": str(num_slots),
         "host_bytes_per_rank": str(copy_bytes // num_sharing),
         "ranks_per_copy": str(num_sharing),
-        "tokens": str(int(num_requests * num_request_tokens)),
+        "tokens": str(int(num_requests * max_model_len)),
         "longest_requests": f"{num_requests:.1f}",
         "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
         "groups": str(len(kv_cache_config.kv_cache_groups)),
     }
+    fate = "ends its request with an error" if policy == "fail" else "is recomputed"
+    sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
     logger.info(
-        "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %s ranks keeps up "
-        "to %s slots in %s of host memory%s: about %s tokens, or %s requests of max_model_len (%d "
-        "tokens), %s times the GPU's own pool. KV cache groups: %s. copy_path %s, self-test %s.",
-        info["version"],
-        info["stores"],
-        info["eviction_policy"],
-        "ends its request with an error" if policy == "fail" else "is recomputed",
-        info["ranks"],
-        info["slots_per_rank"],
-        format_bytes(copy_bytes),
-        f", one copy for {num_sharing} ranks" if num_sharing > 1 else "",
-        info["tokens"],
-        info["longest_requests"],
-        num_request_tokens,
-        info["gpu_pools"],
-        info["groups"],
-        info["copy_path"],
-        info["self_test"],
+        "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
+        f"fails {fate}. Each of %(ranks)s ranks keeps up to %(slots_per_rank)s slots in "
+        f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
+        f"%(longest_requests)s requests of max_model_len ({max_model_len} tokens), %(gpu_pools)s "
+        "times the GPU's own pool. KV cache groups: %(groups)s. copy_path %(copy_path)s, self-test "
+        "%(self_test)s.",
+        info,
     )
     return info
 

@@ -28,27 +28,13 @@ GAUGES = {
     "load_latency_us": "Time of the smallest loads in microseconds, as measured.",
 }
 
-INFO = {
-    "version": "of safe_offload",
-    "stores": "eager or lazy",
-    "eviction_policy": "as configured",
-    "load_failure_policy": "recompute or fail",
-    "copy_path": "as configured",
-    "self_test": "on or off",
-    "ranks": "workers of the engine",
-    "slots_per_rank": "as configured",
-    "host_bytes_per_rank": "of all slots; of one copy for several ranks, the share of each",
-    "ranks_per_copy": "ranks that keep one copy of what all of them hold",
-    "tokens": "that the slots hold, counted over all KV cache groups",
-    "longest_requests": "requests of max_model_len that the slots hold",
-    "gpu_pools": "how many times the GPU's own pool the slots are",
-    "groups": "KV cache groups of the model",
-    "memory": "page-locked, being page-locked or pageable",
-    "huge_pages": "share of the host memory, or whether the system was asked for them",
-    "numa_node": "that the host memory lies on",
-    "copies_by": "ways to copy that are in use",
-}
-"""Labels of the metric `info`. The last four are what all ranks have reported."""
+INFO = (
+    *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
+    *("ranks", "slots_per_rank", "host_bytes_per_rank", "ranks_per_copy", "tokens"),
+    *("longest_requests", "gpu_pools", "groups"),
+    *("memory", "huge_pages", "numa_node", "copies_by"),
+)
+"""Labels of the metric `info`. All ranks have reported the last four."""
 
 _COUNTS, _GAUGES, _INFO, _OLD_INFO = "counts", "gauges", "info", "old_info"
 
@@ -116,9 +102,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             for name, doc in GAUGES.items()
         }
         doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
-        self._info = self._make(
-            self._gauge_cls, "info", doc, tuple(INFO), multiprocess_mode="mostrecent"
-        )
+        self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
 
     def _make_counters(self) -> dict[str, Any]:
         """Make one metric for all counts of one name, which a label tells apart."""
