@@ -7,9 +7,10 @@ It needs neither vLLM nor a GPU. Whether there is enough memory is checked when 
 """
 
 import json
+import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -55,15 +56,20 @@ def run_command(arguments: Namespace) -> int:
     Raises:
         ConfigError: `--kv-transfer-config` cannot be used.
     """
-    if arguments.kv_transfer_config is not None:
-        _show_in_force(_parse(arguments.kv_transfer_config), explain=arguments.explain)
-        return 0
-    print(f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. Each may be left out.\n")
-    _print_row("key", "default", "allowed")
+    if arguments.kv_transfer_config is None:
+        lines = _all_settings(explain=arguments.explain)
+    else:
+        lines = _in_force(_parse(arguments.kv_transfer_config), explain=arguments.explain)
+    sys.stdout.write("\n".join([*lines, ""]))  # at once: a reader like `head` may stop early
+    return 0
+
+
+def _all_settings(*, explain: bool) -> Iterator[str]:
+    yield f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. Each may be left out.\n"
+    yield _row("key", "default", "allowed")
     for row in SETTINGS.values():
         default = "" if row.default is None else json.dumps(row.default)
-        _print_row(row.key, default, row.kind.allowed, row.help if arguments.explain else "")
-    return 0
+        yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -81,8 +87,8 @@ def _parse(text: str) -> dict[str, Any]:
     )
 
 
-def _show_in_force(written: dict[str, Any], *, explain: bool) -> None:
-    """Print what an engine with this configuration would use, after the checks of its start."""
+def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
+    """Yield what an engine with this configuration would use, after the checks of its start."""
     config = SimpleNamespace(**{**_OUTER_DEFAULTS, **complete(written)})
     settle(config)
     children = {f"connectors[{idx}].": each for idx, each in enumerate(children_of(written))}
@@ -100,9 +106,9 @@ def _show_in_force(written: dict[str, Any], *, explain: bool) -> None:
         source = "written" if written.get(key) == value else filled_in
         if value == "fail":
             source += ': a load that fails ends its request with an error; write "recompute"'
-        _print_row(key, json.dumps(value), source)
+        yield _row(key, json.dumps(value), source)
     for place, each in ours.items():
-        print(f"\n{place}{_EXTRA_KEY}:")
+        yield f"\n{place}{_EXTRA_KEY}:"
         extra = each.get(_EXTRA_KEY) or {}
         capacity_key = OffloadConfig.from_extra_config(extra, world_size=1).capacity_key
         for row in SETTINGS.values():
@@ -111,7 +117,7 @@ def _show_in_force(written: dict[str, Any], *, explain: bool) -> None:
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" counts'
             if value is not None:
-                _print_row(row.key, json.dumps(value), source, row.help if explain else "")
+                yield _row(row.key, json.dumps(value), source, row.help if explain else "")
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:
@@ -134,8 +140,6 @@ def _require_fields(written: Mapping[str, Any]) -> None:
         )
 
 
-def _print_row(key: str, value: str, remark: str, help: str = "") -> None:
-    print(f"{key:<26} {value:<12} {remark}".rstrip())
-    if help:
-        indent = " " * 4
-        print(textwrap.fill(help, 100, initial_indent=indent, subsequent_indent=indent))
+def _row(key: str, value: str, remark: str, help: str = "") -> str:
+    lines = [f"{key:<26} {value:<12} {remark}".rstrip(), *textwrap.wrap(help, 96)]
+    return "\n    ".join(lines)
