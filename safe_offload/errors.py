@@ -1,6 +1,6 @@
-"""The one error tree: every error that safe_offload raises on purpose is in this file.
+"""Every error that safe_offload raises on purpose.
 
-A message says what was expected, what was found, and how to mend it. Nothing is imported here, so
+A message says what was expected, what was found, and how to fix it. Nothing is imported here, so
 that every other module may import this one.
 """
 
@@ -10,10 +10,9 @@ class SafeOffloadError(Exception):
 
 
 class ConfigError(SafeOffloadError, ValueError):
-    """A setting that cannot be used.
+    """A setting that cannot be used; raised while the engine starts, never later.
 
-    It is raised while the engine starts, never later. It is also a `ValueError`, because that is
-    what vLLM and its users expect from a bad setting.
+    It is a `ValueError` too, because vLLM expects that of a bad setting.
     """
 
 
@@ -24,8 +23,7 @@ class ProtocolError(SafeOffloadError):
 class TransferError(SafeOffloadError):
     """A copy between device and host that did not deliver the right bytes.
 
-    It ends at the outermost frame of its transfer, where it becomes a failed transfer with
-    `reason`, and the tokens are recomputed (I6, I7).
+    Its transfer catches it and fails with `reason`, and the tokens are recomputed (I6, I7).
 
     Args:
         reason: why, as a member of an enum (`FailureReason` in protocol.py) or its name.
@@ -44,7 +42,7 @@ class TransferError(SafeOffloadError):
 
 
 class DeviceError(SafeOffloadError):
-    """A call that the driver of a GPU refused, by its name and the driver's own word for it."""
+    """A call that the driver of a GPU refused."""
 
 
 class CaptureError(DeviceError):

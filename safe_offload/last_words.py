@@ -1,16 +1,12 @@
-"""A refusal in a process of the engine, said once more at the end of the output.
+"""Repeats at the end of the output why a process of the engine refused to start.
 
-What only the engine's own processes can know (the size of a block, the device, what the system
-grants) ends the start from there. vLLM then prints a traceback in each process that waits for
-another, so that the message is lost in the middle of hundreds of lines. The process that the user
-has started makes a pipe before it starts the others, and says when it exits what has come through.
+When one of the engine's processes refuses, each process that waits for it prints a traceback, and
+the message is lost in hundreds of lines. So the process that the user starts makes a pipe first,
+and prints what came through when it exits. The others find the pipe by an environment variable,
+which every child inherits, forked or spawned. The pipe has no name and ends with its processes.
 
-The others find the pipe by an environment variable, since all that vLLM starts inherits those,
-forked or spawned. The pipe has no name and ends with its processes.
-
-Source: proc_pid_fd(5): opening `/proc/<pid>/fd/<number>` of a pipe opens that pipe; reading the
-link gives `pipe:[inode]`, which tells it from anything else with the same numbers (a container or
-another machine counts its processes from 1 too).
+Source: proc_pid_fd(5): opening `/proc/<pid>/fd/<number>` of a pipe opens that pipe. Its link reads
+`pipe:[inode]`, which no other file has, also if a container has a process of the same number.
 """
 
 import atexit
@@ -33,7 +29,7 @@ _read_end: int | None = None
 
 
 def listen() -> None:
-    """Make the pipe and say at exit what comes through it; a second call forgets what came."""
+    """Make the pipe and print at exit what came through; a second call forgets what came before."""
     global _read_end
     if _read_end is not None:
         _messages(_read_end)
@@ -47,7 +43,7 @@ def listen() -> None:
 
 
 def telling(function: Function) -> Function:
-    """Pass a ConfigError of this function on to the process that listens, if there is one."""
+    """Send a ConfigError of this function to the process that listens, if there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,12 +57,12 @@ def telling(function: Function) -> Function:
 
 
 def is_another_listening() -> bool:
-    """Return whether a process that has started this one, or its parents, listens."""
+    """Return whether a process that started this one, directly or not, listens."""
     return _others_pipe() is not None
 
 
 def _others_pipe() -> str | None:
-    """Return the path of another process's pipe, if it is still there and the one that is meant."""
+    """Return the path of another process's pipe, if that process still has it open."""
     pid, _, rest = os.environ.get(VARIABLE, "").partition(" ")
     number, _, pipe = rest.partition(" ")
     path = f"/proc/{pid}/fd/{number}"
@@ -99,7 +95,7 @@ def _repeat(pid: int, read_end: int) -> None:
 
 
 def _messages(read_end: int) -> Iterator[str]:
-    """Take what has come, each message once: every rank says the same."""
+    """Return what came through the pipe, each message once: every rank sends the same."""
     try:
         text = os.read(read_end, _PIPE_BYTES).decode(errors="replace")
     except OSError:  # nothing has come

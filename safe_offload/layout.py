@@ -1,9 +1,8 @@
 """Where the bytes of a GPU block lie, and where they go in host memory.
 
-A GPU block is a set of byte ranges, one or more for each layer. vLLM describes them by placements;
-cache groups overlay one another, so the same range may be described many times. A `Geometry` lists
-every distinct range once. In host memory each range has arrays of its own, one row for each slot,
-so that a run of blocks that goes to a run of slots is one contiguous copy.
+A GPU block is a set of byte ranges, one or more for each layer. Cache groups share ranges, so vLLM
+may describe one many times; a `Geometry` lists each once. In host memory each range has an array
+with one row for each slot, so that a run of blocks and a run of slots make one contiguous copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Segment:
     length_bytes: int
 
     def end_bytes(self, num_blocks: int) -> int:
-        """First byte behind the last block's range."""
+        """Return the first byte after the last block's range."""
         return self.offset_bytes + (num_blocks - 1) * self.stride_bytes + self.length_bytes
 
 
@@ -51,7 +50,7 @@ class Geometry:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one block, which is what a host slot holds."""
+        """Return the bytes of one block, and so of one host slot."""
         return sum(segment.length_bytes for segment in self.segments)
 
 
@@ -59,12 +58,12 @@ class Geometry:
 class HostLayout:
     """Where the bytes of a slot lie in host memory.
 
-    Slots come in slabs, one behind the other, so that memory can be made ready slab by slab. Within
-    a slab each segment of the geometry has an array with one row for each slot.
+    Slots come in consecutive slabs, so that memory can be made ready slab by slab. In a slab each
+    segment of the geometry has an array with one row for each slot.
 
     Attributes:
         geometry: of the blocks that the slots take.
-        num_slots: the last slab may have fewer than the others; its arrays lie as in a full one.
+        num_slots: of all slabs; the last one may be partly used, with arrays as in a full one.
         slots_per_slab: slots of every other slab.
     """
 
@@ -74,42 +73,42 @@ class HostLayout:
 
     @classmethod
     def in_one_slab(cls, geometry: Geometry, num_slots: int) -> HostLayout:
-        """All slots in one slab: the longest runs."""
+        """Return a layout with all slots in one slab, which has the longest runs."""
         return cls(geometry, num_slots, num_slots)
 
     @classmethod
     def in_slabs(cls, geometry: Geometry, num_slots: int, slab_bytes: int) -> HostLayout:
-        """Slabs of equal size, about `slab_bytes` each."""
+        """Return a layout in slabs of equal size, about `slab_bytes` each."""
         num_slabs = max(1, num_slots * geometry.slot_bytes // slab_bytes)
         return cls(geometry, num_slots, -(-num_slots // num_slabs))
 
     @property
     def num_slabs(self) -> int:
-        """Slabs, the last one included."""
+        """Return the number of slabs, the last one included."""
         return -(-self.num_slots // self.slots_per_slab)
 
     @property
     def slab_bytes(self) -> int:
-        """Distance between slabs: whole pages if there are several, so that each can be locked."""
+        """Return the distance of slabs: whole pages if there are several, so each can be locked."""
         size_bytes = self.slots_per_slab * self.geometry.slot_bytes
         return size_bytes if self.num_slabs == 1 else -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def size_bytes(self) -> int:
-        """Host memory of all slabs."""
+        """Return the host memory of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     def array_offsets(self) -> tuple[int, ...]:
-        """Where each segment's array begins, from the start of its slab, in bytes."""
+        """Return where each segment's array begins, from the start of its slab, in bytes."""
         lengths = (self.slots_per_slab * segment.length_bytes for segment in self.geometry.segments)
         return tuple(itertools.accumulate(lengths, initial=0))[:-1]
 
     def num_slots_within(self, num_slabs: int) -> int:
-        """Slots of the first `num_slabs` slabs."""
+        """Return how many slots the first `num_slabs` slabs have."""
         return min(num_slabs * self.slots_per_slab, self.num_slots)
 
     def ranges_of(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """(offset in host memory, length) of each segment's row of a slot, in bytes."""
+        """Return (offset in host memory, length) of each segment's row of a slot, in bytes."""
         slab, row = divmod(slot, self.slots_per_slab)
         return tuple(
             (slab * self.slab_bytes + offset + row * segment.length_bytes, segment.length_bytes)
@@ -126,21 +125,14 @@ def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: i
         storage_bytes: size of the storage that all offsets point into.
 
     Raises:
-        ConfigError: a segment lies outside the storage, or two segments share bytes otherwise than
-            within each block, which means that a block has no bytes of its own.
+        ConfigError: a segment lies outside the storage, or two blocks share bytes.
     """
     joined: list[Segment] = []
     for segment in sorted(set(segments)):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and segment.stride_bytes == last.stride_bytes
-            and segment.offset_bytes <= last.offset_bytes + last.length_bytes
-        ):
-            end = max(
-                segment.offset_bytes + segment.length_bytes, last.offset_bytes + last.length_bytes
-            )
-            joined[-1] = Segment(last.stride_bytes, last.offset_bytes, end - last.offset_bytes)
+        last = joined[-1] if joined else segment
+        stride, start, end = last.stride_bytes, last.offset_bytes, last.end_bytes(1)
+        if joined and segment.stride_bytes == stride and segment.offset_bytes <= end:
+            joined[-1] = Segment(stride, start, max(end, segment.end_bytes(1)) - start)
         else:
             joined.append(segment)
     if not joined or num_blocks < 1:
@@ -165,16 +157,16 @@ def _check(segments: list[Segment], num_blocks: int, storage_bytes: int) -> None
                 break
             if _shares_bytes(segment, following):
                 raise ConfigError(
-                    f"unsupported KV cache layout: {segment} and {following} share bytes, so that "
-                    "one block cannot be copied without another"
+                    f"unsupported KV cache layout: {segment} and {following} share bytes, so a "
+                    "block cannot be copied without another"
                 )
 
 
 def _shares_bytes(segment: Segment, following: Segment) -> bool:
-    """Whether two segments have a byte in common, the second beginning ahead of the first's end.
+    """Return whether two segments have a byte in common; the second begins before the first ends.
 
-    Two strides are taken to have one. With one stride, the second lies in the gaps of the first or
-    it meets it: in the block that it begins in, or in the one behind that.
+    Segments of different strides count as sharing bytes. With the same stride, the second lies in
+    the gaps of the first, or it meets the block that it begins in or the next one.
     """
     stride = segment.stride_bytes
     if following.stride_bytes != stride:

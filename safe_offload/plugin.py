@@ -1,14 +1,12 @@
-"""What vLLM loads in every process: makes the connector's name known and its config line short.
+"""What vLLM loads in every process: the connector's name, and the checks of its configuration.
 
 vLLM calls `register` (entry point group `vllm.general_plugins`) in the API server, in EngineCore
 and in every worker, before any of them needs the connector. After that,
 `{"kv_connector": "SafeCPUOffloadConnector"}` is a complete `--kv-transfer-config`.
 
-One road leads to `KVTransferConfig` before `register` has run: `LLM(kv_transfer_config={...})`
-builds it from the dict first, and only then loads the general plugins. So the part that concerns
-`KVTransferConfig` is also done as soon as its module is imported: vLLM finds out its platform
-before, or while, that happens, and calls `register_early` then (entry point group
-`vllm.platform_plugins`).
+`LLM(kv_transfer_config={...})` makes a `KVTransferConfig` before it loads the general plugins. So
+that class is also wrapped as soon as its module is imported: `register_early` (entry point group
+`vllm.platform_plugins`) is called before or during that import, when vLLM looks for its platform.
 
 Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/entrypoints/llm.py,
 vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
@@ -46,8 +44,7 @@ _is_registered = False
 def register() -> None:
     """Make vLLM know the connector; may be called any number of times and never raises.
 
-    An exception here would end every vLLM process of the environment, also of users who do not
-    name our connector. So what goes wrong is logged, with the fix, and vLLM runs without us.
+    An exception here would end every vLLM process, also those that do not use our connector.
     """
     try:
         _register_name()
@@ -67,10 +64,8 @@ def register() -> None:
 def register_early() -> None:
     """Wrap `KVTransferConfig`, now or as soon as its module is imported; never raises.
 
-    vLLM asks every platform plugin for a platform, and None, which this returns, says that it is
-    none. Nothing of vLLM is imported from here: the call comes out of the middle of an import, of
-    `vllm.config` in vLLM 0.32 and of `vllm` itself in 0.31, and an import would recurse into the
-    search for the platform.
+    None tells vLLM that this is no platform. Nothing of vLLM is imported here: the call comes from
+    the middle of an import, and another one would search for the platform again.
     """
     if _CONFIG_MODULE in sys.modules:
         _try_to_wrap()
@@ -79,15 +74,12 @@ def register_early() -> None:
 
 
 class _WrapWhenImported(MetaPathFinder):
-    """Wraps `KVTransferConfig` when its module has been executed; finds no module itself.
-
-    The first search for that module takes it off `sys.meta_path`.
-    """
+    """Wraps `KVTransferConfig` when its module has been executed; the first search removes it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Let the other finders find it, and look at the class behind their loader."""
+        """Let the other finders find the module, and wrap the class after it is loaded."""
         if fullname != _CONFIG_MODULE:
             return None
         try:
@@ -140,9 +132,8 @@ def _register_name() -> None:
 def _wrap_kv_transfer_config() -> None:
     """Fill in what may be left out of a KVTransferConfig that names us, and check our settings.
 
-    A wrong setting is refused here, in the process that reads the command line, rather than by a
-    worker that has loaded the model. It belongs into `__post_init__`, which pydantic calls as well.
-    A `ConfigError` is a `ValueError`, so pydantic reports it as its own.
+    So a wrong setting is refused by the process that reads the command line, not by a worker that
+    has loaded the model. A `ConfigError` is a `ValueError`, which pydantic reports as its own.
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -163,10 +154,8 @@ def _wrap_kv_transfer_config() -> None:
 def _complete_what_is_written(config_class: Any) -> None:
     """Let `complete` see what a user has written, before pydantic fills in vLLM's defaults.
 
-    `__post_init__` comes too late to tell a default from the same word written by the user, and a
-    key that pydantic refuses never gets there. If this does not work, vLLM's defaults and messages
-    stay: the connector warns about the failure policy.
-
+    In `__post_init__` a default looks like the same word written by the user. If this does not
+    work, vLLM's defaults and messages stay, and the connector warns about the failure policy.
     Source: pydantic, "Customizing the core schema" and `dataclasses.rebuild_dataclass`.
     """
     try:
@@ -204,7 +193,7 @@ def _complete_what_is_written(config_class: Any) -> None:
 
 
 def _check(check: Callable[[Any], Any], subject: Any) -> Any:
-    """Return what a check of ours returns, or None if it fails in a way that is our mistake.
+    """Return what a check returns; None if the check itself has a defect.
 
     vLLM configures engines with other connectors, or none, by the same functions.
     """
@@ -214,17 +203,17 @@ def _check(check: Callable[[Any], Any], subject: Any) -> Any:
         raise
     except Exception:
         _logger.exception(
-            "safe_offload could not check the configuration, and vLLM goes on without that. "
-            "Please report this."
+            "safe_offload could not check the configuration, and vLLM continues without the check. "
+            "This is a bug: please open an issue with this traceback and your --kv-transfer-config."
         )
         return None
 
 
 def _wrap_engine_arguments() -> None:
-    """Check a whole engine's configuration where it is made, if this process makes one.
+    """Check a whole engine's configuration in the process that the user has started.
 
-    That is the process that the user has started: the error is the last thing that it prints. In
-    the engine's own processes an error is followed by those of all that wait for them.
+    There an error is the last line of the output. An error in the engine's own processes is
+    followed by those of the processes that wait for them.
     """
     arguments = sys.modules.get(_ARGUMENTS_MODULE)
     if arguments is None:

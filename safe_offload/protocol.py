@@ -1,23 +1,22 @@
 """The messages between the engine-core process and the worker processes, and their lifecycle.
 
 vLLM builds the connector twice, once beside the scheduler and once in every worker. The two sides
-share nothing but the messages below.
+share only the messages below.
 
 A *transfer* is one unit of copying between GPU blocks and host slots, named by a `transfer_id` that
 is never used twice. Its life:
 
 1. The scheduler side decides on it, takes or leases the host slots, and puts it into the `StepPlan`
    of the step: a load, a store that runs before the forward, or a store that runs after it.
-2. Every rank runs its own share of it (its layers' bytes of the same blocks and slots).
-3. While it runs, a later plan may *fence* it: some of its source blocks were given to somebody
-   else, and no kernel or load of that step may write before the copy has read them.
-4. Every rank reports it exactly once, as done or as failed with a reason, in a `StepReport`.
-5. When all ranks have reported, the scheduler side settles it: publishes the slots of a store that
-   went well, completes a load that went well, announces a load that failed through
-   `StepPlan.failures` of the next step.
+2. Every rank runs its share: the bytes of its layers, of the same blocks and slots.
+3. While it runs, a later plan may *fence* it: some of its source blocks have a new owner, and no
+   kernel or load of that step may write before the copy has read them.
+4. Every rank reports it exactly once in a `StepReport`, as done or as failed with a reason.
+5. When all ranks have reported, the scheduler side settles it: it publishes the slots of a store,
+   completes a load, or announces a failed load through `StepPlan.failures` of the next step.
 
-Reports are keyed by (rank, transfer_id), so that a report that arrives twice is seen as such and
-cannot stand in for the report of another rank (DESIGN: invariants I3, I6, I7).
+Reports are keyed by (rank, transfer_id), so that a duplicate cannot stand in for another rank's
+report (docs/guarantees.md: I3, I6, I7).
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ class FailureReason(enum.Enum):
     BAD_PLAN = "bad_plan"
     """A block or slot id lies outside the memory of this rank."""
     FENCE_TIMEOUT = "fence_timeout"
-    """The copy had not read its source when the source had to be given away."""
+    """The copy had not read its source in time for the block's next owner."""
     NOT_RUNNING = "not_running"
-    """The transfer engine of this rank is not running (it died, or was shut down)."""
+    """The transfer engine of this rank has died or was shut down."""
     CANCELLED = "cancelled"
     """The transfer was cancelled before it was issued."""
     TIMED_OUT = "timed_out"
-    """The copy had not begun when the deadline of the transfer passed, and never will."""
+    """The copy had not begun at the deadline of the transfer, and never will."""
     CHECKSUM_MISMATCH = "checksum_mismatch"
-    """A slot does not hold what was stored in it: the host's memory has changed."""
+    """A slot no longer holds what was stored in it."""
 
 
 def ids_of(numbers: Iterable[int]) -> array[int]:
-    """Ids as they travel: a compact array, of which a 90,000-token prompt has thousands."""
+    """Return ids as messages carry them; a 90,000-token prompt has thousands."""
     return array("i", numbers)
 
 
@@ -83,10 +82,9 @@ class StepPlan(KVConnectorMetadata):
 
     Attributes:
         loads: host to GPU, into blocks of requests that wait for them.
-        stores_before_forward: GPU to host, ahead of everything this step writes.
-        stores_after_forward: GPU to host, behind the forward of this step.
-        fences: ids of stores in flight, or of `stores_before_forward`, whose source was given away:
-            nothing of this step may write before they have read it.
+        stores_before_forward: GPU to host, before everything that this step writes.
+        stores_after_forward: GPU to host, after the forward of this step.
+        fences: ids of stores that must have read their source before this step writes anything.
         failures: ids of requests whose load failed; every rank reports them to vLLM as received and
             failed, and vLLM recomputes them.
     """
@@ -112,7 +110,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many host slots a rank can use, told when there are more: the first so many."""
+    """How many host slots, from the first on, a rank can use; reported when there are more."""
 
     rank: int
     num_slots: int
@@ -120,9 +118,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class BadSlots:
-    """Slots whose bytes changed on a rank while they were kept; they must not be used again.
+    """Slots whose bytes changed on a rank; they must not be used again.
 
-    They are in the report that has the failure of the load that showed it, or in an earlier one.
+    They are reported no later than the failure of the load that found it.
     """
 
     rank: int
@@ -143,9 +141,8 @@ class MemoryFacts:
 
     Attributes:
         kind: page-locked or not.
-        huge_pages: the share of huge pages, as "99 %"; of memory that is not touched yet, whether
-            the system was asked for them.
-        numa_nodes: that it lies on; empty if that is not known.
+        huge_pages: their share, as "99 %"; before memory is touched, whether they were asked for.
+        numa_nodes: where it lies; empty if that is not known.
     """
 
     kind: MemoryKind
@@ -171,7 +168,7 @@ class StepReport(KVConnectorWorkerMetadata):
     """What settled on the workers since the last step; travels as vLLM's worker metadata.
 
     Attributes:
-        lost_ranks: ranks that cannot copy and never will, told once.
+        lost_ranks: ranks that cannot copy and never will, reported once.
     """
 
     outcomes: tuple[Outcome, ...] = ()
@@ -185,7 +182,7 @@ class StepReport(KVConnectorWorkerMetadata):
         return True
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        """Join the reports of several ranks; nothing is counted here, so nothing can be lost."""
+        """Join the reports of several ranks; nothing is counted, so nothing can be lost."""
         if not isinstance(other, StepReport):
             raise ProtocolError(f"expected a StepReport to aggregate, found {type(other).__name__}")
         return StepReport(

@@ -1,25 +1,21 @@
-"""What the connector says at the start: how it is set up, and which settings are hardly meant.
-
-Said once for each engine, by the half of the connector that is beside the scheduler.
-"""
+"""What the scheduler side logs once at the start: the set-up, and what looks like a mistake."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import __version__, compat
-from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.config import CAPACITY_KEYS, OffloadConfig
 from safe_offload.transfer_config import DEFAULT_KV_ROLE
+from safe_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-CAPACITY_KEYS: Sequence[str] = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
 
 def advise(
@@ -28,7 +24,7 @@ def advise(
     config: OffloadConfig,
     num_slots: int,
 ) -> dict[str, str]:
-    """Say how the connector is set up and warn about what is hardly meant; never raises.
+    """Log how the connector is set up and what looks like a mistake; never raises.
 
     Args:
         vllm_config: the engine's configuration.
@@ -37,7 +33,7 @@ def advise(
         num_slots: host slots of each rank.
 
     Returns:
-        How it is set up, by the labels of `observe.metrics.INFO`; empty if that cannot be told.
+        The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
     """
     try:
         transfer_config = vllm_config.kv_transfer_config
@@ -49,7 +45,7 @@ def advise(
         _advise_on_copies(kv_cache_config, config)
         return _introduce(vllm_config, kv_cache_config, config, num_slots)
     except Exception:
-        logger.debug("There is advice that could not be given", exc_info=True)
+        logger.debug("The set-up could not be described", exc_info=True)
         return {}
 
 
@@ -59,12 +55,12 @@ def _introduce(
     config: OffloadConfig,
     num_slots: int,
 ) -> dict[str, str]:
-    """Say in one line how the connector is set up; returns the same by the labels of `INFO`.
+    """Log the set-up in one line, and return it by the labels of `INFO`.
 
-    A slot holds one block of one KV cache group, so the tokens follow from the blocks that vLLM
-    counts for a request of `max_model_len`, over all groups.
+    A slot holds one block of one KV cache group, so tokens follow from how many blocks vLLM needs
+    for a request of `max_model_len` in all groups.
     """
-    num_request_tokens = vllm_config.model_config.max_model_len
+    max_model_len = vllm_config.model_config.max_model_len
     num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
     copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
     num_sharing = config.ranks_per_copy
@@ -80,30 +76,21 @@ def _introduce(
         "slots_per_rank": str(num_slots),
         "host_bytes_per_rank": str(copy_bytes // num_sharing),
         "ranks_per_copy": str(num_sharing),
-        "tokens": str(int(num_requests * num_request_tokens)),
+        "tokens": str(int(num_requests * max_model_len)),
         "longest_requests": f"{num_requests:.1f}",
         "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
         "groups": str(len(kv_cache_config.kv_cache_groups)),
     }
+    fate = "ends its request with an error" if policy == "fail" else "is recomputed"
+    sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
     logger.info(
-        "safe_offload %s: %s stores, %s eviction, a load that fails %s. Each of %s ranks keeps up "
-        "to %s slots in %s of host memory%s: about %s tokens, or %s requests of max_model_len (%d "
-        "tokens), %s times the GPU's own pool. KV cache groups: %s. copy_path %s, self-test %s.",
-        info["version"],
-        info["stores"],
-        info["eviction_policy"],
-        "ends its request with an error" if policy == "fail" else "is recomputed",
-        info["ranks"],
-        info["slots_per_rank"],
-        format_bytes(copy_bytes),
-        f", one copy for {num_sharing} ranks" if num_sharing > 1 else "",
-        info["tokens"],
-        info["longest_requests"],
-        num_request_tokens,
-        info["gpu_pools"],
-        info["groups"],
-        info["copy_path"],
-        info["self_test"],
+        "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
+        f"fails {fate}. Each of %(ranks)s ranks keeps up to %(slots_per_rank)s slots in "
+        f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
+        f"%(longest_requests)s requests of max_model_len ({max_model_len} tokens), %(gpu_pools)s "
+        "times the GPU's own pool. KV cache groups: %(groups)s. copy_path %(copy_path)s, self-test "
+        "%(self_test)s.",
+        info,
     )
     return info
 
@@ -121,8 +108,8 @@ def _advise_on_failures(transfer_config: Any) -> None:
 def _advise_on_role(transfer_config: Any) -> None:
     if transfer_config.kv_role != DEFAULT_KV_ROLE:
         logger.warning(
-            'kv_role "%s" changes nothing: SafeCPUOffloadConnector stores and loads all the same. '
-            "It may be left out.",
+            'kv_role "%s" has no effect: SafeCPUOffloadConnector stores and loads anyway. Leave it '
+            "out.",
             transfer_config.kv_role,
         )
 
@@ -132,7 +119,7 @@ def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None
     if len(written) > 1:
         logger.warning(
             'Several keys give the size of the host pool: "%s" counts, %s %s no effect. Remove '
-            "what is not meant.",
+            "the ones that you do not mean.",
             config.capacity_key,
             " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
             "has" if len(written) == 2 else "have",
@@ -145,9 +132,9 @@ def _advise_on_pool(
     config: OffloadConfig,
     num_slots: int,
 ) -> None:
-    """Compare the pool with one request of `max_model_len`, and, if all is stored, with the GPU's.
+    """Compare the pool with a request of `max_model_len` and with the GPU's own pool.
 
-    Lazy mode stores what the GPU evicts, so that there a smaller pool adds to the GPU's.
+    Lazy mode stores only what the GPU evicts, so there a pool smaller than the GPU's adds to it.
     """
     block_bytes = compat.block_bytes(kv_cache_config)
 
@@ -160,12 +147,12 @@ def _advise_on_pool(
     if num_slots < num_request:
         larger.append(
             f"a request of max_model_len ({vllm_config.model_config.max_model_len} tokens) needs "
-            f"{blocks(num_request)}, so that one cannot come back as a whole"
+            f"{blocks(num_request)}, so it cannot come back as a whole"
         )
     if num_slots < num_gpu and not config.lazy_offload:
         larger.append(
-            f"the GPU's own pool has {blocks(num_gpu)}, so that the host keeps little that the "
-            "GPU does not have"
+            f"the GPU's own pool has {blocks(num_gpu)}, so the host keeps little that the GPU "
+            "does not have"
         )
     if larger:
         num_wanted = max(num_request, 0 if config.lazy_offload else num_gpu)
@@ -182,15 +169,15 @@ def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> 
     num_same = compat.num_replicas(kv_cache_config)
     if config.ranks_per_copy == 1 < num_same:
         logger.warning(
-            "%d ranks hold the same KV cache, and each of them keeps a copy of its own: ranks "
-            'share one only on one machine, with distributed_executor_backend "mp" and without '
-            "prefill context parallelism.",
+            "%d ranks hold the same KV cache, but each keeps its own copy: ranks share one only on "
+            'one machine, with distributed_executor_backend "mp" and without prefill context '
+            "parallelism.",
             num_same,
         )
 
 
 def _value(config: OffloadConfig, num_blocks: int, block_bytes: int) -> str:
-    """Return the value of the key that counts which gives each rank so many blocks."""
+    """Return what to write for `config.capacity_key`, so that each rank has this many blocks."""
     if config.capacity_key == "num_cpu_blocks":
         return str(num_blocks)
     num_shares = config.world_size if config.capacity_key == "cpu_bytes_to_use" else 1

@@ -1,10 +1,7 @@
-"""What stands around our settings, in a KVTransferConfig that names us: defaults and refusals.
+"""The fields beside our settings in a KVTransferConfig that names us: defaults and refusals.
 
-vLLM demands a `kv_role` of every connector, though ours has only one; it ends a request whose load
-fails unless `kv_load_failure_policy` says otherwise; and it knows neither our settings nor our
-name's other spellings. `complete` is for what a user has written, before vLLM reads it; `settle` is
-for the object that vLLM has made of it. Both are for configurations of other connectors too, which
-they leave as they are.
+`complete` is for what a user has written, before vLLM reads it. `settle` is for the object that
+vLLM makes of it. Both leave configurations of other connectors as they are.
 
 Source: vLLM 0.32.0, vllm/config/kv_transfer.py, v1/core/sched/scheduler.py and
 distributed/kv_transfer/kv_connector/v1/multi_connector.py.
@@ -34,22 +31,18 @@ _SPELLING_CUTOFF: Final = 0.9
 def complete(written: Mapping[str, object]) -> dict[str, object]:
     """Return what a user has written, with a failure policy if it may be filled in.
 
-    The scheduler reads the policy of the outermost configuration only. So under MultiConnector it
-    is filled in if all connectors are ours. Beside another connector it would change what becomes
-    of the other one's failures too; then vLLM's default stays, and the connector warns about it.
+    vLLM reads only the policy of the outermost configuration. It would hold for other connectors
+    too, so under MultiConnector it is filled in if all connectors are ours.
 
     Raises:
         ConfigError: our name is misspelt, or a setting of ours stands beside it.
     """
     completed = dict(written)
     _require_spelling(written)
-    children = children_of(written)
-    is_ours_alone = written.get("kv_connector") == CONNECTOR_NAME or (
-        bool(children) and all(is_ours(child) for child in children)
-    )
-    if written.get("kv_connector") == CONNECTOR_NAME:
+    if is_ours(written):
         _require_settings_inside(written)
-    if is_ours_alone:
+    connectors = children_of(written) or [written]
+    if all(is_ours(connector) for connector in connectors):
         completed.setdefault(_POLICY_KEY, DEFAULT_FAILURE_POLICY)
     return completed
 
@@ -57,8 +50,8 @@ def complete(written: Mapping[str, object]) -> dict[str, object]:
 def settle(config: Any) -> None:
     """Give a KVTransferConfig that names us its role, and refuse what cannot be used.
 
-    Our children under MultiConnector are checked here too, since vLLM reads them only in the
-    processes that have the model. Each is told the outer failure policy, the one that counts.
+    Our children under MultiConnector are checked here, since vLLM reads them only after it has
+    loaded the model. Each gets the outer failure policy, the one that counts.
 
     Raises:
         ConfigError: a setting or the role cannot be used.
@@ -92,7 +85,7 @@ def is_ours(written: Mapping[str, object]) -> bool:
 
 
 def children_of(written: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """Return what MultiConnector is to consist of; nothing for any other connector."""
+    """Return the configurations of MultiConnector's children; none for any other connector."""
     extra = written.get(_EXTRA_KEY)
     if written.get("kv_connector") != _MULTI_CONNECTOR or not isinstance(extra, Mapping):
         return []
@@ -132,10 +125,10 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
 
 
 def _require_role(role: object) -> None:
-    """Refuse the one role with which blocks would be written twice.
+    """Refuse the role with which a load and a step in flight could write the same block.
 
-    A load may go into a block as soon as vLLM has freed it. As long as a step in flight may still
-    write it, vLLM frees no block, but only for a configuration that may load (`is_kv_consumer`).
+    vLLM keeps a block until no step in flight can write it only if the connector may load
+    (`is_kv_consumer`).
     """
     if role == "kv_producer":
         raise ConfigError(

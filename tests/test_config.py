@@ -11,21 +11,18 @@ from hypothesis import strategies as st
 
 from safe_offload.config import (
     EVICTION_POLICIES,
-    GIB,
-    KIB,
-    MAX_BYTES_PER_RANK,
     MAX_BYTES_PER_SERVER,
     MAX_COPY_THREADS,
     MAX_NUM_SLOTS,
     MAX_TRANSFER_TIMEOUT_S,
-    MIB,
-    MIN_SIZE_BYTES,
     VALID_KEYS,
     OffloadConfig,
-    format_bytes,
 )
 from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction import POLICIES
+from safe_offload.settings import MAX_BYTES_PER_RANK, MIN_SIZE_BYTES
+from safe_offload.units import GIB, KIB, MIB, format_bytes
+from tests import config_table
 
 SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "max_inflight_bytes")
 
@@ -475,3 +472,8 @@ def test_ranks_with_one_copy_have_the_slots_of_their_memory_together():
     assert together.num_slots_of(200 * KIB) == 4
     with pytest.raises(ConfigError, match=r"gives each rank 100\.00 KiB; expected at least one"):
         config.num_slots_of(200 * KIB)
+
+
+def test_the_table_on_the_page_is_the_table_of_settings():
+    (found,) = config_table.TABLE.findall(config_table.PAGE.read_text())
+    assert found == config_table.table(), "write it again: python -m tests.config_table"

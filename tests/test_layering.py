@@ -14,7 +14,15 @@ import safe_offload
 ROOT = Path(safe_offload.__file__).parent
 FUNCTION_LINES_MAX = 70
 
-SHARED = ("protocol.py", "layout.py", "errors.py", "config.py", "settings.py", "compat.py")
+SHARED = (
+    "protocol.py",
+    "layout.py",
+    "errors.py",
+    "config.py",
+    "settings.py",
+    "units.py",
+    "compat.py",
+)
 """What both processes import."""
 
 IMPORTS_VLLM = {
@@ -181,7 +189,7 @@ def test_errors_import_nothing():
 
 def test_settings_and_layout_do_without_torch_and_vllm():
     for name in ("config.py", "layout.py"):
-        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py"}
+        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py", "units.py"}
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
 
@@ -190,7 +198,7 @@ def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
         *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py"),
-        *("__init__.py", "config.py", "settings.py", "errors.py"),
+        *("__init__.py", "config.py", "settings.py", "units.py", "errors.py"),
     }
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)
@@ -341,7 +349,7 @@ ENDS_WITH_THE_PROCESS = {
     "name", [name for name in FILES if not name.startswith(("bench/", "cli", "__main__"))]
 )
 def test_nothing_is_made_that_outlives_the_process(name):
-    """No named memory, file, socket or process (FAULTS: L4), so a crash leaves nothing of ours."""
+    """A crash leaves no named memory, file, socket or process (docs/guarantees.md: L4)."""
     allowed = ENDS_WITH_THE_PROCESS.get(name, set())
     modules = {module.split(".")[0] for module in imports_of(name)}
     assert modules & LEAVES_SOMETHING_BEHIND == allowed & LEAVES_SOMETHING_BEHIND

@@ -17,7 +17,7 @@ from safe_offload.protocol import FailureReason
 PACKAGE = Path(safe_offload.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "operations.md").read_text()
 
-NOT_IN_SERVICE = ("bench",)
+NOT_IN_SERVICE = ("bench", "config_command.py")
 LEVELS = ("warning", "error", "exception", "critical")
 NUM_WORDS = 4
 PLACEHOLDER = re.compile(r"%[-+ #0-9.]*[a-z]")

@@ -47,10 +47,10 @@ def advise(
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
-def test_another_role_is_said_to_change_nothing(said, role):
+def test_another_role_is_said_to_have_no_effect(said, role):
     advise(100, role=role)
     assert len(said) == (role != "kv_both")
-    assert all('kv_role "kv_consumer" changes nothing' in message for message in said)
+    assert all('kv_role "kv_consumer" has no effect' in message for message in said)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(said):
     settings = OffloadConfig.from_extra_config({}, world_size=4)
     start_advice.advise(config, cache, settings, 100)
     (message,) = said
-    assert message.startswith("4 ranks hold the same KV cache, and each of them keeps a copy")
+    assert message.startswith("4 ranks hold the same KV cache, but each keeps its own copy")
     said.clear()
     settings = dataclasses.replace(settings, ranks_per_copy=4)
     info = start_advice.advise(config, cache, settings, 100)

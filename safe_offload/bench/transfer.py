@@ -26,8 +26,8 @@ from safe_offload.bench.transfer_report import (
     render_table,
 )
 from safe_offload.bench.transfer_rigs import CpuRig, CudaStopwatch, GpuRig, Rig, TimedCopy
-from safe_offload.config import format_bytes
 from safe_offload.errors import ConfigError
+from safe_offload.units import format_bytes
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.host_memory import available_host_bytes
 

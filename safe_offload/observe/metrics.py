@@ -1,7 +1,7 @@
 """The connector's counts on their way to vLLM's log line and to Prometheus.
 
-Metrics are named `vllm:safe_offload_<name>`; docs/operations.md lists them. Every count is there
-from the start with value 0, so that an alert can be written before the first failure.
+Metrics are named `vllm:safe_offload_<name>`; docs/operations.md lists them. All series exist from
+startup, so that an alert can be written before the first failure.
 """
 
 from __future__ import annotations
@@ -29,27 +29,13 @@ GAUGES = {
     "load_latency_us": "Time of the smallest loads in microseconds, as measured.",
 }
 
-INFO = {
-    "version": "of safe_offload",
-    "stores": "eager or lazy",
-    "eviction_policy": "as configured",
-    "load_failure_policy": "recompute or fail",
-    "copy_path": "as configured",
-    "self_test": "on or off",
-    "ranks": "workers of the engine",
-    "slots_per_rank": "as configured",
-    "host_bytes_per_rank": "of all slots; of one copy for several ranks, the share of each",
-    "ranks_per_copy": "ranks that keep one copy of what all of them hold",
-    "tokens": "that the slots hold, counted over all KV cache groups",
-    "longest_requests": "requests of max_model_len that the slots hold",
-    "gpu_pools": "how many times the GPU's own pool the slots are",
-    "groups": "KV cache groups of the model",
-    "memory": "page-locked, being page-locked or pageable",
-    "huge_pages": "share of the host memory, or whether the system was asked for them",
-    "numa_node": "that the host memory lies on",
-    "copies_by": "ways to copy that are in use",
-}
-"""Labels of the metric `info`. The last four are what all ranks have reported."""
+INFO = (
+    *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
+    *("ranks", "slots_per_rank", "host_bytes_per_rank", "ranks_per_copy", "tokens"),
+    *("longest_requests", "gpu_pools", "groups"),
+    *("memory", "huge_pages", "numa_node", "copies_by"),
+)
+"""Labels of the metric `info`. All ranks have reported the last four."""
 
 _COUNTS, _GAUGES, _INFO, _OLD_INFO = "counts", "gauges", "info", "old_info"
 
@@ -57,8 +43,8 @@ _COUNTS, _GAUGES, _INFO, _OLD_INFO = "counts", "gauges", "info", "old_info"
 class OffloadStats(KVConnectorStats):
     """Counts of an interval and the last state.
 
-    `data` is {"counts": {...}, "gauges": {...}}; the first time, and when it has changed, with
-    "info": how we are set up, and "old_info": what was said of that before, if anything.
+    `data` is {"counts": {...}, "gauges": {...}}. When the set-up is first known or changes, it also
+    has "info" and, if there was one, the "old_info" that it replaces.
     """
 
     data: dict[str, Any]
@@ -71,7 +57,7 @@ class OffloadStats(KVConnectorStats):
         info: dict[str, str] | None = None,
         old_info: dict[str, str] | None = None,
     ) -> OffloadStats:
-        """Wrap what was counted and how things stand."""
+        """Return the statistics of these counts, gauges and labels."""
         labels = {_INFO: info, _OLD_INFO: old_info}
         said = {name: values for name, values in labels.items() if values}
         return cls(data={_COUNTS: counts, _GAUGES: gauges, **said})
@@ -81,10 +67,10 @@ class OffloadStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> OffloadStats:
-        """Add the counts of a later interval, take over its state.
+        """Add the counts of a later interval and take over its state.
 
-        What `data` was made of stays as it is: vLLM hands the payload of one interval to several
-        loggers, and the connector compares its gauges with the last that it gave away.
+        The mappings that `data` was made of are not changed: vLLM hands them to several loggers,
+        and the connector compares its gauges with the last that it handed out.
         """
         counts = dict(self.data.get(_COUNTS, {}))
         for name, number in other.data.get(_COUNTS, {}).items():
@@ -96,11 +82,11 @@ class OffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs: every count that is not 0, and the state."""
+        """Return what vLLM logs: every count that is not 0, and the state."""
         return {**self.data.get(_COUNTS, {}), **self.data.get(_GAUGES, {})}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Return whether there is nothing to report."""
         return not any(self.data.get(part) for part in (_COUNTS, _GAUGES, _INFO))
 
 
@@ -149,13 +135,11 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for name, doc in GAUGES.items()
         }
-        doc = "How the connector is set up, in labels: 1, or 0 for what has changed since."
-        self._info = self._make(
-            self._gauge_cls, "info", doc, tuple(INFO), multiprocess_mode="mostrecent"
-        )
+        doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
+        self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
 
     def _make_counters(self) -> dict[str, Any]:
-        """One metric for all counts of its name, which a label tells apart."""
+        """Make one metric for all counts of one name, which a label tells apart."""
         made: dict[str, Any] = {}
         counters: dict[str, Any] = {}
         for count in Count:
@@ -184,14 +168,14 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts; names that this version does not know are left out."""
+        """Add an interval's counts; unknown names are ignored."""
         for name, number in transfer_stats_data.get(_COUNTS, {}).items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
         for name, value in transfer_stats_data.get(_GAUGES, {}).items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
-        # Not removed: that does not work with several processes, of which another may have it.
+        # Old labels are set to 0, not removed: another process may still have them.
         for part, value in ((_OLD_INFO, 0), (_INFO, 1)):
             if info := transfer_stats_data.get(part):
                 values = (info.get(label, "") for label in INFO)

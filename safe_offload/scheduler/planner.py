@@ -413,7 +413,7 @@ class Planner(Side):
         self.has_changed = True
         self._counters[Count.RESETS] += 1
         logger.info(
-            "The host cache was reset: what its slots held, %d of them, is not found any more.",
+            "The host cache was reset: what %d slots held can no longer be hit.",
             self.hits.directory.statistics().num_held,
         )
         self.hits.slots.forget_all()

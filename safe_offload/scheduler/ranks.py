@@ -88,7 +88,7 @@ class Ranks:
         if retired:
             self._counters[Count.CHECKSUM_MISMATCHES] += len(retired)
             logger.error(
-                "Host memory of rank %d has changed while it was kept, in slots %s. Their tokens "
+                "Host memory of rank %d changed while it held KV cache, in slots %s. Their tokens "
                 "are recomputed and they are not used again. This is most often a memory error: "
                 "check the machine (dmesg, ECC counts of edac-util or ipmitool sel) and replace "
                 "the module if it comes again.",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
-from safe_offload.config import OffloadConfig, format_bytes
+from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError, DeviceError, SharingError, TransferError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.observe.counters import Count
@@ -38,6 +38,7 @@ from safe_offload.protocol import (
     Transfer,
 )
 from safe_offload.sides import Side
+from safe_offload.units import format_bytes
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
@@ -194,8 +195,8 @@ class WorkerBridge(Side):
         self._backend = backend
         self.attach(engine)
         logger.info(
-            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes, %d of them ready "
-            "by now. Copies by %s.",
+            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes, %d of them "
+            "ready. Copies by %s.",
             self._rank,
             format_bytes(host.size_bytes),
             f", one copy for {self._share.count} ranks" if is_shared else "",
@@ -215,9 +216,8 @@ class WorkerBridge(Side):
             self.restore()
             return
         logger.error(
-            "vLLM has registered another KV cache than the one that the host memory was made for. "
-            "The connector goes on as a cache that always misses; restart the server to have it "
-            "back."
+            "vLLM has registered another KV cache, which does not fit the host memory. The "
+            "connector goes on as a cache that always misses; restart the server to use it again."
         )
         self.shutdown()
 
@@ -438,6 +438,6 @@ def _one_storage(caches: Iterable[torch.Tensor | list[torch.Tensor]]) -> tuple[A
     if any(t.untyped_storage().data_ptr() != storage.data_ptr() for t in tensors):
         raise ConfigError(
             "unsupported KV cache layout: expected one backing allocation for all layers, found "
-            "several. vLLM 0.32 and later use one; please report the model and the vLLM version."
+            "several. vLLM 0.32 and later use one; open an issue that names model and vLLM version."
         )
     return storage, tensors[0].device

@@ -218,7 +218,7 @@ class TransferEngine:
         except BaseException:
             logger.exception(
                 "The transfer engine of this worker died. The connector goes on as a cache that "
-                "always misses; restart the server to have it back, and report this."
+                "always misses; restart the server to end that, and open an issue with this log."
             )
         finally:
             self._end()
@@ -236,7 +236,7 @@ class TransferEngine:
                 self._verifier.close()  # it reads the memory that the backend frees
             self._backend.end_copies()
         except Exception:
-            logger.exception("The copies of this worker could not be ended in good order")
+            logger.exception("The copies of this worker did not end cleanly")
         finally:
             self._ended.set()
             for job in list(self._jobs.values()):
@@ -245,7 +245,7 @@ class TransferEngine:
         try:
             self._backend.close()
         except Exception:
-            logger.exception("The host memory of this worker could not be freed in good order")
+            logger.exception("The host memory of this worker was not freed cleanly")
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -346,7 +346,7 @@ class TransferEngine:
         try:
             job.taken_back = job.completion.cancel()
         except Exception:
-            logger.exception("Transfer %d could not be taken back", transfer_id)
+            logger.exception("Transfer %d could not be cancelled", transfer_id)
         if job.taken_back:
             return  # `wait` ends now, and the transfer with it
         self._num_overdue += 1

@@ -13,8 +13,9 @@ from typing import Final
 
 import torch
 
-from safe_offload.config import MIB, OffloadConfig, format_bytes
+from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.units import MIB, format_bytes
 
 # Memory that is left to everybody else on the machine: the larger of the two.
 HEADROOM_BYTES_MIN: Final = 512 * MIB

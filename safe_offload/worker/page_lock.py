@@ -15,10 +15,10 @@ import logging
 import threading
 import time
 
-from safe_offload.config import format_bytes
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import MemoryFacts, MemoryKind
+from safe_offload.units import format_bytes
 from safe_offload.worker import placement
 from safe_offload.worker.backends.device import Device
 

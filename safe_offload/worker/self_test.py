@@ -159,7 +159,7 @@ class SelfTest:
                 "No way to copy KV cache passed the self-test within %.0f s. The connector goes on "
                 "as a cache that always misses, and vLLM serves without it. Fix: look for a device "
                 "that hangs or has memory errors (dmesg, nvidia-smi -q -d ECC), update the driver, "
-                'or try another "copy_path". Please report it.',
+                'or try another "copy_path", and open an issue with this log.',
                 timeout_s,
             )
             return False
@@ -177,7 +177,7 @@ class SelfTest:
             self._rows.bind_thread()
             self._try_each()
         except Exception:
-            logger.exception("The self-test of the copies broke off")
+            logger.exception("The self-test of the copies ended with an error")
             self._sound = []
 
     def _try_each(self) -> None:

@@ -67,7 +67,7 @@ def test_a_store_that_runs_as_late_as_its_fence_allows_stores_the_right_bytes(
 ) -> None:
     """Each copy starts when the engine fences it, that is when its source has been given away.
 
-    Without the fence it would read what the next prompt wrote there (FAULTS: K3).
+    Without the fence it would read what the next prompt wrote there (docs/guarantees.md: K3).
     """
     (report,) = run(tmp_path, make_held_job(model, "fenced"), child="held_stores.py")
     assert report.data["opened_by_fence"] == report.count("fenced_stores") > 0

@@ -87,7 +87,7 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
 ) -> None:
     """The other one is asked first and has files of A, B and C: our stores read what it loaded.
 
-    Then its files go, so that the second round is ours (FAULTS: K4).
+    Then its files go, so that the second round is ours (docs/guarantees.md: K4).
     """
     assert ours_first.answers
     job = make_multi_job(model, example_connector(files), connector())

@@ -131,7 +131,7 @@ def test_a_reset_of_the_host_cache_is_counted_and_logged_in_one_line(
     (record,) = package_log
     assert record.levelno == logging.INFO
     assert "host cache was reset" in record.getMessage()
-    assert f"{NUM_BLOCKS} of them" in record.getMessage()
+    assert f"{NUM_BLOCKS} slots" in record.getMessage()
     serve(rig, [2])
     assert rig.counts["resets"] == 1
 

@@ -75,7 +75,7 @@ def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else
 
 
 def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: MakeRig) -> None:
-    """FAULTS H4: it must not be the same for ever."""
+    """docs/guarantees.md, H4: it must not be the same for ever."""
     rig = make_rig(num_blocks=30)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -124,7 +124,7 @@ def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
     assert rig.counts["checksum_mismatches"] == 1
     assert rig.planner.gauges()["retired_slots"] == 1
     (message,) = errors
-    assert f"rank 1 has changed while it was kept, in slots [{bad}]" in message
+    assert f"rank 1 changed while it held KV cache, in slots [{bad}]" in message
     assert "dmesg" in message
     seen = len(rig.plans)
     for seed in range(2, 8):

@@ -75,7 +75,7 @@ def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> Non
     slots = list(rig.planner.loads.progress[rig.planner.book.get("a2")].lease.slots)
     grant = rig.planner.hits.slots.grant(12)
     assert len(grant) == 4, "the eight slots of the hit must not be granted to anybody"
-    assert not set(map(id, slots)) & set(map(id, grant))
+    assert not set(slots) & set(grant)
     rig.planner.hits.slots.release(grant)
     rig.drain()
     rig.check_tokens("a2", 4)
@@ -244,7 +244,7 @@ def _output(received: set[str] | None = None, sent: set[str] | None = None) -> K
 
 
 def test_a_load_completes_when_every_rank_has_reported_it(make_rig: MakeRig) -> None:
-    """FAULTS X2: a rank that reports twice must not stand in for the other."""
+    """docs/guarantees.md, X2: a rank that reports twice must not stand in for the other."""
     rig = make_rig(num_blocks=30, tensor_ranks=2)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -369,7 +369,7 @@ def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig: Ma
 
 
 def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig: MakeRig) -> None:
-    """FAULTS X1: ranks that have different numbers of slots."""
+    """docs/guarantees.md, X1: ranks that have different numbers of slots."""
     rig = make_rig(tensor_ranks=2, num_slots=30)
     rig.devices[1].num_usable_slots = 0
     rig.run_alone("a", rig.prompt(41, 1))
@@ -471,7 +471,7 @@ def test_an_idle_engine_keeps_stepping_until_stores_have_settled(make_rig: MakeR
 
 
 def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig: MakeRig) -> None:
-    """FAULTS K4: what is computed from garbage must not be published."""
+    """docs/guarantees.md, K4: what is computed from garbage must not be published."""
     rig = make_rig(num_blocks=30)
     rig.start()
     rig.hold_copies(True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from safe_offload.config import MIB
 from safe_offload.layout import HostLayout, Segment, make_geometry
+from safe_offload.units import MIB
 from safe_offload.worker import first_touch
 from safe_offload.worker.backends import cpu
 from safe_offload.worker.first_touch import FirstTouch, Touch

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from safe_offload.config import GIB, MIB, OffloadConfig
+from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError, InvariantError
+from safe_offload.units import GIB, MIB
 from safe_offload.worker.host_memory import (
     HEADROOM_BYTES_MIN,
     HostMemory,

@@ -151,8 +151,8 @@ def find_move() -> Callable[[Ranges], None]:
         move = _library().move_ranges
     except (OSError, AttributeError) as error:
         logger.warning(
-            "Small blocks are copied by an interpreted loop, which is slower and gets in the "
-            "engine's way (%s). Fix: install a C compiler, then safe-offload once more.",
+            "Small blocks are copied by an interpreted loop, which is slower and delays the "
+            "engine (%s). Fix: install a C compiler, then reinstall safe-offload.",
             error,
         )
         return _move_each

@@ -312,7 +312,7 @@ class GpuBackend:
         self.num_demotions += 1
         logger.error(
             'A copy by "%s" failed (%s). Copies go by "%s" from now on, which may be slower. If '
-            'this repeats after a restart, set "copy_path": "%s" and report it.',
+            'this repeats after a restart, set "copy_path": "%s" and open an issue with this log.',
             path.value,
             str(error),  # a log record must not keep the frames, and with them the buffer
             '", "'.join(other.value for other in self.paths),
