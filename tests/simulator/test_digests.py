@@ -31,6 +31,7 @@ def _in_another_process() -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_digests_are_equal_in_every_process() -> None:
     lines = _in_another_process().splitlines()[1:]
     assert lines == [digest_of(profile, range(2)) for profile in PROFILES]
