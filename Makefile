@@ -41,7 +41,13 @@ COMPAT_VENVS := .venv-compat
 COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
-.PHONY: help venv promtool demo test test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+# What matters most, within two minutes on two cores.
+QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/worker tests/test_config.py tests/test_connector.py \
+	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
+# In two processes: tests/conftest.py says which runs what.
+IN_TWO := -n 2
+
+.PHONY: help venv promtool demo test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -60,10 +66,13 @@ demo: venv ## two long prompts back to back on a real server, the first one back
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
 
 test: venv ## all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
+
+test-quick: venv ## the tests that find most, in less than two minutes
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not slow' $(QUICK_TESTS) $(PYTEST_ARGS)
 
 test-unit: venv ## the tests that need no engine
-	$(BIN)/python -m pytest -m 'not engine and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not engine and not gpu' $(PYTEST_ARGS)
 
 test-engine: venv ## the tests that run a real vLLM engine
 	$(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
@@ -81,7 +90,7 @@ gpu-report: needs-model ## the tests and benchmarks on a GPU, as one file to att
 
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
-	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
+	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest $(IN_TWO) -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak

@@ -12,6 +12,20 @@ if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`, one process runs all engines, one after the other, and both share the rest."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            is_engine = nodeid.startswith("tests/engine/")
+            return "tests/engine" if is_engine else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # engines take longest and come early
+    return Scheduling(config, log)
+
+
 @pytest.fixture
 def package_log() -> Iterator[list[logging.LogRecord]]:
     """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""

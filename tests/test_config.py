@@ -428,7 +428,7 @@ any_values = (
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     extra=st.dictionaries(st.sampled_from(VALID_KEYS), any_values, max_size=4)
     | st.dictionaries(json_values.filter(lambda v: v.__hash__ is not None), any_values, max_size=3)

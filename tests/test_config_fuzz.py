@@ -102,7 +102,7 @@ def check_message(message: str, extra: object) -> None:
         assert "expected a mapping" in message
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(extra=extras, world_size=st.integers(min_value=1, max_value=2048))
 def test_whatever_is_written_works_or_is_answered_with_one_line(
     extra: Any, world_size: int

@@ -13,8 +13,8 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks
+from tests import fresh_process
 
 CHILDREN = Path(__file__).with_name("children")
 CHILD_TIMEOUT_S = 270
@@ -273,29 +274,32 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
     job_path, report_path, log_path = (folder / n for n in ("job.json", "report.json", "log"))
     job_path.write_text(json.dumps(asdict(job)))
     environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not job.in_process))}
-    command = [sys.executable, str(CHILDREN / child), str(job_path), str(report_path)]
-    with log_path.open("wb") as log:
-        # A session of its own: vLLM's workers are in it, and end with it.
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            status: object = process.wait(CHILD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    process = fresh_process.start(
+        _run_child, child, job_path, report_path, log=log_path, environment=environment
+    )
+    try:
+        process.join(CHILD_TIMEOUT_S)
+        status = process.exitcode
+        if status is None:
             status = f"none within {CHILD_TIMEOUT_S} s"
             # Python's fault handler then says where the engine's processes hang.
             _signal_group(process.pid, signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ABORT_TIMEOUT_S)
-        finally:
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+            process.join(ABORT_TIMEOUT_S)
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)  # vLLM's workers too
+        process.join()
     text = log_path.read_text(errors="replace")
     if status != 0 or not report_path.exists():
         raise AssertionError(
             f"{child}: exit status {status}; the end of its output:\n{_tail(text)}"
         )
     return Report(json.loads(report_path.read_text()), text)
+
+
+def _run_child(child: str, job_path: Path, report_path: Path) -> None:
+    sys.path.insert(0, str(CHILDREN))
+    sys.argv[1:] = [str(job_path), str(report_path)]
+    runpy.run_path(str(CHILDREN / child), run_name="__main__")
 
 
 def _signal_group(group_id: int, number: signal.Signals) -> None:

@@ -79,8 +79,9 @@ class Outcome:
 
 def hunt(mutant: Mutant, num_seeds: int) -> Outcome:
     """Run the simulator on a mutant until a checker fires."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "safe_offload"]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.startswith(("safe_offload", "tests.simulator")):
+            del sys.modules[name]
     sys.meta_path.insert(0, MutantLoader(mutant))
     if mutant.tests:
         return run_tests(mutant)

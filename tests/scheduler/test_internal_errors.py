@@ -122,6 +122,7 @@ def serve(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("part", "name"), methods(), ids=lambda what: getattr(what, "__name__", what)
 )
+@pytest.mark.slow
 def test_after_an_error_of_our_own_everything_drains(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, part: type[Any], name: str
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_seed_that_broke_a_promise_once_keeps_it(name: str) -> None:
     assert run(profile, seed).finding is None
 
 
+@pytest.mark.slow
 def test_every_kind_of_event_happens() -> None:
     totals: Counter[str] = Counter()
     for profile in (

@@ -312,6 +312,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the_system():
     address = f"{meeting_place(0)}/killed"
     before = set(os.listdir("/dev/shm"))

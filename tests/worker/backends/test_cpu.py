@@ -164,7 +164,7 @@ def test_what_was_not_compiled_is_interpreted_and_the_log_names_the_fix(monkeypa
 
 @NEEDS_COMPILED
 def test_the_compiled_loop_lets_other_threads_run():
-    size_bytes, count = 1 << 16, 200_000  # a turn may take a tenth of a millisecond
+    size_bytes, count = 1 << 16, 100_000  # a turn may take a tenth of a millisecond
     source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
     words = [np.full(count, n, np.uint64) for n in (target.ctypes.data, source.ctypes.data)]
     ranges = Ranges(*words, np.full(count, size_bytes, np.uint64))
@@ -179,7 +179,7 @@ def test_the_compiled_loop_lets_other_threads_run():
             turns += 1
     finally:
         sys.setswitchinterval(interval_s)
-    assert turns > 200
+    assert turns > 10, "it lets none run: there is one turn at most"
     assert target.all()
 
 
