@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("copies", "`bench transfer` with vLLM's own copies and with latencies"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
+        ("first_pass", "`bench engine`, with what every thread uses while a prompt is stored"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),

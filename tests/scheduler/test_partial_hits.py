@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.peers import NONE, SIMPLE, PeerEngine, peer_shape
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.engine_core import random_prompt
+from tests.simulator.peers import NONE, SIMPLE, PeerEngine, peer_shape
 from tests.simulator.scenes import forget_gpu_cache, watch_matches
 
 LARGE: dict[str, Any] = {"groups": ("full@16", "mamba@16"), "prefix_match_unit": 4}

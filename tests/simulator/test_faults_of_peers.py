@@ -16,8 +16,8 @@ import pytest
 import vllm
 from vllm.v1.request import RequestStatus
 
-from tests.benchmarks.peers import NONE, OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from tests.simulator.engine_core import random_prompt
+from tests.simulator.peers import NONE, OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from tests.simulator.scenes import (
     before_allocation,
     check_answers,

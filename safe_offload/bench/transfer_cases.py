@@ -1,20 +1,25 @@
-"""What `safe-offload bench transfer` copies: sizes, ways, and where the bytes lie."""
+"""What `safe-offload bench transfer` copies: sizes, directions, and where the bytes lie."""
 
 import enum
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from safe_offload.layout import Geometry, HostLayout, Segment
+from safe_offload.worker.backends.base import Copy, Direction
 
 KIB, MIB = 1 << 10, 1 << 20
 
-RANGE_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB)
-NUM_BLOCKS = (1, 64, 1000, 4096)
-NUM_LAYERS = (1, 32, 80)
-QUICK_RANGE_BYTES = (4 * KIB, 64 * KIB, 1 * MIB)
-QUICK_NUM_BLOCKS = (1, 64)
-QUICK_NUM_LAYERS = (1, 32)
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Bytes of one block in one layer, blocks, layers."""
+USUAL_SIZES: Sizes = (
+    (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB),
+    (1, 64, 1000, 4096),
+    (1, 32, 80),
+)
+QUICK_SIZES: Sizes = ((4 * KIB, 64 * KIB, 1 * MIB), (1, 64), (1, 32))
 
 
 class Traffic(enum.Enum):
@@ -24,20 +29,6 @@ class Traffic(enum.Enum):
     LOAD = "load"
     BOTH = "both"
     """Half of the blocks stored while the other half is loaded."""
-
-
-class Way(enum.Enum):
-    """How the same bytes are moved."""
-
-    OURS = "safe_offload"
-    LIMIT = "one copy"
-    """All bytes in one contiguous copy: what the hardware gives."""
-    LOOP = "loop"
-    """One call for each range, the ranges worked out beforehand."""
-    VLLM_BATCH = "vLLM batch"
-    """vLLM's batched call; see vllm_copies.py."""
-    VLLM_KERNEL = "vLLM kernel"
-    """vLLM's Triton kernel, for the short loads that vLLM uses it for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,6 @@ class Case:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks."""
         return self.range_bytes * self.num_blocks * self.num_layers
 
     @property
@@ -65,30 +55,33 @@ class Case:
         return tuple(Traffic) if self.num_blocks > 1 else (Traffic.STORE, Traffic.LOAD)
 
     def moved_bytes(self, traffic: Traffic) -> int:
-        """Bytes that one copy, or the two at once, move."""
+        """Return the bytes that one copy, or the two at once, move."""
         if traffic is Traffic.BOTH:
             return self.size_bytes // self.num_blocks * (self.num_blocks // 2 * 2)
         return self.size_bytes
 
     def make_layout(self) -> HostLayout:
-        """A KV cache that is as large as the copy, layers outermost, and host slots in one slab."""
+        """Return a KV cache as large as the copy, layers outermost, and host slots in one slab."""
         row, layer_bytes = self.range_bytes, self.range_bytes * self.num_blocks
         segments = (Segment(row, index * layer_bytes, row) for index in range(self.num_layers))
         return HostLayout.in_one_slab(Geometry(tuple(segments), self.num_blocks), self.num_blocks)
 
+    def make_copies(self, traffic: Traffic) -> list[Copy]:
+        """Return the copy of all blocks, or the two of half of them each."""
+        blocks = slots = np.arange(self.num_blocks, dtype=np.int64)
+        if not self.is_contiguous:
+            generator = np.random.default_rng(0)
+            blocks, slots = generator.permutation(blocks), generator.permutation(slots)
+        if traffic is not Traffic.BOTH:
+            return [Copy(Direction(traffic.value), blocks, slots)]
+        half = self.num_blocks // 2
+        return [
+            Copy(Direction.STORE, blocks[:half], slots[:half]),
+            Copy(Direction.LOAD, blocks[half : 2 * half], slots[half : 2 * half]),
+        ]
 
-def select_cases(
-    sizes: tuple[Iterable[int], Iterable[int], Iterable[int]],
-    *,
-    size_bytes_max: int,
-    is_contiguous: bool,
-) -> list[Case]:
-    """Return every combination that is not too large.
 
-    Args:
-        sizes: bytes per range, blocks, layers.
-        size_bytes_max: of one copy.
-        is_contiguous: see `Case`.
-    """
+def select_cases(sizes: Sizes, *, size_bytes_max: int, is_contiguous: bool) -> list[Case]:
+    """Return every combination that is not too large."""
     cases = (Case(*numbers, is_contiguous=is_contiguous) for numbers in itertools.product(*sizes))
     return [case for case in cases if case.size_bytes <= size_bytes_max]
