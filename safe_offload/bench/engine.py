@@ -26,15 +26,12 @@ from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write
 from safe_offload.errors import ConfigError
 
 OURS = "SafeCPUOffloadConnector"
-PROMPT_TOKEN_IDS = range(32, 127)
-"""Readable bytes of the tiny models, and ordinary tokens of any other."""
+PROMPT_TOKEN_IDS = range(32, 127)  # readable bytes of the tiny models
 _START_TIMEOUT_S = 900.0
 _TINY_BLOCK_SIZE = 32
-_GPU_SHARE = 0.45
-"""Both engines live on one GPU. vLLM's `gpu_memory_utilization` of each, for a model not tiny."""
+_GPU_SHARE = 0.45  # of each engine, as both live on one GPU
 CPU_BYTES_MIN = 2 << 30
-PROMPTS_ON_HOST = 4
-"""A, B and C have to fit, and what is left of a round before them is evicted block by block."""
+PROMPTS_ON_HOST = 4  # A, B and C have to fit, and what is left of a round before them
 
 Say = Callable[[str], None]
 Ask = Callable[[Any, Question], Watched]
@@ -85,35 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{kinds}: a tiny model made on the spot; anything else is given to vLLM, and has to fit "
         "on a GPU twice (default: %(default)s)",
     )
-    add(
-        "--prompt-tokens",
-        "length of a prompt (%(default)s, or what fits a model that is not tiny)",
-        type=int,
-    )
+    add("--prompt-tokens", "of a prompt (%(default)s, or what fits another model)", type=int)
     add("--answer-tokens", "tokens compared per answer (%(default)s)", type=int)
     add("--rounds", "rounds per engine, after a warm-up (%(default)s)", type=int)
     add("--pool-ratio", "prompts the KV pool holds (%(default)s)", type=float)
     add("--num-gpu-blocks", "size of the KV pool, instead of --pool-ratio", type=int)
     add("--block-size", "tokens in a KV block (32; vLLM's, if not a tiny model)", type=int)
     add("--max-num-batched-tokens", "prefill chunk (%(default)s)", type=int)
-    add(
-        "--cpu-bytes",
-        "host memory of the connector (2GiB, or what four prompts of a model that is not tiny "
-        "take, if that is more)",
-    )
-    add(
-        "--kv-transfer-config",
-        "measure this connector instead; --cpu-bytes then has no effect",
-        type=json.loads,
-        metavar="JSON",
-    )
-    add(
-        "--engine-args",
-        "more keyword arguments of vllm.LLM, for both engines",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-    )
+    add("--cpu-bytes", "host memory of the connector (2GiB, or what four prompts of MODEL take)")
+    how = {"type": json.loads, "metavar": "JSON"}
+    add("--kv-transfer-config", "measure this connector instead, --cpu-bytes ignored", **how)
+    add("--engine-args", "more arguments of vllm.LLM, for both engines", default={}, **how)
     add("--answer-timeout", "seconds (%(default)s)", type=float, metavar="S")
     add("--seed", "of the prompts and the tiny model (%(default)s)", type=int)
     add("--logs", "keep the engines' logs here", type=Path, metavar="FOLDER")
@@ -142,16 +121,10 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
 def measure(
     options: BenchOptions, say: Say, log_folder: Path | None = None, ask: Ask = answer_watched
 ) -> EngineFound:
-    """Start both engines, run the rounds, stop the engines.
+    """Start both engines, run the rounds, stop the engines; `say` takes progress.
 
-    Args:
-        options: what to measure.
-        say: takes one line of progress.
-        log_folder: keeps the engines' logs.
-        ask: runs one request in the process of an engine.
-
-    Raises:
-        SafeOffloadError: an engine did not start, died, or did not answer in time.
+    `ask` runs one request in the process of an engine. SafeOffloadError is raised if an engine did
+    not start, died, or did not answer in time.
     """
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name, ExitStack() as running:
@@ -187,8 +160,7 @@ def _run_rounds(
     names = list(engines)
     for round_index in range(options.rounds + 1):
         names.reverse()
-        prompts = [_make_prompt(options, round_index, which) for which in range(NUM_PROMPTS)]
-        questions = [Question(prompt, options.answer_tokens) for prompt in prompts]
+        questions = [_make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
         for name in names:
             passes = [*questions, *questions, questions[-1]]
             watched = [engines[name].call(ask, one, options.answer_timeout) for one in passes]
@@ -199,17 +171,15 @@ def _run_rounds(
             label = f"round {round_index}" if round_index else "warm-up"
             say(f"{label}, {name}: first pass {first_s:.3f} s a prompt, second {second_s:.3f} s")
             engine_name = name if name == BASELINE else CONNECTOR
-            if round_index:
-                observed += [
-                    Observed(engine_name, round_index, place, one)
-                    for place, one in enumerate(watched)
-                ]
+            for place, one in enumerate(watched if round_index else ()):
+                observed.append(Observed(engine_name, round_index, place, one))
     return observed
 
 
-def _make_prompt(options: BenchOptions, round_index: int, which: int) -> tuple[int, ...]:
+def _make_question(options: BenchOptions, round_index: int, which: int) -> Question:
     generator = random.Random(f"{options.seed}/{round_index}/{which}")
-    return tuple(generator.choices(PROMPT_TOKEN_IDS, k=options.prompt_tokens))
+    prompt = generator.choices(PROMPT_TOKEN_IDS, k=options.prompt_tokens)
+    return Question(tuple(prompt), options.answer_tokens)
 
 
 def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
@@ -279,11 +249,7 @@ def _fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOpt
 def ask_for_sizes(engine: EngineOptions, log_path: Path, timeout_s: float) -> tuple[Started, int]:
     """Start an engine whose weights are not loaded; return its figures and its KV pool's bytes.
 
-    How many blocks a prompt takes depends on the model's attention (sliding windows, latents,
-    states), and vLLM knows.
-
-    Raises:
-        SafeOffloadError: it does not start.
+    How many blocks a prompt takes depends on the model's attention, and vLLM knows.
     """
     quick = {"load_format": "dummy", "enforce_eager": True, "num_gpu_blocks_override": None}
     asked = EngineOptions(engine.arguments | quick, engine.environment, fits_model_len=True)

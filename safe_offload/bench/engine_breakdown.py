@@ -97,17 +97,14 @@ class Observed:
         return {name: end_s - begin_s for (_, begin_s), (name, end_s) in pairwise(ends)}
 
     def to_json(self) -> dict[str, Any]:
-        copied = {name: self.copied(name) for name in ("load", "store")}
         return asdict(self.watched.answer) | {
             "engine": self.engine,
             "round_index": self.round_index,
             "place": self.place,
             "kind": self.kind,
             "spans_s": self.spans(),
-            "copies": {
-                name: dict(zip(("number", "size_bytes", "copy_s"), sums, strict=True))
-                for name, sums in copied.items()
-            },
+            "load": self.copied("load"),
+            "store": self.copied("store"),
         }
 
 

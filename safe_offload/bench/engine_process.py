@@ -1,8 +1,7 @@
 """One vLLM engine in a process of its own, asked one thing at a time.
 
-A benchmark compares engines on one machine, so each has to have the machine to itself while it is
-timed: all are kept alive, an idle engine sleeps in `poll`, and only one is asked at a time. vLLM
-logs much and ends its process on an error, so its output goes to a file whose end is shown then.
+Engines that are compared are all kept alive; an idle one sleeps in `poll`. vLLM logs much and ends
+its process on an error, so its output goes to a file whose end is shown then.
 """
 
 import contextlib
@@ -30,18 +29,15 @@ Source: `SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.p
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
-Clock = Callable[[], float]
-Sleep = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine is started: vLLM's arguments, and the environment that they depend on."""
+    """vLLM's arguments, and the environment that they depend on."""
 
     arguments: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
-    fits_model_len: bool = False
-    """`max_model_len` becomes what the model takes, if that is less."""
+    fits_model_len: bool = False  # `max_model_len` becomes what the model takes, if that is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +57,7 @@ class Question:
 
     prompt_token_ids: tuple[int, ...]
     num_answer_tokens: int
-    num_load_tokens_max: int | None = None
-    """Of the host's tokens it uses no more; needs this connector."""
+    num_load_tokens_max: int | None = None  # of the host; needs this connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +78,19 @@ class Answer:
 class Turns:
     """Lets an engine be asked only when the one asked before has stopped spinning."""
 
-    def __init__(self, clock: Clock = time.monotonic, sleep: Sleep = time.sleep) -> None:
-        self._clock, self._sleep = clock, sleep
+    def __init__(self, clock: Any = time) -> None:
+        self._clock = clock  # has `monotonic` and `sleep`
         self._last: object = None
         self._answered_s = 0.0
 
     def begin(self, engine: object) -> None:
         """Wait, if another engine has answered within `SPIN_S`."""
         if self._last not in (None, engine):
-            self._sleep(max(0.0, self._answered_s + SPIN_S - self._clock()))
+            self._clock.sleep(max(0.0, self._answered_s + SPIN_S - self._clock.monotonic()))
 
     def end(self, engine: object) -> None:
         """Note that an engine has answered."""
-        self._last, self._answered_s = engine, self._clock()
+        self._last, self._answered_s = engine, self._clock.monotonic()
 
 
 _turns = Turns()
@@ -133,8 +128,7 @@ class EngineProcess:
     ) -> Answered:
         """Return what a function of some module makes of the `vllm.LLM` and the question.
 
-        Raises:
-            SafeOffloadError: the engine dies over it, or the time is up.
+        It raises SafeOffloadError if the engine dies over it, or the time is up.
         """
         _turns.begin(self)
         self._connection.send((function, question))

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from safe_offload.bench.engine_breakdown import (
@@ -20,11 +20,9 @@ from safe_offload.bench.engine_breakdown import (
 from safe_offload.bench.engine_process import Started
 from safe_offload.bench.report import Report, median_and_spread, spread, table
 
-PROMPT_NAMES = "ABC"
 PLACES = range(2 * NUM_PROMPTS)
-# What an undisturbed run stays below: the figures of its rounds, highest to lowest.
-FIRST_PASS_SPREAD_MAX = 1.10
-SECOND_PASS_SPREAD_MAX = 1.5  # times of a few milliseconds
+FIRST_PASS_SPREAD_MAX, SECOND_PASS_SPREAD_MAX = 1.10, 1.5
+"""What an undisturbed run stays below: the figures of its rounds, highest to lowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +107,7 @@ def make_report(found: EngineFound) -> Report:
             render_breakdown(found.observed),
         ],
         figures={
-            "pool": {
-                "num_gpu_blocks": found.started.num_gpu_blocks,
-                "prompts": found.started.max_concurrency,
-            },
+            "pool": asdict(found.started),
             "summary": {
                 "hit_speedup": statistics.median(found.hit_speedups),
                 "hit_speedup_by_round": found.hit_speedups,
@@ -144,7 +139,7 @@ def _render_places(found: EngineFound) -> str:
         )
         rows.append(
             [
-                PROMPT_NAMES[place % NUM_PROMPTS],
+                "ABC"[place % NUM_PROMPTS],
                 "first" if place < NUM_PROMPTS else "second",
                 *(median_and_spread(column, ".3f") for column in times),
                 f"{statistics.median(times[0]) / statistics.median(times[1]):.2f}x",

@@ -35,11 +35,7 @@ class WorkerProbe:
         return self._probe.take()
 
     def kv_cache_bytes(self: Any) -> int:
-        """Return the size of this worker's KV pool.
-
-        Source: `KVCacheTensor.size` in vllm/v1/kv_cache_interface.py (0.32.0), the allocation that
-        all tensors are places in.
-        """
+        """Return the size of the allocation that all tensors of this worker's pool are in."""
         tensors = self.model_runner.kv_cache_config.kv_cache_tensors
         return max(int(tensor.size) for tensor in tensors)
 
@@ -48,10 +44,7 @@ class Recorder:
     """Notes when things happen in a worker, by wrapping methods: the connector holds no clock."""
 
     def __init__(self) -> None:
-        self._steps: list[list[Any]] = []  # begin, end, tokens
-        self._submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
-        self._copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
-        self._reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
+        self.take()
 
     def watch_step(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Note begin, end and tokens of a step; `sample_tokens` ends what `execute_model` began."""
@@ -62,9 +55,9 @@ class Recorder:
             result = method(*args, **kwargs)
             num_tokens = getattr(args[0], "total_num_scheduled_tokens", None) if args else None
             if num_tokens is not None:
-                self._steps.append([begin_s, time.monotonic(), num_tokens])
-            elif self._steps:
-                self._steps[-1][1] = time.monotonic()
+                self.steps.append([begin_s, time.monotonic(), num_tokens])
+            elif self.steps:
+                self.steps[-1][1] = time.monotonic()
             return result
 
         return watched
@@ -77,21 +70,21 @@ class Recorder:
         from safe_offload.worker.engine import TransferEngine
 
         def submitted(begin_s: float, _result: None, _self: Any, direction: Any, it: Any) -> None:
-            self._submits.append((begin_s, direction.value, it.transfer_id))
+            self.submits.append((begin_s, direction.value, it.transfer_id))
 
         def issued(begin_s: float, completion: Any, backend: Any, copy: Any, _after: Any) -> None:
             size_bytes = len(copy.block_ids) * backend.slot_bytes
 
             def ended(_: Any) -> None:
                 end_s = time.monotonic()
-                self._copies.append((copy.direction.value, begin_s, end_s, size_bytes))
+                self.copies.append((copy.direction.value, begin_s, end_s, size_bytes))
 
             completion.future.add_done_callback(ended)
 
         def reported(_begin_s: float, report: Any, _self: Any) -> None:
             if report is not None:
                 ids = tuple(outcome.transfer_id for outcome in report.outcomes)
-                self._reports.append((time.monotonic(), ids))
+                self.reports.append((time.monotonic(), ids))
 
         _note_calls(TransferEngine, "submit", submitted)
         _note_calls(CpuBackend, "issue", issued)
@@ -100,13 +93,11 @@ class Recorder:
 
     def take(self) -> dict[str, Any]:
         """See `WorkerProbe.take_probe`."""
-        taken = {
-            "steps": self._steps,
-            "submits": self._submits,
-            "copies": self._copies,
-            "reports": self._reports,
-        }
-        self._steps, self._submits, self._copies, self._reports = [], [], [], []
+        taken = dict(vars(self))
+        self.steps: list[list[Any]] = []  # begin, end, tokens
+        self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
+        self.copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
+        self.reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
         return taken
 
 

@@ -16,21 +16,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a benchmark found.
+    """What a benchmark found."""
 
-    Attributes:
-        method: what was measured and how, in words.
-        sections: tables and lines, printed in order with an empty line between any two.
-        figures: the same for the file of JSON, with every sample.
-        options: what was asked for.
-        machine: see `describe_machine`.
-    """
-
-    method: str
-    sections: Sequence[str]
-    figures: dict[str, Any]
-    options: dict[str, Any]
-    machine: dict[str, Any]
+    method: str  # what was measured and how, in words
+    sections: Sequence[str]  # tables and lines, printed in order, an empty line between any two
+    figures: dict[str, Any]  # the same for the file of JSON, with every sample
+    options: dict[str, Any]  # what was asked for
+    machine: dict[str, Any]  # see `describe_machine`
 
     def render(self) -> str:
         """Return the text."""
@@ -76,11 +68,6 @@ def spread(values: Sequence[float], form: str) -> str:
 def median_and_spread(values: Sequence[float], form: str) -> str:
     """Return the median, and the lowest and the highest in brackets."""
     return f"{statistics.median(values):{form}} ({spread(values, form)})"
-
-
-def percentile(samples: Sequence[float], percent: int) -> float:
-    """Return the smallest sample that is at least as large as this share of them."""
-    return sorted(samples)[max(0, -(-len(samples) * percent // 100) - 1)]
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,18 +1,13 @@
 """Tiny models with real random weights, made on the spot.
 
-A machine without a GPU and without a model hub still has to run a real vLLM engine end to end, and
-the text that comes out has to tell whether the KV cache was right. vLLM's `load_format=dummy`
-cannot do that: its weights are uniform noise around 1e-3, attention is flat, and every prompt gets
-the same token again and again. The weights written here keep activations at unit scale and make
-attention sharp: each head reads few tokens, picked by content from the whole context. So the
-greedy text depends on tokens anywhere in the prompt, and a wrong KV cache shows in it.
+Their text has to tell whether the KV cache was right. vLLM's `load_format=dummy` cannot do that:
+attention is flat, and every prompt gets the same token again and again. These weights keep
+activations at unit scale and make attention sharp: each head reads few tokens, picked by content
+from the whole context. So the greedy text depends on tokens anywhere in the prompt.
 
-A folder made by `write_tiny_model` is complete: config.json, model.safetensors, and a byte-level
-tokenizer with a chat template. Token ids 0 to 255 are the bytes themselves.
-
-Run them with `--dtype float32`: vLLM's `auto` makes bfloat16 of it. A prompt that is computed in
-other chunks, as after a cache hit, rounds differently, and in bfloat16 that may flip a greedy
-choice.
+Token ids 0 to 255 are the bytes themselves. Run the models with `--dtype float32`: a prompt that is
+computed in other chunks, as after a cache hit, rounds differently, and in bfloat16 (vLLM's `auto`)
+that may flip a greedy choice.
 """
 
 import json
@@ -32,18 +27,13 @@ ModelKind = Literal["llama", "gemma3", "deepseek"]
 NUM_BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTE_TOKENS, NUM_BYTE_TOKENS + 3)
-# A multiple of 64, so that vLLM pads nothing and tensor parallelism divides it.
-VOCAB_SIZE = 320
+VOCAB_SIZE = 320  # a multiple of 64: vLLM pads nothing, and tensor parallelism divides it
 
-# The only bytes with a row in the output layer: a greedy answer is readable ASCII and never a
-# special token, so its length is the number of tokens asked for.
+# The only bytes with a row in the output layer: a greedy answer is readable and never ends early.
 ANSWER_BYTES = range(ord(" "), ord("~") + 1)
 
-HIDDEN_SIZE = 128
-INTERMEDIATE_SIZE = 256
-NUM_HEADS = 4
-NUM_KV_HEADS = 2
-HEAD_DIM = 32
+HIDDEN_SIZE, INTERMEDIATE_SIZE = 128, 256
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
 # vLLM's CPU kernel for multi-head latent attention is compiled for a latent of 512 + 64 only.
 # Source: vllm/v1/attention/backends/mla/cpu_mla.py (0.32.0).
 KV_LORA_RANK = 512
@@ -83,13 +73,9 @@ def write_tiny_model(
     Args:
         kind: `llama`: plain attention. `gemma3`: two sliding-window layers, then one of full
             attention, and so on: several KV cache groups. `deepseek`: multi-head latent attention.
-        folder: made if it does not exist; files of an earlier model in it are replaced.
         num_layers: 2 for llama and deepseek, 6 for gemma3 if not given.
         sliding_window: what a sliding-window layer of gemma3 looks back, in tokens.
         seed: the weights follow from it and from nothing else.
-
-    Raises:
-        ConfigError: the kind is unknown or there would be no layer.
     """
     if kind not in get_args(ModelKind):
         raise ConfigError(f"model kind {kind!r}: expected one of {', '.join(get_args(ModelKind))}")
@@ -117,13 +103,6 @@ def count_prompt_blocks(
     because the window may start inside a block. gemma3 has two such groups beside the one of full
     attention if its number of layers is a multiple of 3. Source: `SlidingWindowSpec` in
     vllm/v1/kv_cache_interface.py (0.32.0).
-
-    Args:
-        kind: as in `write_tiny_model`.
-        num_tokens: prompt and answer.
-        block_size: the engine's, in tokens.
-        max_num_batched_tokens: the engine's chunk of prefill.
-        sliding_window: as in `write_tiny_model`.
     """
     num_full = math.ceil(num_tokens / block_size)
     if kind != "gemma3":
@@ -240,10 +219,7 @@ def _linear(name: str, num_outputs: int, num_inputs: int, *, gain: float = 1.0) 
 
 
 def _write_weights(path: Path, weights: Iterator[_Weight], seed: int) -> None:
-    """Write the checkpoint, each tensor from the seed and its own name.
-
-    So adding a layer changes no other layer's weights.
-    """
+    """Write the checkpoint, each tensor from the seed and its own name."""
     from safetensors.numpy import save_file
 
     tensors: dict[str, npt.NDArray[np.float32]] = {}
@@ -281,11 +257,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary.
-
-    A printable byte of Latin-1 stands for itself, the others for characters from 256 on. Source:
-    `bytes_to_unicode` of GPT-2's encoder.py, which the tokenizers library follows.
-    """
+    """Return the character that stands for each byte: `bytes_to_unicode` of GPT-2's encoder.py."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]

@@ -30,14 +30,11 @@ from safe_offload.errors import ConfigError
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.host_memory import available_host_bytes
 
-DEVICES = ("cpu", "cuda")
 SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 RANGE_STEP_BYTES = 8
-CASE_S_MIN = 0.2
-"""Short copies get more rounds, up to this much time, or `ROUNDS_FACTOR` times as many."""
-ROUNDS_FACTOR = 10
-NUM_COPIES_IN_MEMORY = 4
-"""KV cache, host pool, and what the check of the bytes takes beside them."""
+CASE_S_MIN, ROUNDS_FACTOR = 0.2, 10
+"""Short copies get more rounds, up to this much time, or this many times as many."""
+NUM_COPIES_IN_MEMORY = 4  # KV cache, host pool, and what the check of the bytes takes
 LARGE_BYTES = 16 * MIB
 """Smaller copies are mostly submitting and waiting, and are left out of the summary."""
 
@@ -96,7 +93,7 @@ class Measurement:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `safe-offload bench transfer`."""
     add = parser.add_argument
-    add("--device", choices=DEVICES, help="(default: cuda if torch sees a GPU, else cpu)")
+    add("--device", choices=SIZE_BYTES_MAX, help="(default: cuda if torch sees a GPU, else cpu)")
     add("--quick", action="store_true", help="fewer sizes")
     for name, what in (
         ("--range-bytes", "bytes of a block in one layer"),
@@ -104,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--layers", "layers"),
     ):
         add(name, type=int, nargs="+", metavar="N", help=f"{what}, instead of the usual ones")
-    add("--contiguous", action="store_true", help="blocks in order; otherwise scattered")
     add("--max-bytes", type=int, help="largest copy (512 MiB on the CPU, 4 GiB on a GPU)")
     add("--rounds", type=int, default=15, help="at least, after a warm-up (%(default)s)")
     add_output_arguments(parser)
@@ -121,15 +117,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 def measure(
     options: TransferOptions, say: Callable[[str], None], more_ways: MoreWays = lambda *_: {}
 ) -> list[Measurement]:
-    """Time every size in every way.
+    """Time every size in every way, `more_ways` beside the rig's own; `say` takes progress.
 
-    Args:
-        options: what to measure.
-        say: takes one line of progress.
-        more_ways: to be timed beside the rig's own.
-
-    Raises:
-        SafeOffloadError: a copy failed or brought other bytes.
+    SafeOffloadError is raised if a copy failed or brought other bytes.
     """
     measurements: list[Measurement] = []
     for index, case in enumerate(options.cases):
@@ -165,27 +155,24 @@ def read_options(arguments: argparse.Namespace) -> TransferOptions:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU. Fix: run it on a machine with one")
     usual = QUICK_SIZES if arguments.quick else USUAL_SIZES
-    sizes = (
-        arguments.range_bytes or usual[0],
-        arguments.blocks or usual[1],
-        arguments.layers or usual[2],
-    )
+    asked = (arguments.range_bytes, arguments.blocks, arguments.layers)
+    ranges, blocks, layers = (one or usually for one, usually in zip(asked, usual, strict=True))
+    sizes = (ranges, blocks, layers)
     if arguments.rounds < 1 or any(number < 1 for numbers in sizes for number in numbers):
         raise ConfigError("--rounds, --range-bytes, --blocks, --layers: expected at least 1")
     if any(number % RANGE_STEP_BYTES for number in sizes[0]):
         raise ConfigError(f"--range-bytes: expected multiples of {RANGE_STEP_BYTES}")
     size_bytes_max = arguments.max_bytes or SIZE_BYTES_MAX[device]
-    cases = select_cases(sizes, size_bytes_max=size_bytes_max, is_contiguous=arguments.contiguous)
+    cases = select_cases(sizes, size_bytes_max)
     if not cases:
         raise ConfigError(
             f"--max-bytes {size_bytes_max}: no size of copy is that small; fix: a larger value"
         )
-    largest_bytes = max(case.size_bytes for case in cases)
+    needed_bytes = NUM_COPIES_IN_MEMORY * max(case.size_bytes for case in cases)
     available_bytes = available_host_bytes()
-    if largest_bytes * NUM_COPIES_IN_MEMORY > available_bytes:
+    if needed_bytes > available_bytes:
         raise ConfigError(
-            f"--max-bytes: copies of {format_bytes(largest_bytes)} take "
-            f"{format_bytes(largest_bytes * NUM_COPIES_IN_MEMORY)} of host memory, "
+            f"--max-bytes: {format_bytes(needed_bytes)} of host memory are needed, "
             f"{format_bytes(available_bytes)} are available; "
             f"fix: --max-bytes {available_bytes // NUM_COPIES_IN_MEMORY}"
         )
@@ -221,10 +208,7 @@ def make_report(
             table([head, *rows], num_left=0),
             "\n".join([title, *_summary(measurements, ways)]),
         ],
-        figures={
-            "device": options.device,
-            "measurements": [measurement.to_json() for measurement in measurements],
-        },
+        figures={"device": options.device, "measurements": [one.to_json() for one in measurements]},
         options={"rounds": options.rounds, "max_bytes": options.size_bytes_max},
         machine=machine,
     )
@@ -279,13 +263,11 @@ def _describe_method(
     options: TransferOptions, measurements: list[Measurement], machine: dict[str, Any]
 ) -> str:
     rounds = [len(measurement.seconds[LIMIT]) for measurement in measurements]
-    is_contiguous = any(case.is_contiguous for case in options.cases)
-    order = "in order" if is_contiguous else "in random order on both sides"
     clock = CpuRig.clock if options.make_rig is CpuRig else GpuRig.clock
     return (
         f"Device: {options.device}. {machine.get('date')}, commit {machine.get('commit')}.\n"
-        f"Each copy: all blocks of a KV cache, {order}, to or from a host pool as large."
-        f" The bytes were checked.\nTime: {clock}.\n"
+        "Each copy: all blocks of a KV cache, in random order on both sides, to or from a host pool"
+        f" as large. The bytes were checked.\nTime: {clock}.\n"
         f"{min(rounds)} to {max(rounds)} rounds after a warm-up, every way once in each,"
         " the order rotating.\nRates are of the median time; a ratio is the median of the rounds'"
         " own ratios.\n"

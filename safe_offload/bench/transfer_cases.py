@@ -33,17 +33,11 @@ class Traffic(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One size of copy.
+    """One size of copy; blocks and slots are in random order."""
 
-    Attributes:
-        range_bytes: bytes of one block in one layer.
-        is_contiguous: block i goes to slot i; otherwise both are in random order.
-    """
-
-    range_bytes: int
+    range_bytes: int  # of one block in one layer
     num_blocks: int
     num_layers: int
-    is_contiguous: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -68,10 +62,9 @@ class Case:
 
     def make_copies(self, traffic: Traffic) -> list[Copy]:
         """Return the copy of all blocks, or the two of half of them each."""
-        blocks = slots = np.arange(self.num_blocks, dtype=np.int64)
-        if not self.is_contiguous:
-            generator = np.random.default_rng(0)
-            blocks, slots = generator.permutation(blocks), generator.permutation(slots)
+        generator = np.random.default_rng(0)
+        blocks = generator.permutation(np.arange(self.num_blocks, dtype=np.int64))
+        slots = generator.permutation(np.arange(self.num_blocks, dtype=np.int64))
         if traffic is not Traffic.BOTH:
             return [Copy(Direction(traffic.value), blocks, slots)]
         half = self.num_blocks // 2
@@ -81,7 +74,7 @@ class Case:
         ]
 
 
-def select_cases(sizes: Sizes, *, size_bytes_max: int, is_contiguous: bool) -> list[Case]:
+def select_cases(sizes: Sizes, size_bytes_max: int) -> list[Case]:
     """Return every combination that is not too large."""
-    cases = (Case(*numbers, is_contiguous=is_contiguous) for numbers in itertools.product(*sizes))
+    cases = (Case(*numbers) for numbers in itertools.product(*sizes))
     return [case for case in cases if case.size_bytes <= size_bytes_max]

@@ -18,33 +18,22 @@ from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.host_memory import HostMemory
 
 OURS = "safe_offload"
-LIMIT = "one copy"
-"""All bytes in one contiguous copy: what the hardware gives."""
-LOOP = "loop"
-"""One call for each range, the ranges worked out beforehand."""
+LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
+LOOP = "loop"  # one call for each range, the ranges worked out beforehand
 PATIENCE_S = 120.0
 PAUSE_S = 0.01
 
-TimedCopy = Callable[[], float]
-"""Copies everything once; returns how long it took, in s."""
-Give = Callable[[], object]
-"""Makes the copies of one direction, or gives them to the device."""
+TimedCopy = Callable[[], float]  # copies everything once; returns the seconds
+Give = Callable[[], object]  # makes the copies of one direction, or gives them to the device
 
 
 class Rig:
-    """A KV cache, a host pool as large, and our backend between them.
+    """A KV cache of shape (case.size_bytes,), a host pool as large, our backend between them."""
 
-    Args:
-        case: the size of both.
-        storage: shape (case.size_bytes,), uint8.
-
-    Attributes:
-        clock: between which points a way is timed.
-        backend: a CpuBackend or GpuBackend; the completions of both have a future.
-    """
-
-    clock: str
-    backend: Any
+    clock: str  # between which points a way is timed
+    backend: Any  # a CpuBackend or GpuBackend; the completions of both have a future
+    _one: Callable[[Direction, int, int, int], Give]  # a copy: target, source, bytes
+    _each: Callable[[Direction, Ranges], Give]  # copies of ranges
 
     def __init__(self, case: Case, storage: torch.Tensor) -> None:
         self.case = case
@@ -83,11 +72,7 @@ class Rig:
             completion.future.result(PATIENCE_S)
 
     def check(self) -> None:
-        """Store everything, wipe the KV cache and load it again; this touches every page, too.
-
-        Raises:
-            SafeOffloadError: other bytes came back.
-        """
+        """Store everything, wipe the KV cache, load it again, and compare every byte."""
         words = self.storage.view(torch.int32)
         expected = torch.arange(len(words), dtype=torch.int32, device=words.device)
         words.copy_(expected)
@@ -111,12 +96,6 @@ class Rig:
         if direction is Direction.LOAD:
             target, source = source, target
         return self._one(direction, target, source, size_bytes)
-
-    def _one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
-        raise NotImplementedError
-
-    def _each(self, direction: Direction, ranges: Ranges) -> Give:
-        raise NotImplementedError
 
 
 class CpuRig(Rig):
@@ -156,12 +135,8 @@ class CpuRig(Rig):
 class GpuRig(Rig):
     """See `Rig`: the host memory page-locked, streams for what we are compared with.
 
-    Args:
-        device: that the storage is on.
-        make_event: makes events of torch's with timing, for its streams.
-
-    Raises:
-        SafeOffloadError: host memory cannot be page-locked.
+    `make_event` makes events of torch's with timing. SafeOffloadError is raised if host memory
+    cannot be page-locked.
     """
 
     clock = "device time, from the compute stream's point at the call until it has got the bytes"

@@ -192,7 +192,7 @@ def test_nothing_is_printed_of_a_connector_whose_copies_are_not_seen() -> None:
 
 def test_the_json_file_holds_a_request() -> None:
     hit = json.loads(json.dumps(make_observed()[4].to_json()))
-    assert hit["copies"]["load"]["size_bytes"] == 1000
+    assert hit["load"] == [1, 1000, pytest.approx(0.002)]
     assert hit["spans_s"][FORWARD] == pytest.approx(0.014)
     assert hit["kind"] == "host hit"
     assert hit["num_host_tokens"] == 96

@@ -13,7 +13,6 @@ from safe_offload.bench.report import (
     add_output_arguments,
     describe_machine,
     median_and_spread,
-    percentile,
     publish,
     table,
 )
@@ -28,12 +27,6 @@ def test_columns_are_aligned_and_lines_do_not_end_in_spaces() -> None:
         "longer    333",
     ]
     assert table(ROWS, num_left=2).splitlines()[1] == "a       1      22,000"
-
-
-def test_a_percentile_is_a_sample() -> None:
-    assert percentile([3, 1, 2], 99) == 3
-    assert percentile(list(range(100)), 50) == 49
-    assert percentile([5], 1) == 5
 
 
 def test_the_range_stands_beside_the_median() -> None:

@@ -6,13 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import (
-    BASELINE,
-    OURS,
-    PROMPT_TOKEN_IDS,
-    BenchOptions,
-    engine_options,
-)
+from safe_offload.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
+from safe_offload.bench.engine_breakdown import BASELINE
 from safe_offload.bench.engine_process import EngineProcess
 from safe_offload.errors import SafeOffloadError
 

@@ -22,7 +22,8 @@ from tests.benchmarks.scheduler_traces import (
     Trace,
     User,
 )
-from tests.simulator.peers import NONE, OFFLOADING, OURS, SIMPLE, PeerEngine, peer_shape
+from tests.simulator.peers import OFFLOADING, SIMPLE, PeerEngine, peer_shape
+from tests.simulator.vllm_setup import NONE, OURS
 
 STEPS_MAX = 20_000
 """A trace that has not ended then never will."""

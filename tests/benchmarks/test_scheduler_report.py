@@ -7,7 +7,7 @@ import pytest
 
 from tests.benchmarks.plots import save_plot
 from tests.benchmarks.scheduler_cases import Growth, Hit, Wait
-from tests.benchmarks.scheduler_measure import Facts, HookTime, Timing
+from tests.benchmarks.scheduler_measure import Facts, HookTime, Timing, percentile
 from tests.benchmarks.scheduler_probe import Counts, WrapperCost
 from tests.benchmarks.scheduler_report import (
     SchedulerFound,
@@ -76,6 +76,12 @@ def test_counts_are_compared_by_instructions(found: SchedulerFound) -> None:
     trace = found.traces["chats hybrid"]
     assert trace.count_ratio("ours-eager", "simple-eager") == 0.5
     assert trace.total_counts("ours-eager") == Counts(3, 5, 50)
+
+
+def test_a_percentile_is_a_sample() -> None:
+    assert percentile([3, 1, 2], 99) == 3
+    assert percentile(list(range(100)), 50) == 49
+    assert percentile([5], 1) == 5
 
 
 def test_the_table_has_the_method_and_every_figure(found: SchedulerFound) -> None:

@@ -1,6 +1,6 @@
 """What a run on a GPU has to tell, as one Markdown file for an issue: `make gpu-report MODEL=…`.
 
-The GPU tests file by file, the copies against the hardware, and `bench engine` on the model, each in a process of
+The GPU tests file by file, the copies, and `bench engine` on the model, each in a process of
 its own with a limit of time: what fails, hangs or takes the GPU with it is reported and does not
 keep the others from running. The same where torch, vLLM or the GPU itself is missing.
 """

@@ -27,7 +27,7 @@ from tests.benchmarks.scheduler_probe import Counts, HookCounter
 from tests.benchmarks.scheduler_traces import Trace, make_trace
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.peers import OURS
+from tests.simulator.vllm_setup import OURS
 
 STEP_TOKENS = 2048
 STEP_S, TOKEN_S = 0.004, 20e-6
