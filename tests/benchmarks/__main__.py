@@ -1,4 +1,6 @@
-"""Measure what only developers measure: `python -m tests.benchmarks NAME`; see docs/benchmarks.md.
+"""Measure what only developers measure: `python -m tests.benchmarks NAME`.
+
+docs/benchmarks/method.md says how.
 
 `safe-offload bench` has what users run on machines of their own.
 """
