@@ -111,11 +111,13 @@ def draw(figure: Any, measurements: list[Measurement]) -> None:
 
 
 def _latency_table(latencies: Sequence[Latency]) -> str:
-    rows = [["", "median", "lowest", "highest", ""]]
+    rows = [["", "median", "lowest", "highest"]]
     for one in latencies:
         figures = (one.median_us, min(one.samples_us), max(one.samples_us))
-        rows.append([one.name, *(f"{figure:.1f} us" for figure in figures), f" {one.what}"])
-    return table(rows)
+        rows.append([one.name, *(f"{figure:.1f} us" for figure in figures)])
+    whats = ["", *(one.what for one in latencies)]
+    lines = zip(table(rows).splitlines(), whats, strict=True)
+    return "\n".join(f"{line}  {what}".rstrip() for line, what in lines)
 
 
 # ---- vLLM's copies -----------------------------------------------------------------------------
