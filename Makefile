@@ -82,7 +82,7 @@ test-gpu: needs-gpu ## the tests that need a GPU
 
 bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: docs/benchmarks
 	mkdir -p docs/benchmarks
-	$(GPU_PYTHON) -m safe_offload.cli bench transfer --device cuda \
+	$(GPU_PYTHON) -m tests.benchmarks copies --device cuda \
 		--json docs/benchmarks/transfer-gpu.json --plot docs/benchmarks/transfer-gpu.png $(BENCH_ARGS)
 
 gpu-report: needs-model ## the tests and benchmarks on a GPU, as one file to attach to an issue: make gpu-report MODEL=…

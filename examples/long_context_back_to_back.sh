@@ -180,7 +180,7 @@ done
 [[ $MODEL ]] || prepare_tiny_model
 start_server
 for seed in 0 1; do
-    "$PYTHON" -m safe_offload.bench.prompts "$url" "$PROMPT_TOKENS" "$ANSWER_TOKENS" "$seed" >"$work/S$seed.json" ||
+    "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/chat_request.py" "$url" "$PROMPT_TOKENS" "$ANSWER_TOKENS" "$seed" >"$work/S$seed.json" ||
         fail "cannot make a prompt of $PROMPT_TOKENS tokens"
 done
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.cli import main as safe_offload
+from tests.benchmarks.__main__ import main as benchmark
 from tests.gpu import report, report_text
 from tests.gpu.report import Part, descendants, find_gpu_tests, make_parts, run
 from tests.gpu.report_facts import Facts, ask_torch, find_facts
@@ -171,7 +171,7 @@ def test_every_file_with_tests_of_a_gpu_is_a_part(tmp_path):
     }
     parts = make_parts(tmp_path, "some/model", ["--rounds", "1"], 1.0)
     assert names < {part.name for part in parts}
-    assert [part.name for part in parts[-2:]] == ["bench transfer", "bench engine"]
+    assert [part.name for part in parts[-2:]] == ["copies", "bench engine"]
     assert parts[-1].command[-2:] == ("--rounds", "1")
 
 
@@ -182,9 +182,8 @@ def test_copies_are_told_as_shares_of_the_limit(tmp_path):
     """Real JSON; the device is another one."""
     figures = tmp_path / "transfer.json"
     sizes = ["--range-bytes", "1048576", "--blocks", "16", "--layers", "1", "--rounds", "2"]
-    command = ["bench", "transfer", "--device", "cpu", *sizes, "--json", str(figures)]
-    assert safe_offload(command) == 0
-    text = render(GPU, [Result("bench transfer", ("x",), Done.PASSED, "", figures=figures)])
+    assert benchmark(["copies", "--device", "cpu", *sizes, "--json", str(figures)]) == 0
+    text = render(GPU, [Result("copies", ("x",), Done.PASSED, "", figures=figures)])
     assert re.search(r"\| store \| 1,048,576 \| [\d.]+ GB/s \|.* [\d.]+ \(lowest", text)
     assert "| loop / limit | safe_offload / limit |" in text
     assert "- issue to awaited: " in text
@@ -193,10 +192,11 @@ def test_copies_are_told_as_shares_of_the_limit(tmp_path):
 def test_the_engine_is_told_with_its_logs(tmp_path):
     import json
 
-    from tests.bench.test_engine_report import make_report
+    from safe_offload.bench.engine_report import make_report
+    from tests.bench.test_engine_report import make_found
 
     figures, logs = tmp_path / "engine.json", tmp_path / "logs"
-    figures.write_text(json.dumps(make_report().to_json()))
+    figures.write_text(json.dumps(make_report(make_found()).to_json()))
     logs.mkdir()
     (logs / "SafeCPUOffloadConnector.log").write_text(
         "\x1b[1;36m(Worker pid=7)\x1b[0;0m INFO 11-22 03:11:47 [bridge.py:128] Rank 0 keeps it.\n"
@@ -213,7 +213,7 @@ def test_the_engine_is_told_with_its_logs(tmp_path):
 
 def test_a_benchmark_that_was_cut_off_has_no_figures(tmp_path):
     (tmp_path / "transfer.json").write_text('{"measurements": [')
-    result = Result("bench transfer", ("x",), Done.FAILED, "x", figures=tmp_path / "transfer.json")
+    result = Result("copies", ("x",), Done.FAILED, "x", figures=tmp_path / "transfer.json")
     assert "limit of the hardware" not in render(GPU, [result])
 
 

@@ -33,8 +33,6 @@ IMPORTS_VLLM = {
     "scheduler/hits.py": "kinds of attention",
     "scheduler/blocks.py": "the blocks of its pool",
     "bench/engine_process.py": "runs an engine",
-    "bench/engine_probe.py": "the connector in a worker",
-    "bench/vllm_copies.py": "vLLM's own copies, to be compared with ours",
 }
 """Files that import vLLM when they run, not only for types, and what for."""
 

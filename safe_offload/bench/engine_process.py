@@ -1,9 +1,7 @@
-"""One vLLM engine in a process of its own, asked for one answer at a time.
+"""One vLLM engine in a process of its own, asked one thing at a time.
 
-A benchmark compares two engines on one machine, so each has to have the machine to itself while
-it is timed. Both are kept alive, an idle engine sleeps in `poll`, and only one is asked at a time.
-vLLM logs much and ends its process on an error, which is the other reason for a process: its output
-goes to a file, whose tail is shown when it dies.
+Engines that are compared are all kept alive; an idle one sleeps in `poll`. vLLM logs much and ends
+its process on an error, so its output goes to a file whose end is shown then.
 """
 
 import contextlib
@@ -35,12 +33,11 @@ Answered = TypeVar("Answered")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine is started: vLLM's arguments, and the environment that they depend on."""
+    """vLLM's arguments, and the environment that they depend on."""
 
     arguments: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
-    fits_model_len: bool = False
-    """`max_model_len` becomes what the model takes, if that is less."""
+    fits_model_len: bool = False  # `max_model_len` becomes what the model takes, if that is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +57,12 @@ class Question:
 
     prompt_token_ids: tuple[int, ...]
     num_answer_tokens: int
-    num_load_tokens_max: int | None = None
-    """Of the host's tokens it uses no more; needs this connector."""
+    num_load_tokens_max: int | None = None  # of the host; needs this connector
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request gave, with where its prompt tokens came from."""
+    """What one request gave, and where its prompt tokens came from."""
 
     ttft_s: float
     total_s: float
@@ -79,36 +75,22 @@ class Answer:
     scheduler_token_s: float  # when the scheduler had the first token
 
 
-@dataclass(frozen=True, slots=True)
-class _Died:
-    traceback: str
-
-
 class Turns:
-    """Lets an engine be asked only when the one that was asked before has stopped spinning.
+    """Lets an engine be asked only when the one asked before has stopped spinning."""
 
-    Args:
-        clock, sleep: of one monotonic clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._clock = clock
-        self._sleep = sleep
+    def __init__(self, clock: Any = time) -> None:
+        self._clock = clock  # has `monotonic` and `sleep`
         self._last: object = None
         self._answered_s = 0.0
 
     def begin(self, engine: object) -> None:
         """Wait, if another engine has answered within `SPIN_S`."""
         if self._last not in (None, engine):
-            self._sleep(max(0.0, self._answered_s + SPIN_S - self._clock()))
+            self._clock.sleep(max(0.0, self._answered_s + SPIN_S - self._clock.monotonic()))
 
     def end(self, engine: object) -> None:
         """Note that an engine has answered."""
-        self._last, self._answered_s = engine, self._clock()
+        self._last, self._answered_s = engine, self._clock.monotonic()
 
 
 _turns = Turns()
@@ -141,17 +123,12 @@ class EngineProcess:
         assert isinstance(started, Started)
         return started
 
-    def ask(self, question: Question, timeout_s: float) -> Answer:
-        """Return the answer to one request; raise SafeOffloadError if the engine dies over it."""
-        return self.call(answer, question, timeout_s)
-
     def call(
         self, function: Callable[[Any, Asked], Answered], question: Asked, timeout_s: float
     ) -> Answered:
         """Return what a function of some module makes of the `vllm.LLM` and the question.
 
-        Raises:
-            SafeOffloadError: the engine dies over it, or the time is up.
+        It raises SafeOffloadError if the engine dies over it, or the time is up.
         """
         _turns.begin(self)
         self._connection.send((function, question))
@@ -174,20 +151,19 @@ class EngineProcess:
 
     def _receive(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
-            raise SafeOffloadError(
-                f"engine {self.name!r}: no answer within {timeout_s:.0f} s. {self._log_tail()}"
-            )
+            raise self._error(f"no answer within {timeout_s:.0f} s")
         try:
-            message: object = self._connection.recv()
+            has_died, message = self._connection.recv()
         except EOFError:
-            message = _Died("its process ended without a word")
-        if isinstance(message, _Died):
-            raise SafeOffloadError(f"engine {self.name!r}: {message.traceback}\n{self._log_tail()}")
+            has_died, message = True, "its process ended without a word"
+        if has_died:
+            raise self._error(message)
         return message
 
-    def _log_tail(self) -> str:
+    def _error(self, what: str) -> SafeOffloadError:
         lines = self._log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "The end of its log:\n" + "\n".join(lines)
+        end = "\n".join(lines)
+        return SafeOffloadError(f"engine {self.name!r}: {what}. The end of its log:\n{end}")
 
 
 def _serve(connection: Connection, options: EngineOptions, log_path: str) -> None:
@@ -205,24 +181,23 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
         engine = LLM(**_fit_model_len(options))
         vllm_config = engine.llm_engine.vllm_config
         cache_config = vllm_config.cache_config
-        connection.send(
-            Started(
-                start_s=time.perf_counter() - start,
-                num_gpu_blocks=cache_config.num_gpu_blocks or 0,
-                max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
-                max_model_len=vllm_config.model_config.max_model_len,
-                block_size=cache_config.block_size,
-            )
+        started = Started(
+            start_s=time.perf_counter() - start,
+            num_gpu_blocks=cache_config.num_gpu_blocks or 0,
+            max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
+            max_model_len=vllm_config.model_config.max_model_len,
+            block_size=cache_config.block_size,
         )
+        connection.send((False, started))
         while (call := connection.recv()) is not None:
             function, question = call
-            connection.send(function(engine, question))
+            connection.send((False, function(engine, question)))
         # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
         engine.llm_engine.engine_core.shutdown(timeout=30.0)
     except EOFError:
         pass  # the benchmark is gone
     except BaseException:
-        connection.send(_Died(traceback.format_exc()))
+        connection.send((True, traceback.format_exc()))
         raise
 
 
@@ -239,20 +214,19 @@ def _fit_model_len(options: EngineOptions) -> dict[str, Any]:
     return asked | {"max_model_len": min(wanted, allowed)}
 
 
+# ---- what runs in the engine's process ---------------------------------------------------------
+
+
 def answer(engine: Any, question: Question) -> Answer:
     """Run one request alone and measure it."""
     before = _count_prompt_tokens(engine)
     start = time.perf_counter()
-    (output,) = generate(
-        engine,
-        [question.prompt_token_ids],
-        [question.num_answer_tokens],
-        question.num_load_tokens_max,
-    )
+    prompts, numbers = [question.prompt_token_ids], [question.num_answer_tokens]
+    (output,) = generate(engine, prompts, numbers, question.num_load_tokens_max)
     total_s = time.perf_counter() - start
     after = _count_prompt_tokens(engine)
     # Sources of the three times: `RequestStateStats` in vllm/v1/metrics/stats.py (0.32.0).
-    wall_clock_ahead_s = time.time() - time.monotonic()
+    wall_clock_offset_s = time.time() - time.monotonic()
     return Answer(
         ttft_s=output.metrics.first_token_latency,
         total_s=total_s,
@@ -260,7 +234,7 @@ def answer(engine: Any, question: Question) -> Answer:
         num_gpu_tokens=after["local_cache_hit"] - before["local_cache_hit"],
         num_host_tokens=after["external_kv_transfer"] - before["external_kv_transfer"],
         num_computed_tokens=after["local_compute"] - before["local_compute"],
-        arrival_s=output.metrics.arrival_time - wall_clock_ahead_s,
+        arrival_s=output.metrics.arrival_time - wall_clock_offset_s,
         queued_s=output.metrics.queued_ts,
         scheduler_token_s=output.metrics.first_token_ts,
     )
@@ -277,29 +251,11 @@ def generate(
 
     limits = {"max_load_tokens": num_load_tokens_max}
     extra = None if num_load_tokens_max is None else {"kv_transfer_params": limits}
-    sampling = [
-        SamplingParams(
-            max_tokens=number,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=extra,
-        )
-        for number in nums_answer_tokens
-    ]
+    how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    sampling = [SamplingParams(max_tokens=n, extra_args=extra, **how) for n in nums_answer_tokens]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs: list[Any] = engine.generate(inputs, sampling, use_tqdm=False)
     return outputs
-
-
-def forget_prefix_cache(engine: Any) -> None:
-    """Empty the GPU's own prefix cache.
-
-    Raises:
-        SafeOffloadError: requests still use it.
-    """
-    if not engine.reset_prefix_cache():
-        raise SafeOffloadError("expected vLLM to forget its prefix cache, it did not")
 
 
 def _count_prompt_tokens(engine: Any) -> dict[str, int]:

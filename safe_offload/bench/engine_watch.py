@@ -1,65 +1,133 @@
-"""One request with what happened meanwhile: in the worker, and on every thread of the engine.
+"""One request with what happened in the worker meanwhile: steps and copies.
 
-Runs in the process of vLLM's front end, whose children the scheduler's and the worker's are.
+`WorkerProbe` is a worker extension of vLLM's: its methods become methods of the worker, and
+`LLM.collective_rpc` calls them. All times are of `time.monotonic`, which is one clock for all
+processes of a machine on Linux, and vLLM's own for `queued_ts` and `first_token_ts`.
 """
 
-import os
+import functools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safe_offload.bench.engine_process import Answer, Question, answer
 
-PROBE = "safe_offload.bench.engine_probe.WorkerProbe"
+PROBE = "safe_offload.bench.engine_watch.WorkerProbe"
 """vLLM's engine argument `worker_extension_cls`."""
 
-FRONT_END, SCHEDULER = "front end", "scheduler's process"
-FORWARD, OTHERS = "worker, the forward's thread", "worker, vLLM's other threads"
-LOOP, STORES, LOADS = "worker, our loop", "worker, our stores", "worker, our loads"
-FIRST_TOUCH = "worker, our first touch of memory"
-ROLES = (FRONT_END, SCHEDULER, FORWARD, OTHERS, LOOP, STORES, LOADS, FIRST_TOUCH)
-_ROLE_OF_NAME = {
-    "safe-offload-loop": LOOP,
-    "safe-offload-store": STORES,
-    "safe-offload-load": LOADS,
-    "safe-offload-touch": FIRST_TOUCH,
-}
-NANOSECONDS_PER_S = 1e9
+
+class WorkerProbe:
+    """Becomes part of vLLM's worker; every name here has to be new to it.
+
+    Source: `worker_extension_cls` in vllm/v1/worker/worker_base.py (0.32.0).
+    """
+
+    def start_probe(self) -> None:
+        """Watch the steps of the worker, and the copies of this connector if it is there."""
+        self._probe = Recorder()
+        for name in ("execute_model", "sample_tokens"):
+            setattr(self, name, self._probe.watch_step(getattr(self, name)))
+        self._probe.watch_copies()
+
+    def take_probe(self) -> dict[str, Any]:
+        """Return what was recorded since the last call: plain numbers and words."""
+        return self._probe.take()
+
+    def kv_cache_bytes(self: Any) -> int:
+        """Return the size of the allocation that all tensors of this worker's pool are in."""
+        tensors = self.model_runner.kv_cache_config.kv_cache_tensors
+        return max(int(tensor.size) for tensor in tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadUse:
-    """What threads of one role have used."""
+class Recorder:
+    """Notes when things happen in a worker, by wrapping methods: the connector holds no clock."""
 
-    cpu_s: float = 0.0
-    waited_s: float = 0.0  # ready to run, while another thread had the core
-    num_page_faults: int = 0
+    def __init__(self) -> None:
+        self.take()
 
-    def __add__(self, other: "ThreadUse") -> "ThreadUse":
-        return ThreadUse(
-            self.cpu_s + other.cpu_s,
-            self.waited_s + other.waited_s,
-            self.num_page_faults + other.num_page_faults,
-        )
+    def watch_step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Note begin, end and tokens of a step; `sample_tokens` ends what `execute_model` began."""
 
-    def since(self, before: "ThreadUse") -> "ThreadUse":
-        """What was used between two readings."""
-        return ThreadUse(
-            self.cpu_s - before.cpu_s,
-            self.waited_s - before.waited_s,
-            self.num_page_faults - before.num_page_faults,
-        )
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            begin_s = time.monotonic()
+            result = method(*args, **kwargs)
+            num_tokens = getattr(args[0], "total_num_scheduled_tokens", None) if args else None
+            if num_tokens is not None:
+                self.steps.append([begin_s, time.monotonic(), num_tokens])
+            elif self.steps:
+                self.steps[-1][1] = time.monotonic()
+            return result
+
+        return watched
+
+    def watch_copies(self) -> None:
+        """Note when transfers are submitted, when their copies run, and when they are reported."""
+        from safe_offload.worker.backends.cpu import CpuBackend
+        from safe_offload.worker.backends.gpu import GpuBackend
+        from safe_offload.worker.bridge import WorkerBridge
+        from safe_offload.worker.engine import TransferEngine
+
+        def submitted(begin_s: float, _result: None, _self: Any, direction: Any, it: Any) -> None:
+            self.submits.append((begin_s, direction.value, it.transfer_id))
+
+        def issued(begin_s: float, completion: Any, backend: Any, copy: Any, _after: Any) -> None:
+            size_bytes = len(copy.block_ids) * backend.slot_bytes
+
+            def ended(_: Any) -> None:
+                end_s = time.monotonic()
+                self.copies.append((copy.direction.value, begin_s, end_s, size_bytes))
+
+            completion.future.add_done_callback(ended)
+
+        def reported(_begin_s: float, report: Any, _self: Any) -> None:
+            if report is not None:
+                ids = tuple(outcome.transfer_id for outcome in report.outcomes)
+                self.reports.append((time.monotonic(), ids))
+
+        _note_calls(TransferEngine, "submit", submitted)
+        _note_calls(CpuBackend, "issue", issued)
+        _note_calls(GpuBackend, "issue", issued)
+        _note_calls(WorkerBridge, "report", reported)
+
+    def take(self) -> dict[str, Any]:
+        """See `WorkerProbe.take_probe`."""
+        taken = dict(vars(self))
+        self.steps: list[list[Any]] = []  # begin, end, tokens
+        self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
+        self.copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
+        self.reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
+        return taken
 
 
-@dataclass(frozen=True, slots=True)
+def _note_calls(owner: type, name: str, note: Callable[..., None]) -> None:
+    """Have `note` told of each call of a method: when it began, its result, its arguments."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def noted(*args: Any) -> Any:
+        begin_s = time.monotonic()
+        result = method(*args)
+        note(begin_s, result, *args)
+        return result
+
+    setattr(owner, name, noted)
+
+
+# ---- in the front end's process ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Watched:
-    """An answer, and what happened meanwhile."""
+    """An answer, and what happened meanwhile.
+
+    Attributes:
+        probe: see `Recorder`.
+    """
 
     answer: Answer
     probe: dict[str, Any]
-    """See `WorkerProbe.take_probe`."""
-    uses: dict[str, ThreadUse]
-    """By role; of the whole request, to its last token."""
 
 
 def start_watching(engine: Any, _: None) -> None:
@@ -68,64 +136,8 @@ def start_watching(engine: Any, _: None) -> None:
 
 
 def answer_watched(engine: Any, question: Question) -> Watched:
-    """Run one request alone; reading and recording are outside of the time that it takes."""
-    (before,) = engine.collective_rpc("take_probe")
-    uses_before = _read_uses(before)
+    """Run one request alone; what is recorded is taken before and after it."""
+    engine.collective_rpc("take_probe")
     found = answer(engine, question)
-    uses = _read_uses(before)
-    (probe,) = engine.collective_rpc("take_probe")
-    nothing = ThreadUse()
-    return Watched(
-        answer=found,
-        probe=probe,
-        uses={role: use.since(uses_before.get(role, nothing)) for role, use in uses.items()},
-    )
-
-
-def time_memcpy(engine: Any, size: tuple[int, int]) -> float:
-    """See `WorkerProbe.time_memcpy`; `size` is in bytes and pieces."""
-    (time_s,) = engine.collective_rpc("time_memcpy", args=size)
-    assert isinstance(time_s, float)
-    return time_s
-
-
-def _read_uses(probe: dict[str, Any]) -> dict[str, ThreadUse]:
-    """What every role has used so far.
-
-    Args:
-        probe: knows the worker's process and the names of its threads.
-    """
-    worker_pid, scheduler_pid = probe["pid"], probe["parent_pid"]
-    uses: dict[str, ThreadUse] = {}
-    for pid in {os.getpid(), scheduler_pid, worker_pid}:
-        for folder in Path(f"/proc/{pid}/task").iterdir():
-            role = FRONT_END if pid == os.getpid() else SCHEDULER
-            if pid == worker_pid:
-                is_first = folder.name == str(pid)
-                role = FORWARD if is_first else role_of(probe["thread_names"].get(folder.name, ""))
-            uses[role] = uses.get(role, ThreadUse()) + read_thread(folder)
-    return uses
-
-
-def role_of(thread_name: str) -> str:
-    """The role of a thread of the worker, by its name in Python; its first thread has its own."""
-    for prefix, role in _ROLE_OF_NAME.items():
-        if thread_name.startswith(prefix):
-            return role
-    return OTHERS
-
-
-def read_thread(folder: Path) -> ThreadUse:
-    """Read what a thread has used since it started; nothing if it has gone.
-
-    Source: Linux kernel, Documentation/scheduler/sched-stats.rst (schedstat: time on the core and
-    time waiting for one, in ns), and proc_pid_stat(5) (minflt is the eighth after the name).
-    """
-    try:
-        on_core_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
-        statistics = (folder / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ThreadUse()
-    return ThreadUse(
-        int(on_core_ns) / NANOSECONDS_PER_S, int(waited_ns) / NANOSECONDS_PER_S, int(statistics[7])
-    )
+    (probe, *_) = engine.collective_rpc("take_probe")
+    return Watched(found, probe)

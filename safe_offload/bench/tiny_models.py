@@ -1,25 +1,19 @@
 """Tiny models with real random weights, made on the spot.
 
-A machine without a GPU and without a model hub still has to run a real vLLM engine end to end, and
-the text that comes out has to tell whether the KV cache was right. vLLM's `load_format=dummy`
-cannot do that: its weights are uniform noise around 1e-3, attention is flat, and every prompt gets
-the same token again and again. The weights written here keep activations at unit scale and make
-attention sharp: each head reads few tokens, picked by content from the whole context. So the
-greedy text depends on tokens anywhere in the prompt, and a wrong KV cache shows in it.
+Their text has to tell whether the KV cache was right. vLLM's `load_format=dummy` cannot do that:
+attention is flat, and every prompt gets the same token again and again. These weights keep
+activations at unit scale and make attention sharp: each head reads few tokens, picked by content
+from the whole context. So the greedy text depends on tokens anywhere in the prompt.
 
-A folder made by `write_tiny_model` is complete: config.json, model.safetensors, and a byte-level
-tokenizer with a chat template. Token ids 0 to 255 are the bytes themselves.
-
-Run them with `--dtype float32`: vLLM's `auto` makes bfloat16 of it. A prompt that is computed in
-other chunks, as after a cache hit, rounds differently, and in bfloat16 that may flip a greedy
-choice.
+Token ids 0 to 255 are the bytes themselves. Run the models with `--dtype float32`: a prompt that is
+computed in other chunks, as after a cache hit, rounds differently, and in bfloat16 (vLLM's `auto`)
+that may flip a greedy choice.
 """
 
 import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,30 +27,24 @@ ModelKind = Literal["llama", "gemma3", "deepseek"]
 NUM_BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTE_TOKENS, NUM_BYTE_TOKENS + 3)
-# A multiple of 64, so that vLLM pads nothing and tensor parallelism divides it.
-VOCAB_SIZE = 320
+VOCAB_SIZE = 320  # a multiple of 64: vLLM pads nothing, and tensor parallelism divides it
 
-# The only bytes with a row in the output layer: a greedy answer is readable ASCII and never a
-# special token, so its length is the number of tokens asked for.
+# The only bytes with a row in the output layer: a greedy answer is readable and never ends early.
 ANSWER_BYTES = range(ord(" "), ord("~") + 1)
 
-HIDDEN_SIZE = 128
-INTERMEDIATE_SIZE = 256
-NUM_HEADS = 4
-NUM_KV_HEADS = 2
-HEAD_DIM = 32
+HIDDEN_SIZE, INTERMEDIATE_SIZE = 128, 256
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
 # vLLM's CPU kernel for multi-head latent attention is compiled for a latent of 512 + 64 only.
 # Source: vllm/v1/attention/backends/mla/cpu_mla.py (0.32.0).
 KV_LORA_RANK = 512
-ROPE_DIM = 64
-NOPE_DIM = 64
-MLA_HEAD_DIM = 64
+ROPE_DIM = NOPE_DIM = MLA_HEAD_DIM = 64
 
 # Standard deviation s of attention logits. Over n tokens a softmax of such logits spreads over
 # about n * exp(-s**2) of them, that is 2 of 16,000: any token of the prompt can decide the next.
 ATTENTION_SHARPNESS = 3.0
 
 DEFAULT_SLIDING_WINDOW = 512
+MAX_POSITIONS = 131_072
 
 _DEFAULT_NUM_LAYERS: dict[ModelKind, int] = {"llama": 2, "gemma3": 6, "deepseek": 2}
 
@@ -68,15 +56,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """One tensor of the checkpoint: normal with mean 0, or the constant `fill`."""
-
-    name: str
-    shape: tuple[int, ...]
-    std: float = 0.0
-    fill: float = 0.0
+_Weight = tuple[str, tuple[int, ...], float, float]
+"""Name and shape of a tensor: normal of a standard deviation, around a mean."""
 
 
 def write_tiny_model(
@@ -87,21 +68,14 @@ def write_tiny_model(
     sliding_window: int = DEFAULT_SLIDING_WINDOW,
     seed: int = 0,
 ) -> Path:
-    """Write a tiny model and its tokenizer into a folder.
+    """Write a tiny model and its tokenizer into a folder; return the folder, vLLM's model.
 
     Args:
         kind: `llama`: plain attention. `gemma3`: two sliding-window layers, then one of full
             attention, and so on: several KV cache groups. `deepseek`: multi-head latent attention.
-        folder: made if it does not exist; files of an earlier model in it are replaced.
         num_layers: 2 for llama and deepseek, 6 for gemma3 if not given.
         sliding_window: what a sliding-window layer of gemma3 looks back, in tokens.
         seed: the weights follow from it and from nothing else.
-
-    Returns:
-        `folder`, to be given to vLLM as the model.
-
-    Raises:
-        ConfigError: the kind is unknown or there would be no layer.
     """
     if kind not in get_args(ModelKind):
         raise ConfigError(f"model kind {kind!r}: expected one of {', '.join(get_args(ModelKind))}")
@@ -129,13 +103,6 @@ def count_prompt_blocks(
     because the window may start inside a block. gemma3 has two such groups beside the one of full
     attention if its number of layers is a multiple of 3. Source: `SlidingWindowSpec` in
     vllm/v1/kv_cache_interface.py (0.32.0).
-
-    Args:
-        kind: as in `write_tiny_model`.
-        num_tokens: prompt and answer.
-        block_size: the engine's, in tokens.
-        max_num_batched_tokens: the engine's chunk of prefill.
-        sliding_window: as in `write_tiny_model`.
     """
     num_full = math.ceil(num_tokens / block_size)
     if kind != "gemma3":
@@ -155,7 +122,7 @@ def _make_config(kind: ModelKind, num_layers: int, sliding_window: int) -> dict[
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": 131_072,
+        "max_position_embeddings": MAX_POSITIONS,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
         "attention_bias": False,
@@ -164,14 +131,13 @@ def _make_config(kind: ModelKind, num_layers: int, sliding_window: int) -> dict[
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
     }
-    if kind == "llama":
-        return common | {
+    own: dict[ModelKind, dict[str, Any]] = {
+        "llama": {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_act": "silu",
-        }
-    if kind == "gemma3":
-        return common | {
+        },
+        "gemma3": {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
             "hidden_activation": "gelu_pytorch_tanh",
@@ -182,25 +148,27 @@ def _make_config(kind: ModelKind, num_layers: int, sliding_window: int) -> dict[
                 "full_attention" if (layer + 1) % 3 == 0 else "sliding_attention"
                 for layer in range(num_layers)
             ],
-        }
-    return common | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "hidden_act": "silu",
-        "num_key_value_heads": NUM_HEADS,
-        "head_dim": ROPE_DIM,
-        "kv_lora_rank": KV_LORA_RANK,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": NOPE_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "v_head_dim": MLA_HEAD_DIM,
-        # All layers are dense: experts have nothing to do with the KV cache.
-        "first_k_dense_replace": num_layers,
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": INTERMEDIATE_SIZE,
+        },
+        "deepseek": {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "hidden_act": "silu",
+            "num_key_value_heads": NUM_HEADS,
+            "head_dim": ROPE_DIM,
+            "kv_lora_rank": KV_LORA_RANK,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": NOPE_DIM,
+            "qk_rope_head_dim": ROPE_DIM,
+            "v_head_dim": MLA_HEAD_DIM,
+            # All layers are dense: experts have nothing to do with the KV cache.
+            "first_k_dense_replace": num_layers,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": INTERMEDIATE_SIZE,
+        },
     }
+    return common | own[kind]
 
 
 def _list_weights(kind: ModelKind, num_layers: int) -> Iterator[_Weight]:
@@ -208,8 +176,8 @@ def _list_weights(kind: ModelKind, num_layers: int) -> Iterator[_Weight]:
     # Gemma multiplies embeddings by sqrt(hidden size) and its norms by 1 + weight.
     embedding_std = HIDDEN_SIZE**-0.5 if kind == "gemma3" else 1.0
     unit_norm = 0.0 if kind == "gemma3" else 1.0
-    yield _Weight("model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN_SIZE), std=embedding_std)
-    yield _Weight("model.norm.weight", (HIDDEN_SIZE,), fill=unit_norm)
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN_SIZE), embedding_std, 0.0
+    yield "model.norm.weight", (HIDDEN_SIZE,), 0.0, unit_norm
     yield _linear("lm_head", VOCAB_SIZE, HIDDEN_SIZE)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if kind == "gemma3":
@@ -217,59 +185,48 @@ def _list_weights(kind: ModelKind, num_layers: int) -> Iterator[_Weight]:
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         for norm in norms:
-            yield _Weight(f"{prefix}.{norm}.weight", (HIDDEN_SIZE,), fill=unit_norm)
-        if kind == "deepseek":
-            yield from _list_mla_weights(f"{prefix}.self_attn")
-        else:
-            yield from _list_attention_weights(kind, f"{prefix}.self_attn")
+            yield f"{prefix}.{norm}.weight", (HIDDEN_SIZE,), 0.0, unit_norm
+        yield from _list_attention(kind, f"{prefix}.self_attn")
         yield _linear(f"{prefix}.mlp.gate_proj", INTERMEDIATE_SIZE, HIDDEN_SIZE)
         yield _linear(f"{prefix}.mlp.up_proj", INTERMEDIATE_SIZE, HIDDEN_SIZE)
         yield _linear(f"{prefix}.mlp.down_proj", HIDDEN_SIZE, INTERMEDIATE_SIZE)
 
 
-def _list_attention_weights(kind: ModelKind, prefix: str) -> Iterator[_Weight]:
+def _list_attention(kind: ModelKind, prefix: str) -> Iterator[_Weight]:
     """Yield one layer's attention; the sharpness is in q, or in Gemma's norm of q."""
-    sharp_q = 1.0 if kind == "gemma3" else ATTENTION_SHARPNESS
+    sharp = ATTENTION_SHARPNESS
+    if kind == "deepseek":  # without compression of the query
+        q_size, kv_size = NOPE_DIM + ROPE_DIM, NOPE_DIM + MLA_HEAD_DIM
+        yield _linear(f"{prefix}.q_proj", NUM_HEADS * q_size, HIDDEN_SIZE, gain=sharp)
+        yield _linear(f"{prefix}.kv_a_proj_with_mqa", KV_LORA_RANK + ROPE_DIM, HIDDEN_SIZE)
+        yield f"{prefix}.kv_a_layernorm.weight", (KV_LORA_RANK,), 0.0, 1.0
+        yield _linear(f"{prefix}.kv_b_proj", NUM_HEADS * kv_size, KV_LORA_RANK)
+        yield _linear(f"{prefix}.o_proj", HIDDEN_SIZE, NUM_HEADS * MLA_HEAD_DIM, gain=2.0)
+        return
+    sharp_q = 1.0 if kind == "gemma3" else sharp
     yield _linear(f"{prefix}.q_proj", NUM_HEADS * HEAD_DIM, HIDDEN_SIZE, gain=sharp_q)
     yield _linear(f"{prefix}.k_proj", NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE)
     yield _linear(f"{prefix}.v_proj", NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE)
     yield _linear(f"{prefix}.o_proj", HIDDEN_SIZE, NUM_HEADS * HEAD_DIM, gain=2.0)
     if kind == "gemma3":
-        yield _Weight(f"{prefix}.q_norm.weight", (HEAD_DIM,), fill=ATTENTION_SHARPNESS - 1)
-        yield _Weight(f"{prefix}.k_norm.weight", (HEAD_DIM,), fill=0.0)
-
-
-def _list_mla_weights(prefix: str) -> Iterator[_Weight]:
-    """Yield one layer's multi-head latent attention, without compression of the query."""
-    yield _linear(
-        f"{prefix}.q_proj",
-        NUM_HEADS * (NOPE_DIM + ROPE_DIM),
-        HIDDEN_SIZE,
-        gain=ATTENTION_SHARPNESS,
-    )
-    yield _linear(f"{prefix}.kv_a_proj_with_mqa", KV_LORA_RANK + ROPE_DIM, HIDDEN_SIZE)
-    yield _Weight(f"{prefix}.kv_a_layernorm.weight", (KV_LORA_RANK,), fill=1.0)
-    yield _linear(f"{prefix}.kv_b_proj", NUM_HEADS * (NOPE_DIM + MLA_HEAD_DIM), KV_LORA_RANK)
-    yield _linear(f"{prefix}.o_proj", HIDDEN_SIZE, NUM_HEADS * MLA_HEAD_DIM, gain=2.0)
+        yield f"{prefix}.q_norm.weight", (HEAD_DIM,), 0.0, sharp - 1
+        yield f"{prefix}.k_norm.weight", (HEAD_DIM,), 0.0, 0.0
 
 
 def _linear(name: str, num_outputs: int, num_inputs: int, *, gain: float = 1.0) -> _Weight:
     """Return the weight of a linear layer that maps unit scale to `gain`."""
-    return _Weight(f"{name}.weight", (num_outputs, num_inputs), std=gain * num_inputs**-0.5)
+    return f"{name}.weight", (num_outputs, num_inputs), gain * num_inputs**-0.5, 0.0
 
 
 def _write_weights(path: Path, weights: Iterator[_Weight], seed: int) -> None:
-    """Write the checkpoint, each tensor from the seed and its own name.
-
-    So adding a layer changes no other layer's weights.
-    """
+    """Write the checkpoint, each tensor from the seed and its own name."""
     from safetensors.numpy import save_file
 
     tensors: dict[str, npt.NDArray[np.float32]] = {}
-    for weight in weights:
-        rng = np.random.default_rng([seed, zlib.crc32(weight.name.encode())])
-        noise = rng.standard_normal(weight.shape, dtype=np.float32)
-        tensors[weight.name] = noise * np.float32(weight.std) + np.float32(weight.fill)
+    for name, shape, std, mean in weights:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        noise = rng.standard_normal(shape, dtype=np.float32)
+        tensors[name] = noise * np.float32(std) + np.float32(mean)
     output = tensors["lm_head.weight"]
     output[: ANSWER_BYTES.start] = 0.0
     output[ANSWER_BYTES.stop :] = 0.0
@@ -293,19 +250,14 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": "<eos>",
         "additional_special_tokens": list(SPECIAL_TOKENS[3:]),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 131_072,
+        "model_max_length": MAX_POSITIONS,
         "chat_template": CHAT_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", settings)
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary.
-
-    A printable byte of Latin-1 stands for itself, the others for characters from 256 on, so that
-    no token contains white space. Source: `bytes_to_unicode` of GPT-2's encoder.py, which the
-    tokenizers library follows.
-    """
+    """Return the character that stands for each byte: `bytes_to_unicode` of GPT-2's encoder.py."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]

@@ -2,77 +2,38 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
-from safe_offload.bench.transfer_grid import Case, Traffic, Way
+from safe_offload.bench.transfer_cases import Case, Traffic
 from safe_offload.errors import SafeOffloadError
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.backends.ranges import Ranges, RangeTable, Runs
+from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.host_memory import HostMemory
 
+OURS = "safe_offload"
+LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
+LOOP = "loop"  # one call for each range, the ranges worked out beforehand
 PATIENCE_S = 120.0
 PAUSE_S = 0.01
 
-TimedCopy = Callable[[], float]
-"""Copies everything once; returns how long it took, in s."""
-
-
-class Stopwatch(Protocol):
-    """Time on the device, between two points of its streams."""
-
-    def start(self, stream: Any) -> None:
-        """Take the time when the stream gets here."""
-
-    def stop(self, stream: Any) -> None:
-        """Take the time when the stream gets here."""
-
-    def elapsed_s(self) -> float:
-        """Wait for the second point; return the time between the two."""
-
-
-class CudaStopwatch:
-    """See `Stopwatch`; two events of torch's with timing."""
-
-    def __init__(self) -> None:
-        self._first, self._second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def start(self, stream: Any) -> None:
-        """See `Stopwatch`."""
-        self._first.record(stream)
-
-    def stop(self, stream: Any) -> None:
-        """See `Stopwatch`."""
-        self._second.record(stream)
-
-    def elapsed_s(self) -> float:
-        """See `Stopwatch`."""
-        self._second.synchronize()
-        return float(self._first.elapsed_time(self._second)) / 1e3
+TimedCopy = Callable[[], float]  # copies everything once; returns the seconds
+Give = Callable[[], object]  # makes the copies of one direction, or gives them to the device
 
 
 class Rig:
-    """A KV cache, a host pool as large, and our backend between them.
+    """A KV cache of shape (case.size_bytes,), a host pool as large, our backend between them."""
 
-    Args:
-        case: the size of both.
-        storage: shape (case.size_bytes,), uint8.
-
-    Attributes:
-        clock: between which points a way is timed.
-        missing: ways that cannot be measured here, and why.
-    """
-
-    clock: str
-    backend: Any
-    """A CpuBackend or GpuBackend: the completions of both have a future."""
+    clock: str  # between which points a way is timed
+    backend: Any  # a CpuBackend or GpuBackend; the completions of both have a future
+    _one: Callable[[Direction, int, int, int], Give]  # a copy: target, source, bytes
+    _each: Callable[[Direction, Ranges], Give]  # copies of ranges
 
     def __init__(self, case: Case, storage: torch.Tensor) -> None:
         self.case = case
@@ -80,11 +41,29 @@ class Rig:
         self.layout = case.make_layout()
         self.host = HostMemory.allocate(self.layout.size_bytes)
         self.table = RangeTable(storage.data_ptr(), self.host.tensor.data_ptr(), self.layout)
-        self.missing: dict[Way, str] = {}
 
-    def ways(self, traffic: Traffic) -> dict[Way, TimedCopy]:
-        """Return every way that can be measured here."""
+    def ways(self, traffic: Traffic) -> dict[str, TimedCopy]:
+        """Return every way to move the bytes."""
+        copies = self.case.make_copies(traffic)
+        large = {c.direction: self._large(c.direction, traffic) for c in copies}
+        each = {c.direction: self._each(c.direction, self.ranges(c)) for c in copies}
+        return {
+            OURS: lambda: self.time_ours(copies),
+            LIMIT: lambda: self.time(large),
+            LOOP: lambda: self.time(each),
+        }
+
+    def time(self, gives: Mapping[Direction, Give]) -> float:
+        """Time copies that are not ours, both directions at once if there are two."""
         raise NotImplementedError
+
+    def time_ours(self, copies: Sequence[Copy]) -> float:
+        """Time our copies, as the others are timed."""
+        raise NotImplementedError
+
+    def ranges(self, copy: Copy) -> Ranges:
+        """Return what a copy consists of, neighbours joined."""
+        return self.table.ranges(self.table.runs(copy))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy by our backend, and wait."""
@@ -93,17 +72,13 @@ class Rig:
             completion.future.result(PATIENCE_S)
 
     def check(self) -> None:
-        """Store everything, wipe the KV cache and load it again; touches every page, too.
-
-        Raises:
-            SafeOffloadError: other bytes came back.
-        """
+        """Store everything, wipe the KV cache, load it again, and compare every byte."""
         words = self.storage.view(torch.int32)
         expected = torch.arange(len(words), dtype=torch.int32, device=words.device)
         words.copy_(expected)
-        self.copy(make_copies(self.case, Traffic.STORE))
+        self.copy(self.case.make_copies(Traffic.STORE))
         self.storage.zero_()
-        self.copy(make_copies(self.case, Traffic.LOAD))
+        self.copy(self.case.make_copies(Traffic.LOAD))
         if not torch.equal(words, expected):
             raise SafeOffloadError(f"{self.case}: other bytes came back than were stored")
 
@@ -111,22 +86,16 @@ class Rig:
         """Give back threads and memory."""
         self.backend.close()
 
-    def large_copy(self, direction: Direction, traffic: Traffic) -> tuple[int, int, int]:
-        """Return target, source and bytes of one contiguous copy of as many bytes."""
-        size_bytes = self.case.moved_bytes(traffic)
-        offset = 0
+    def _large(self, direction: Direction, traffic: Traffic) -> Give:
+        """Return one contiguous copy of as many bytes."""
+        size_bytes, offset = self.case.moved_bytes(traffic), 0
         if traffic is Traffic.BOTH:
             size_bytes //= 2
             offset = 0 if direction is Direction.STORE else size_bytes
-        in_storage = self.storage.data_ptr() + offset
-        in_host = self.host.tensor.data_ptr() + offset
-        if direction is Direction.STORE:
-            return in_host, in_storage, size_bytes
-        return in_storage, in_host, size_bytes
-
-    def ranges(self, copy: Copy) -> Ranges:
-        """Return what a copy consists of, neighbours joined."""
-        return self.table.ranges(self.table.runs(copy))
+        target, source = self.host.tensor.data_ptr() + offset, self.storage.data_ptr() + offset
+        if direction is Direction.LOAD:
+            target, source = source, target
+        return self._one(direction, target, source, size_bytes)
 
 
 class CpuRig(Rig):
@@ -139,84 +108,100 @@ class CpuRig(Rig):
         self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, num_threads=1)
         self._threads = ThreadPoolExecutor(len(Direction))
 
-    def ways(self, traffic: Traffic) -> dict[Way, TimedCopy]:
-        """See `Rig`."""
-        copies = make_copies(self.case, traffic)
-        large = [self.large_copy(copy.direction, traffic) for copy in copies]
-        lists = [self._lists(copy) for copy in copies]
-        return {
-            Way.OURS: lambda: _time(lambda: self.copy(copies)),
-            Way.LIMIT: lambda: self._time_each(lambda copy: ctypes.memmove(*copy), large),
-            Way.LOOP: lambda: self._time_each(_move_each, lists),
-        }
+    def time(self, gives: Mapping[Direction, Give]) -> float:
+        """See `Rig`; in threads that wait for work, as our backend's do."""
+        return _time(lambda: list(self._threads.map(lambda give: give(), gives.values())))
+
+    def time_ours(self, copies: Sequence[Copy]) -> float:
+        return _time(lambda: self.copy(copies))
 
     def close(self) -> None:
-        """See `Rig`."""
         super().close()
         self._threads.shutdown()
 
-    def _lists(self, copy: Copy) -> tuple[list[int], list[int], list[int]]:
-        ranges = self.ranges(copy)
-        return ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist()
+    def _one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
+        return lambda: ctypes.memmove(target, source, size_bytes)
 
-    def _time_each(self, move: Callable[[Any], object], copies: Sequence[Any]) -> float:
-        """In threads that wait for work, as our backend's do."""
-        return _time(lambda: list(self._threads.map(move, copies)))
+    def _each(self, direction: Direction, ranges: Ranges) -> Give:
+        lists = [part.tolist() for part in (ranges.targets, ranges.sources, ranges.lengths)]
+
+        def move() -> None:
+            for target, source, length in zip(*lists, strict=True):
+                ctypes.memmove(target, source, length)
+
+        return move
 
 
 class GpuRig(Rig):
     """See `Rig`: the host memory page-locked, streams for what we are compared with.
 
-    Args:
-        device: that the storage is on.
-        stopwatch: for its streams.
-
-    Raises:
-        SafeOffloadError: host memory cannot be page-locked.
+    `make_event` makes events of torch's with timing. SafeOffloadError is raised if host memory
+    cannot be page-locked.
     """
 
     clock = "device time, from the compute stream's point at the call until it has got the bytes"
 
     def __init__(
-        self, case: Case, storage: torch.Tensor, device: Device, stopwatch: Stopwatch
+        self, case: Case, storage: torch.Tensor, device: Device, make_event: Callable[[], Any]
     ) -> None:
         super().__init__(case, storage)
         self.device = device
-        self.stopwatch = stopwatch
+        self._first, self._last = make_event(), make_event()
         self.backend = GpuBackend(device, storage.data_ptr(), self.layout, self.host)
-        self._streams: dict[Direction, Any] = {}
+        self.streams: dict[Direction, Any] = {}
         try:
             self._wait_until_locked()
-            for direction in Direction:
-                self._streams[direction] = device.make_stream()
+            self.streams = {direction: device.make_stream() for direction in Direction}
         except BaseException:
             self.close()
             raise
 
-    def ways(self, traffic: Traffic) -> dict[Way, TimedCopy]:
-        """See `Rig`."""
-        copies = make_copies(self.case, traffic)
-        driver = self.device.driver
-        large = {c.direction: self.large_copy(c.direction, traffic) for c in copies}
-        ranges = {c.direction: self.ranges(c) for c in copies}
+    def time(self, gives: Mapping[Direction, Give]) -> float:
+        """See `Rig`; in the order of `time_ours`, by streams and events of the rig's own."""
+        compute = self.start_clock()
+        start = self.device.record(compute)
+        ends = []
+        for direction, give in gives.items():
+            self.streams[direction].wait_event(start)
+            give()
+            ends.append(self.device.record(self.streams[direction]))
+        for end in ends:
+            compute.wait_event(end)
+        return self.stop_clock()
 
-        def copy_large(direction: Direction) -> None:
-            driver.copy(*large[direction], self._streams[direction].cuda_stream)
+    def time_ours(self, copies: Sequence[Copy]) -> float:
+        self.start_clock()
+        completions = [self.backend.issue(copy, self.backend.mark()) for copy in copies]
+        for completion in completions:
+            self.backend.fence(completion, PATIENCE_S)
+        elapsed_s = self.stop_clock()
+        for completion in completions:
+            completion.future.result(PATIENCE_S)
+        return elapsed_s
 
-        def copy_each(direction: Direction) -> None:
-            driver.copy_each(ranges[direction], self._streams[direction].cuda_stream)
+    def start_clock(self) -> Any:
+        """Take the time when the compute stream gets here; return the stream."""
+        compute = self.device.compute_stream()
+        self._first.record(compute)
+        return compute
 
-        directions = list(large)
-        return {
-            Way.OURS: lambda: self._time_ours(copies),
-            Way.LIMIT: lambda: self._time(directions, copy_large),
-            Way.LOOP: lambda: self._time(directions, copy_each),
-        } | self._ways_of_vllm(copies)
+    def stop_clock(self) -> float:
+        """Wait until the compute stream gets here; return the seconds that it took."""
+        self._last.record(self.device.compute_stream())
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) / 1e3
 
     def close(self) -> None:
-        """See `Rig`."""
-        self._streams.clear()
+        self.streams.clear()
         super().close()
+
+    def _one(self, direction: Direction, target: int, source: int, size_bytes: int) -> Give:
+        stream = self.streams[direction].cuda_stream
+        return lambda: self.device.driver.copy(target, source, size_bytes, stream)
+
+    def _each(self, direction: Direction, ranges: Ranges) -> Give:
+        stream = self.streams[direction].cuda_stream
+        return lambda: self.device.driver.copy_each(ranges, stream)
 
     def _wait_until_locked(self) -> None:
         end_s = time.monotonic() + PATIENCE_S
@@ -232,102 +217,6 @@ class GpuRig(Rig):
                 f"the driver does not page-lock {self.host.size_bytes} bytes; "
                 "fix: ulimit -l unlimited, or a smaller --max-bytes"
             )
-
-    def _time_ours(self, copies: Sequence[Copy]) -> float:
-        compute = self.device.compute_stream()
-        self.stopwatch.start(compute)
-        completions = [self.backend.issue(copy, self.backend.mark()) for copy in copies]
-        for completion in completions:
-            self.backend.fence(completion, PATIENCE_S)
-        self.stopwatch.stop(compute)
-        for completion in completions:
-            completion.future.result(PATIENCE_S)
-        return self.stopwatch.elapsed_s()
-
-    def _time(self, directions: Sequence[Direction], give: Callable[[Direction], None]) -> float:
-        """The same order as in `_time_ours`, on streams and by events of our own."""
-        compute = self.device.compute_stream()
-        self.stopwatch.start(compute)
-        start = self.device.record(compute)
-        ends = []
-        for direction in directions:
-            self._streams[direction].wait_event(start)
-            give(direction)
-            ends.append(self.device.record(self._streams[direction]))
-        for end in ends:
-            compute.wait_event(end)
-        self.stopwatch.stop(compute)
-        return self.stopwatch.elapsed_s()
-
-    def _ways_of_vllm(self, copies: Sequence[Copy]) -> dict[Way, TimedCopy]:
-        """Each is tried once: there are many reasons why one may not work here."""
-        ways: dict[Way, TimedCopy] = {}
-        for way, make in (
-            (Way.VLLM_BATCH, self._vllm_batches),
-            (Way.VLLM_KERNEL, self._vllm_kernels),
-        ):
-            try:
-                gives = make(copies)
-                if gives:
-                    timed = self._vllm_way(gives)
-                    timed()
-                    ways[way] = timed
-            except Exception as error:
-                self.missing[way] = f"{type(error).__name__}: {error}"
-        return ways
-
-    def _vllm_way(self, gives: dict[Direction, Callable[[], None]]) -> TimedCopy:
-        return lambda: self._time(list(gives), lambda direction: gives[direction]())
-
-    def _vllm_batches(self, copies: Sequence[Copy]) -> dict[Direction, Callable[[], None]]:
-        from safe_offload.bench import vllm_copies
-
-        shape = (self.case.num_layers, self.case.num_blocks, self.case.range_bytes)
-        sides = (self.storage, self.host.tensor)
-        caches, hosts = (list(side[: self.case.size_bytes].view(shape)) for side in sides)
-        return {
-            copy.direction: vllm_copies.batched_call(
-                copy, (caches, hosts), self._streams[copy.direction]
-            )
-            for copy in copies
-        }
-
-    def _vllm_kernels(self, copies: Sequence[Copy]) -> dict[Direction, Callable[[], None]]:
-        from safe_offload.bench import vllm_copies
-
-        directions = [copy.direction for copy in copies]
-        if directions != [Direction.LOAD]:
-            return {}
-        if not vllm_copies.has_kernel_for(self.case.range_bytes, Direction.LOAD):
-            return {}
-        ranges = self._ranges_apart(copies[0])
-        stream = self._streams[Direction.LOAD]
-        return {Direction.LOAD: vllm_copies.kernel_launch(ranges, stream)}
-
-    def _ranges_apart(self, copy: Copy) -> Ranges:
-        """A range for each block of each layer, as vLLM has them, neighbours or not."""
-        blocks, slots = (ids.astype(np.uint64) for ids in (copy.block_ids, copy.slot_ids))
-        return self.table.ranges(Runs(copy.direction, blocks, slots, None))
-
-
-def make_copies(case: Case, traffic: Traffic) -> list[Copy]:
-    """Return the copy of all blocks, or the two of half of them each."""
-    blocks = slots = np.arange(case.num_blocks, dtype=np.int64)
-    if not case.is_contiguous:
-        generator = np.random.default_rng(0)
-        blocks, slots = generator.permutation(blocks), generator.permutation(slots)
-    if traffic is not Traffic.BOTH:
-        return [Copy(Direction(traffic.value), blocks, slots)]
-    half = case.num_blocks // 2
-    return [
-        Copy(Direction.STORE, blocks[:half], slots[:half]),
-        Copy(Direction.LOAD, blocks[half : 2 * half], slots[half : 2 * half]),
-    ]
-
-
-def _move_each(lists: tuple[list[int], list[int], list[int]]) -> None:
-    for target, source, length in zip(*lists, strict=True):
-        ctypes.memmove(target, source, length)
 
 
 def _time(work: Callable[[], object]) -> float:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from safe_offload.bench.engine_breakdown import (
+    BASELINE,
+    CONNECTOR,
     COPY,
-    FIRST,
     FORWARD,
-    GPU_HIT,
-    HOST_HIT,
-    MEMCPY,
     SPANS,
     TO_COPY,
     TO_FORWARD,
@@ -23,22 +21,16 @@ from safe_offload.bench.engine_breakdown import (
     TO_USER,
     TO_WORKER,
     TTFT,
-    Breakdown,
-    CopySums,
     Observed,
-    copies_of,
-    first_pass_rows,
     hit_rows,
     render_breakdown,
-    spans_of,
 )
 from safe_offload.bench.engine_process import Answer
-from safe_offload.bench.engine_watch import FORWARD as FORWARD_THREAD
-from safe_offload.bench.engine_watch import LOOP, ROLES, STORES, ThreadUse, Watched
+from safe_offload.bench.engine_watch import Watched
 
 ARRIVAL_S = 100.0
-BASELINE = "no connector"
 WAITING, COMPUTING = 0, 32
+FIRST_PLACE, HOST_HIT_PLACE, GPU_HIT_PLACE = 0, 3, 6
 
 
 def make_watched(
@@ -46,7 +38,6 @@ def make_watched(
     ttft_s: float = 0.025,
     queued_s: float = 0.002,
     scheduler_token_s: float = 0.024,
-    uses: dict[str, ThreadUse] | None = None,
     **probe: list[Any],
 ) -> Watched:
     """Times are in s after the request's arrival; those of `probe` are absolute."""
@@ -63,7 +54,6 @@ def make_watched(
             scheduler_token_s=ARRIVAL_S + scheduler_token_s,
         ),
         probe={"steps": [], "submits": [], "copies": [], "reports": []} | probe,
-        uses=uses if uses is not None else {role: ThreadUse() for role in ROLES},
     )
 
 
@@ -83,8 +73,8 @@ def make_host_hit(**times_s: float) -> Watched:
         ],
         submits=[(after(0.0032), "load", 7), (after(0.0095), "store", 8)],
         copies=[
-            ("load", after(0.004), after(0.006), 1000, 10),
-            ("store", after(0.010), after(0.011), 100, 1),
+            ("load", after(0.004), after(0.006), 1000),
+            ("store", after(0.010), after(0.011), 100),
         ],
         reports=[(after(0.0068), (7,)), (after(0.041), (8,))],
     )
@@ -97,31 +87,28 @@ def make_gpu_hit() -> Watched:
 
 
 def make_first(*, is_stored: bool) -> Watched:
-    uses = {role: ThreadUse(0.010, 0.001, 2) for role in ROLES}
-    uses[FORWARD_THREAD] = ThreadUse(1.0, 0.060 if is_stored else 0.020, 5)
-    if not is_stored:
-        uses[LOOP] = uses[STORES] = ThreadUse()
     stores = [
-        ("store", after(0.5), after(0.504), 600, 6),
-        ("store", after(0.9), after(0.903), 400, 4),
+        ("store", after(0.5), after(0.504), 600),
+        ("store", after(0.9), after(0.903), 400),
     ]
-    return make_watched(
-        ttft_s=1.02 if is_stored else 1.0, uses=uses, copies=stores if is_stored else []
-    )
+    return make_watched(ttft_s=1.02 if is_stored else 1.0, copies=stores if is_stored else [])
 
 
-def make_breakdown() -> Breakdown:
+def make_observed() -> list[Observed]:
     """One request of each kind and engine."""
     requests = [
-        (BASELINE, FIRST, make_first(is_stored=False)),
-        (BASELINE, HOST_HIT, make_first(is_stored=False)),  # it has no host, so it computes
-        (BASELINE, GPU_HIT, make_gpu_hit()),
-        ("connector", FIRST, make_first(is_stored=True)),
-        ("connector", HOST_HIT, make_host_hit()),
-        ("connector", GPU_HIT, make_gpu_hit()),
+        (BASELINE, FIRST_PLACE, make_first(is_stored=False)),
+        (BASELINE, HOST_HIT_PLACE, make_first(is_stored=False)),  # it has no host, so it computes
+        (BASELINE, GPU_HIT_PLACE, make_gpu_hit()),
+        (CONNECTOR, FIRST_PLACE, make_first(is_stored=True)),
+        (CONNECTOR, HOST_HIT_PLACE, make_host_hit()),
+        (CONNECTOR, GPU_HIT_PLACE, make_gpu_hit()),
     ]
-    observed = [Observed(engine, kind, 1, watched) for engine, kind, watched in requests]
-    return Breakdown(BASELINE, observed, {"load": [0.0015], "store": [0.005]})
+    return [Observed(engine, 1, place, watched) for engine, place, watched in requests]
+
+
+def spans_of(watched: Watched) -> dict[str, float]:
+    return Observed(CONNECTOR, 1, HOST_HIT_PLACE, watched).spans()
 
 
 def test_the_spans_of_a_host_hit_follow_one_another() -> None:
@@ -153,14 +140,15 @@ def test_a_hit_on_the_gpu_has_no_spans_of_a_load() -> None:
 def test_loads_in_several_transfers_are_one_span_from_the_first_to_the_last() -> None:
     hit = make_host_hit()
     hit.probe["submits"].insert(1, (after(0.0033), "load", 9))
-    hit.probe["copies"].append(("load", after(0.0062), after(0.0072), 50, 5))
+    hit.probe["copies"].append(("load", after(0.0062), after(0.0072), 50))
     hit.probe["reports"].insert(1, (after(0.0085), (9, 10)))
     spans = spans_of(hit)
     assert spans[TO_WORKER] == pytest.approx(0.0012)
     assert spans[COPY] == pytest.approx(0.0032)
     assert spans[TO_STEP] == pytest.approx(0.0013)
     assert sum(spans.values()) == pytest.approx(0.025)
-    assert copies_of(hit, "load") == CopySums(2, 15, 1050, pytest.approx(0.003))
+    found = Observed(CONNECTOR, 1, HOST_HIT_PLACE, hit)
+    assert found.copied("load") == (2, 1050, pytest.approx(0.003))
 
 
 def test_a_prompt_that_is_computed_in_chunks_is_not_taken_apart() -> None:
@@ -169,69 +157,42 @@ def test_a_prompt_that_is_computed_in_chunks_is_not_taken_apart() -> None:
 
 
 def test_copies_are_summed_by_direction() -> None:
-    assert copies_of(make_first(is_stored=True), "store") == CopySums(
-        2, 10, 1000, pytest.approx(0.007)
-    )
-    assert copies_of(make_first(is_stored=True), "load") == CopySums(0, 0, 0, 0.0)
+    first = Observed(CONNECTOR, 1, FIRST_PLACE, make_first(is_stored=True))
+    assert first.copied("store") == (2, 1000, pytest.approx(0.007))
+    assert first.copied("load") == (0, 0, 0.0)
 
 
 def test_what_the_medians_of_the_spans_leave_over_is_the_rest() -> None:
     """Two of three hits are 10 ms late, each in another span, so that no span's median knows."""
-    breakdown = make_breakdown()
     late_in_forward = make_host_hit(ttft_s=0.035, scheduler_token_s=0.034)
     late_in_forward.probe["steps"][2] = (after(0.009), after(0.033), COMPUTING)
-    for late in (late_in_forward, make_host_hit(ttft_s=0.035)):
-        breakdown.observed.append(Observed("connector", HOST_HIT, 2, late))
-    rows = {row.name: row.values_ms for row in hit_rows(breakdown)}
-    assert rows[FORWARD] == pytest.approx((14.0, 14.0, 14.0))
-    assert rows[TO_USER] == pytest.approx((1.0, 1.0, 1.0))
-    assert rows["rest"] == pytest.approx((10.0, 0.0, 0.0), abs=1e-6)
-    assert rows[TTFT] == pytest.approx((35.0, 20.0, 20.0))
+    late = [late_in_forward, make_host_hit(ttft_s=0.035)]
+    more = [Observed(CONNECTOR, 2, HOST_HIT_PLACE, watched) for watched in late]
+    rows = hit_rows([*make_observed(), *more])
+    assert rows[FORWARD] == pytest.approx([14.0, 14.0, 14.0])
+    assert rows[TO_USER] == pytest.approx([1.0, 1.0, 1.0])
+    assert rows["rest"] == pytest.approx([10.0, 0.0, 0.0], abs=1e-6)
+    assert rows[TTFT] == pytest.approx([35.0, 20.0, 20.0])
 
 
-def test_the_memcpy_limit_stands_below_the_copy_and_is_in_no_sum() -> None:
-    rows = hit_rows(make_breakdown())
-    names = [row.name for row in rows]
-    assert names.index(MEMCPY) == names.index(COPY) + 1
-    by_name = {row.name: row.values_ms for row in rows}
-    assert by_name[MEMCPY] == pytest.approx((1.5, None, None))
-    assert sum(by_name[span][0] or 0.0 for span in SPANS) == pytest.approx(by_name[TTFT][0])
+def test_the_table_is_printed_with_what_was_moved() -> None:
+    text = render_breakdown(make_observed())
+    assert "(medians of 1): 0.0 MB in 1 loads, 2.00 ms from issued to done" in text
+    assert "0.0 MB in 2 stores, 7.00 ms from issued to done" in text
+    (copy,) = (line for line in text.splitlines() if line.startswith(COPY))
+    assert copy.split() == ["copy,", "its", "thread", "woken", "2.00"]
 
 
-def test_the_first_pass_says_who_used_more_than_without_a_connector() -> None:
-    rows = {row.name: row.values_ms for row in first_pass_rows(make_breakdown())}
-    assert rows[TTFT] == pytest.approx((1000.0, 1020.0, 20.0))
-    assert rows[f"CPU: {STORES}"] == pytest.approx((0.0, 10.0, 10.0))
-    assert rows[f"CPU: {FORWARD_THREAD}"] == pytest.approx((1000.0, 1000.0, 0.0))
-    assert rows["the forward's thread waits for its core"] == pytest.approx((20.0, 60.0, 40.0))
-    assert rows["copies of the stores, begin to end"] == pytest.approx((None, 7.0, None))
-    assert rows[MEMCPY] == pytest.approx((None, 5.0, None))
+def test_nothing_is_printed_of_a_connector_whose_copies_are_not_seen() -> None:
+    observed = make_observed()
+    for one in observed:
+        one.watched.probe["copies"].clear()
+    assert render_breakdown(observed) == ""
 
 
-def test_the_tables_are_printed_with_what_was_moved() -> None:
-    text = render_breakdown(make_breakdown())
-    assert "(medians of 1): 0.0 MB in 10 pieces, 1 transfers, loaded" in text
-    assert "0.0 MB in 10 pieces, 2 transfers, stored" in text
-    assert "2 page faults in our copying threads" in text
-    (copy,) = (line for line in text.splitlines() if line.startswith("copy "))
-    assert copy.split() == ["copy", "2.00"]
-
-
-def test_nothing_is_printed_of_a_connector_that_cannot_be_watched() -> None:
-    breakdown = make_breakdown()
-    for observed in breakdown.observed:
-        observed.watched.probe["copies"].clear()
-    assert render_breakdown(breakdown) == ""
-    json.dumps(breakdown.to_json())
-
-
-def test_the_json_file_holds_rows_and_requests() -> None:
-    content = json.loads(json.dumps(make_breakdown().to_json()))
-    assert content["hit_ms"]["copy"] == [pytest.approx(2.0), None, None]
-    assert content["first_pass_ms"][TTFT] == pytest.approx([1000.0, 1020.0, 20.0])
-    assert content["memcpy_s"] == {"load": [0.0015], "store": [0.005]}
-    assert len(content["requests"]) == 6
-    hit = content["requests"][4]
-    assert hit["load"]["size_bytes"] == 1000
+def test_the_json_file_holds_a_request() -> None:
+    hit = json.loads(json.dumps(make_observed()[4].to_json()))
+    assert hit["load"] == [1, 1000, pytest.approx(0.002)]
     assert hit["spans_s"][FORWARD] == pytest.approx(0.014)
-    assert hit["uses"][STORES]["num_page_faults"] == 0
+    assert hit["kind"] == "host hit"
+    assert hit["num_host_tokens"] == 96

@@ -11,7 +11,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def read(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
@@ -20,7 +20,7 @@ class Clock:
 
 def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning() -> None:
     clock = Clock()
-    turns = Turns(clock.read, clock.sleep)
+    turns = Turns(clock)
     turns.begin("a")
     turns.end("a")
     turns.begin("a")

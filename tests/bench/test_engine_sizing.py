@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from safe_offload.bench import engine
+from safe_offload.bench.engine import CPU_BYTES_MIN, BenchOptions, scale
 from safe_offload.bench.engine_process import EngineOptions, Started
-from safe_offload.bench.engine_sizing import DEFAULT_CPU_BYTES_MIN, Sizes, scale
 from safe_offload.cli import main
 from safe_offload.errors import SafeOffloadError
 
@@ -25,16 +25,19 @@ def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int =
 def test_the_pool_holds_as_many_requests_as_asked_for() -> None:
     """1,000 blocks hold 10 requests, so 1.6 take 160; each has a tenth of the bytes."""
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    sizes = scale(asked, 100 << 30, pool_ratio=1.6, num_answer_tokens=16)
-    assert sizes == Sizes(
-        num_prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=40 << 30
+    assert scale(BenchOptions(), asked, 100 << 30) == BenchOptions(
+        prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=40 << 30
     )
 
 
 def test_a_small_model_has_the_usual_host_memory() -> None:
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    sizes = scale(asked, 1 << 20, pool_ratio=1.6, num_answer_tokens=16)
-    assert sizes.cpu_bytes == DEFAULT_CPU_BYTES_MIN
+    assert scale(BenchOptions(), asked, 1 << 20).cpu_bytes == CPU_BYTES_MIN
+
+
+def test_host_memory_that_was_asked_for_stays() -> None:
+    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
+    assert scale(BenchOptions(cpu_bytes="1GiB"), asked, 100 << 30).cpu_bytes == "1GiB"
 
 
 class Asked(SafeOffloadError):
@@ -45,9 +48,9 @@ def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[En
     """Run the command until its first engine for measuring would start."""
     asked: list[EngineOptions] = []
 
-    def answer(options: EngineOptions, log_path: Path, **_: object) -> Sizes:
+    def answer(options: EngineOptions, log_path: Path, _: float) -> tuple[Started, int]:
         asked.append(options)
-        return Sizes(num_prompt_tokens=1000, num_gpu_blocks=160, block_size=64, cpu_bytes=40 << 30)
+        return started(num_gpu_blocks=1000, max_concurrency=10.0), 100 << 30
 
     def start(name: str, options: EngineOptions, log_path: Path) -> None:
         asked.append(options)
@@ -66,7 +69,7 @@ def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.Mon
     assert sizing.arguments["gpu_memory_utilization"] < 0.5, "two engines live on the GPU"
     assert measured.arguments["max_model_len"] == 1016
     assert measured.arguments["num_gpu_blocks_override"] == 160
-    assert measured.arguments["block_size"] == 64
+    assert measured.arguments["block_size"] == 16
 
 
 def test_a_pool_that_was_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

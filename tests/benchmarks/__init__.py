@@ -1,1 +1,1 @@
-"""Benchmarks that only developers run; see docs/benchmarks.md."""
+"""Benchmarks that only developers run; see docs/benchmarks/method.md."""

@@ -1,4 +1,6 @@
-"""Measure what only developers measure: `python -m tests.benchmarks NAME`; see docs/benchmarks.md.
+"""Measure what only developers measure: `python -m tests.benchmarks NAME`.
+
+docs/benchmarks/method.md says how.
 
 `safe-offload bench` has what users run on machines of their own.
 """
@@ -20,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
+        ("copies", "`bench transfer` with vLLM's own copies and with latencies"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
+        ("first_pass", "`bench engine`, with what every thread uses while a prompt is stored"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),

@@ -15,30 +15,28 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safe_offload.bench.engine import (
-    CONNECTOR,
-    PROMPT_TOKEN_IDS,
-    BenchOptions,
-    engine_options,
-    tiny_options,
+from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer, generate
+from safe_offload.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    publish,
+    table,
 )
-from safe_offload.bench.engine_process import (
-    Answer,
-    EngineProcess,
-    Question,
-    answer,
-    forget_prefix_cache,
-    generate,
-)
-from safe_offload.bench.machine import describe_machine
-from safe_offload.bench.output import write_report
 from safe_offload.errors import ConfigError, SafeOffloadError
+from tests.benchmarks.engines import (
+    TIMEOUT_S,
+    forget_prefix_cache,
+    make_tiny_engine,
+    ours,
+    random_prompt,
+)
 
 LOADED, RULE = "every hit loaded", "the rule"
 MIN_LOAD_TOKENS: dict[str, int | str] = {LOADED: 0, RULE: "auto"}
@@ -53,12 +51,9 @@ WARM_UP_ROUNDS = 3
 PROMPTS_PER_TURN = 3
 """Of each length."""
 LONG_TOKENS, LONG_EVERY = 4096, 3
-"""Longer hits are asked for once in so many rounds: there is less doubt, and they take long."""
+"""Longer hits are asked for once in this many rounds: there is less doubt, and they take long."""
 SETTLE_S, SETTLE_TOKEN_S = 0.03, 20e-6
 """After a prompt was seen for the first time, for its stores, and for each of its tokens."""
-_TIMEOUT_S = 600.0
-
-Say = Callable[[str], None]
 
 
 class Answers(NamedTuple):
@@ -90,30 +85,16 @@ class Found:
         """Return the time of a hit, in terms of computing it."""
         return statistics.median(self.hit_s) / statistics.median(self.computed_s)
 
+    def keep(self, answers: Answers) -> None:
+        """Note the answers to one prompt."""
+        self.hit_s.append(answers.hit.ttft_s)
+        self.computed_s.append(answers.computed.ttft_s)
+        self.on_gpu_s.append(answers.on_gpu.ttft_s)
+        self.num_loaded += answers.hit.num_host_tokens > 0
 
-@dataclass(slots=True)
-class HitsReport:
-    """What was found, by length and engine."""
 
-    found: dict[int, dict[str, Found]]
-    machine: dict[str, Any]
-
-    def ratio(self, num_tokens: int) -> float:
-        """Return the time with the rule, in terms of the better of loading and computing."""
-        by_way = self.found[num_tokens]
-        return by_way[RULE].ratio / min(1.0, by_way[LOADED].ratio)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return samples, figures and method."""
-        rows = [
-            {
-                "hit_tokens": num_tokens,
-                "ratio": self.ratio(num_tokens),
-                "engines": {way: asdict(found) for way, found in by_way.items()},
-            }
-            for num_tokens, by_way in self.found.items()
-        ]
-        return {"method": __doc__, "machine": self.machine, "rows": rows}
+FoundByLength = dict[int, dict[str, Found]]
+"""By length and engine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rounds", type=int, default=ROUNDS, help="(%(default)s)")
     add("--warm-up", type=int, default=WARM_UP_ROUNDS, help="rounds before those (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write samples, figures and method here")
+    add_output_arguments(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -139,12 +120,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--hit-tokens: expected multiples of {BLOCK_TOKENS}, found {lengths}")
     if arguments.rounds < 1 or arguments.warm_up < 1:
         raise ConfigError("--rounds and --warm-up: expected at least 1")
-    report = measure(lengths, arguments.rounds, arguments.warm_up, print)
-    write_report(report, render_table(report), arguments)
+    machine = describe_machine()
+    found = measure(lengths, arguments.rounds, arguments.warm_up)
+    publish(make_report(found, machine), arguments)
     return 0
 
 
-def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> HitsReport:
+def measure(lengths: Sequence[int], rounds: int, num_warm_up: int) -> FoundByLength:
     """Ask both engines for hits of every length, round by round.
 
     The engine that goes first changes from round to round, so that a drift of the machine's speed
@@ -154,54 +136,31 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int, say: Say) -> 
         lengths: of hits, in tokens.
         rounds: that count.
         num_warm_up: rounds before those, in which the rule measures.
-        say: takes one line of progress.
 
     Raises:
         SafeOffloadError: an engine died, or what is to be a hit was none.
     """
-    machine = describe_machine()
     found = {number: {way: Found() for way in MIN_LOAD_TOKENS} for number in lengths}
-    with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as name, ExitStack() as running:
-        engines = _start(Path(name), max(lengths), running, say)
+    with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as folder, ExitStack() as running:
+        engines: dict[str, EngineProcess] = {}
+        for way, min_load_tokens in MIN_LOAD_TOKENS.items():
+            print(f"starting the engine: {way} ...")
+            config = ours(cpu_bytes_to_use="1GiB", min_load_tokens=min_load_tokens)
+            sizes = {"prompt_tokens": max(lengths) + TAIL_TOKENS, "answer_tokens": ANSWER_TOKENS}
+            engine = make_tiny_engine(way, config, Path(folder), **sizes)
+            engines[way] = running.enter_context(engine)
+            engines[way].wait_until_started(TIMEOUT_S)
         order = [*engines]
         for index in range(-num_warm_up, rounds):
             questions = _questions(lengths, index)
             for way in order:
-                answered = engines[way].call(take_turn, questions, _TIMEOUT_S)
+                answered = engines[way].call(take_turn, questions, TIMEOUT_S)
                 for (number, _), answers in zip(questions, answered, strict=True):
                     check_answers(way, number, answers)
                     if index >= 0:
-                        _keep(found[number][way], answers)
+                        found[number][way].keep(answers)
             order.reverse()
-    return HitsReport(found, machine)
-
-
-def _keep(found: Found, answers: Answers) -> None:
-    found.hit_s.append(answers.hit.ttft_s)
-    found.computed_s.append(answers.computed.ttft_s)
-    found.on_gpu_s.append(answers.on_gpu.ttft_s)
-    found.num_loaded += answers.hit.num_host_tokens > 0
-
-
-def _start(folder: Path, longest: int, running: ExitStack, say: Say) -> dict[str, EngineProcess]:
-    """Start both engines, which differ in one key."""
-    engines: dict[str, EngineProcess] = {}
-    for way, min_load_tokens in MIN_LOAD_TOKENS.items():
-        say(f"starting the engine: {way} ...")
-        chosen = engine_options(_options(longest, min_load_tokens), folder)[CONNECTOR]
-        log_path = folder / f"{way.replace(' ', '-')}.log"
-        engines[way] = running.enter_context(EngineProcess(way, chosen, log_path))
-        engines[way].wait_until_started(_TIMEOUT_S)
-    return engines
-
-
-def _options(longest: int, min_load_tokens: int | str) -> BenchOptions:
-    extra = {"cpu_bytes_to_use": "1GiB", "min_load_tokens": min_load_tokens}
-    return tiny_options(
-        {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
-        num_prompt_tokens=longest + TAIL_TOKENS,
-        num_answer_tokens=ANSWER_TOKENS,
-    )
+    return found
 
 
 def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]:
@@ -211,12 +170,7 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
     if index % LONG_EVERY == 0:
         numbers += [number for number in lengths if number > LONG_TOKENS]
     return [
-        (
-            number,
-            Question(
-                tuple(generator.choices(PROMPT_TOKEN_IDS, k=number + TAIL_TOKENS)), ANSWER_TOKENS
-            ),
-        )
+        (number, Question(random_prompt(generator, number + TAIL_TOKENS), ANSWER_TOKENS))
         for number in numbers
     ]
 
@@ -257,26 +211,46 @@ def check_answers(way: str, num_tokens: int, answers: Answers) -> None:
         )
 
 
-def render_table(report: HitsReport) -> str:
-    """Return the report as text."""
-    lines = [
-        "Time to first token of one request alone: medians in ms, and ratios of medians.",
-        f"Tiny Llama on vLLM's CPU engine; {TAIL_TOKENS} tokens behind the hit are computed in any "
-        "case.",
-        "Engine that loads every hit, engine with the rule; 'better' is the better of loading and "
-        "computing.",
-        f"{'tokens':>7}{'computed':>10}{'loaded':>9}{'ratio':>7}{'GPU hit':>9}"
-        f"{'computed':>12}{'rule':>9}{'ratio':>7}{'GPU hit':>9}{'loads':>11}{'rule / better':>15}",
-    ]
-    for number, by_way in report.found.items():
-        line = f"{number:>7}"
-        for way, width in ((LOADED, 10), (RULE, 12)):
-            found = by_way[way]
-            computed_s, hit_s, on_gpu_s = (
-                statistics.median(times_s) * 1000
-                for times_s in (found.computed_s, found.hit_s, found.on_gpu_s)
-            )
-            line += f"{computed_s:{width}.2f}{hit_s:9.2f}{found.ratio:7.2f}{on_gpu_s:9.2f}"
+def rule_ratio(by_way: dict[str, Found]) -> float:
+    """Return the time with the rule, in terms of the better of loading and computing."""
+    return by_way[RULE].ratio / min(1.0, by_way[LOADED].ratio)
+
+
+def make_report(found: FoundByLength, machine: dict[str, Any]) -> Report:
+    """Return a row for each length."""
+    way_head = ["computed", "hit", "ratio", "GPU hit"]
+    rows = [["tokens", *way_head, *way_head, "loads", "rule / better"]]
+    for number, by_way in found.items():
+        cells = [cell for way in (LOADED, RULE) for cell in _cells(by_way[way])]
         loads = f"{by_way[RULE].num_loaded} of {len(by_way[RULE].hit_s)}"
-        lines.append(f"{line}{loads:>11}{report.ratio(number):15.2f}")
-    return "\n".join(lines)
+        rows.append([str(number), *cells, loads, f"{rule_ratio(by_way):.2f}"])
+    return Report(
+        method=(
+            "Time to first token of one request alone: medians in ms, and ratios of medians.\n"
+            f"Tiny Llama on vLLM's CPU engine; {TAIL_TOKENS} tokens behind the hit are computed in "
+            "any case.\n"
+            "Engine that loads every hit, engine with the rule; 'better' is the better of loading "
+            "and computing."
+        ),
+        sections=[table(rows, num_left=0)],
+        figures={
+            "rows": [
+                {
+                    "hit_tokens": number,
+                    "ratio": rule_ratio(by_way),
+                    "engines": {way: asdict(one) for way, one in by_way.items()},
+                }
+                for number, by_way in found.items()
+            ]
+        },
+        options={},
+        machine=machine,
+    )
+
+
+def _cells(found: Found) -> list[str]:
+    computed_s, hit_s, on_gpu_s = map(
+        statistics.median, (found.computed_s, found.hit_s, found.on_gpu_s)
+    )
+    times = (f"{1000 * computed_s:.2f}", f"{1000 * hit_s:.2f}")
+    return [*times, f"{found.ratio:.2f}", f"{1000 * on_gpu_s:.2f}"]

@@ -9,18 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from safe_offload.bench.machine import describe_machine, require_matplotlib
-from safe_offload.bench.output import write_report
+from safe_offload.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction import POLICIES
+from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import replay
-from tests.benchmarks.policy_report import (
-    Cost,
-    Curve,
-    PolicyReport,
-    draw_plot,
-    render_table,
-)
+from tests.benchmarks.policy_report import Cost, Curve, draw, make_report
 from tests.benchmarks.policy_traces import GENERATORS, SEED, Trace, make_trace, read_trace
 
 SIZES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
@@ -41,14 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, default=3000, help="of each trace (%(default)s)")
     add("--seed", type=int, default=SEED, help="draws the traces (%(default)s)")
     add("--sizes", type=float, nargs="+", default=SIZES, help="shares of the working set")
-    add("--json", type=Path, metavar="FILE", help="write figures and method here")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the hit rates here")
+    add_output_arguments(parser)
+    add_plot_argument(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks policies`."""
-    if arguments.plot:
-        require_matplotlib()
     if arguments.prompts < 1:
         raise ConfigError("--prompts: expected at least 1")
     if not all(0 < size <= 1 for size in arguments.sizes):
@@ -58,9 +50,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     traces = [read_trace(path) for path in files]
     traces += [make_trace(name, arguments.prompts, arguments.seed) for name in names]
     curves = measure_hit_rates(traces, arguments.sizes, print)
-    recorded = {"prompts": arguments.prompts, "seed": arguments.seed, "gpu_share": GPU_SHARE}
-    report = PolicyReport(curves, measure_costs(), describe_machine(), recorded)
-    write_report(report, render_table(report), arguments, draw_plot)
+    options = {"prompts": arguments.prompts, "seed": arguments.seed, "gpu_share": GPU_SHARE}
+    publish(make_report(curves, measure_costs(), options, describe_machine()), arguments)
+    save_plot(arguments.plot, lambda figure: draw(figure, curves), (11, 4.8))
     return 0
 
 

@@ -1,11 +1,13 @@
-"""What `python -m tests.benchmarks policies` found, as table, JSON and picture."""
+"""What `python -m tests.benchmarks policies` found, and its report."""
+
+from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from safe_offload.bench.report import Report, table
 from tests.benchmarks.policy_replay import NUM_RUNNING, Replay
 
 BASELINE = "lru"
@@ -25,6 +27,16 @@ class Curve:
     working_set: int
     replays: dict[float, Replay]
 
+    def ratios(self, baseline: Curve) -> dict[float, float | None]:
+        """Return hit rate by hit rate of another, for each size; None where both are 0.
+
+        A policy that hits where the other never does has an infinite ratio.
+        """
+        return {
+            size: _ratio(found.hit_rate, baseline.replays[size].hit_rate)
+            for size, found in self.replays.items()
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -42,130 +54,105 @@ class Cost:
     hit_ns: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyReport:
-    """All figures of a run."""
-
-    curves: list[Curve]
-    costs: list[Cost]
-    machine: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def traces(self) -> list[str]:
-        """Names, each once."""
-        return list(dict.fromkeys(curve.trace for curve in self.curves))
-
-    def curves_of(self, trace: str) -> list[Curve]:
-        """Return the curves of a trace, one for each policy."""
-        return [curve for curve in self.curves if curve.trace == trace]
-
-    def ratios(self, curve: Curve) -> dict[float, float | None]:
-        """Return hit rate by hit rate of LRU, for each size; None where both are 0.
-
-        A policy that hits where LRU never does has an infinite ratio.
-        """
-        (baseline,) = (c for c in self.curves_of(curve.trace) if c.policy == BASELINE)
-        return {
-            size: _ratio(found.hit_rate, baseline.replays[size].hit_rate)
-            for size, found in curve.replays.items()
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything, for a file."""
-        return {
-            "method": _describe_method(self),
-            "machine": self.machine,
-            "options": self.options,
+def make_report(
+    curves: Sequence[Curve], costs: Sequence[Cost], options: dict[str, Any], machine: dict[str, Any]
+) -> Report:
+    """Return hit rates and ratios by trace, then costs."""
+    cost_rows = [["", "slots", "batch", "evict and release", "lease and release"]]
+    cost_rows += [
+        [
+            c.policy,
+            f"{c.num_slots:,}",
+            f"{c.batch:,}",
+            _nanoseconds(c.new_ns),
+            _nanoseconds(c.hit_ns),
+        ]
+        for c in costs
+    ]
+    return Report(
+        method=(
+            f"{machine.get('date')}, commit {machine.get('commit')}. Seed {options['seed']},"
+            f" {options['prompts']:,} prompts (uniform: 12 times as many).\n"
+            "Hit rate: tokens that the host delivers, of all prompt tokens. The GPU's prefix cache,"
+            f" LRU of {options['gpu_share']:.0%} of the\nworking set, goes first; {NUM_RUNNING}"
+            " prompts at a time hold leases. Columns: slots, as a share of the working set, which"
+            " is all\ndifferent blocks of the trace."
+        ),
+        sections=[
+            *(_trace_table(by_policy) for by_policy in by_trace(curves)),
+            "cost per slot: median (lowest) of the rounds\n" + table(cost_rows),
+        ],
+        figures={
             "hit_rates": [
-                {
-                    "trace": curve.trace,
-                    "what": curve.what,
-                    "policy": curve.policy,
-                    "working_set_blocks": curve.working_set,
-                    "sizes": [
-                        {
-                            "share_of_working_set": size,
-                            "hit_rate": found.hit_rate,
-                            "ratio_to_lru": _finite(self.ratios(curve)[size]),
-                        }
-                        | asdict(found)
-                        for size, found in curve.replays.items()
-                    ],
-                }
-                for curve in self.curves
+                _curve_json(curve, by_policy[BASELINE])
+                for by_policy in by_trace(curves)
+                for curve in by_policy.values()
             ],
-            "costs": [asdict(cost) for cost in self.costs],
-        }
-
-
-def render_table(report: PolicyReport) -> str:
-    """Return the report as text: the method, hit rates and ratios, costs."""
-    lines = [_describe_method(report)]
-    sizes = list(report.curves[0].replays)
-    head = " ".join(f"{f'{size:.0%}':>6}" for size in sizes)
-    for trace in report.traces:
-        lines += ["", *_render_trace(report, trace, head)]
-    lines += [
-        "",
-        "cost per slot: median (lowest) of the rounds",
-        f"{'':6} {'slots':>8} {'batch':>6} {'evict and release':>18} {'lease and release':>18}",
-    ]
-    lines += [
-        f"{cost.policy:6} {cost.num_slots:8,} {cost.batch:6,}"
-        f" {_nanoseconds(cost.new_ns):>18} {_nanoseconds(cost.hit_ns):>18}"
-        for cost in report.costs
-    ]
-    return "\n".join(lines)
-
-
-def _render_trace(report: PolicyReport, trace: str, head: str) -> Iterator[str]:
-    curves = report.curves_of(trace)
-    yield f"{trace}: {curves[0].what}"
-    yield f"{f'{curves[0].working_set:,} blocks':>18} {head}"
-    for curve in curves:
-        rates = " ".join(f"{found.hit_rate:6.3f}" for found in curve.replays.values())
-        yield f"{curve.policy:>18} {rates}"
-    for curve in curves:
-        if curve.policy != BASELINE:
-            ratios = report.ratios(curve).values()
-            cells = " ".join(f"{'-' if ratio is None else f'{ratio:.2f}':>6}" for ratio in ratios)
-            yield f"{f'{curve.policy}/{BASELINE}':>18} {cells}"
-
-
-def draw_plot(report: PolicyReport, path: Path) -> None:
-    """Draw the hit rate over the size of the host cache, a panel for each trace."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    traces = report.traces
-    num_columns = min(4, len(traces))
-    num_rows = -(-len(traces) // num_columns)
-    figure, grid = plt.subplots(
-        num_rows,
-        num_columns,
-        figsize=(2.75 * num_columns, 2.4 * num_rows),
-        layout="constrained",
-        squeeze=False,
+            "costs": [asdict(cost) for cost in costs],
+        },
+        options=options,
+        machine=machine,
     )
-    panels = list(grid.flat)
-    for axes, trace in zip(panels, traces, strict=False):
-        for curve in report.curves_of(trace):
+
+
+def by_trace(curves: Sequence[Curve]) -> list[dict[str, Curve]]:
+    """Return the curves of each trace by policy."""
+    found: dict[str, dict[str, Curve]] = {}
+    for curve in curves:
+        found.setdefault(curve.trace, {})[curve.policy] = curve
+    return list(found.values())
+
+
+def draw(figure: Any, curves: Sequence[Curve]) -> None:
+    """Draw the hit rate over the size of the host cache, a panel for each trace."""
+    traces = by_trace(curves)
+    num_columns = min(4, len(traces))
+    panels = list(figure.subplots(-(-len(traces) // num_columns), num_columns, squeeze=False).flat)
+    for axes, by_policy in zip(panels, traces, strict=False):
+        for policy, curve in by_policy.items():
             rates = [found.hit_rate for found in curve.replays.values()]
-            axes.plot([size * 100 for size in curve.replays], rates, marker=".", label=curve.policy)
-        axes.set_title(trace, fontsize=10)
+            axes.plot([size * 100 for size in curve.replays], rates, marker=".", label=policy)
+        axes.set_title(curve.trace, fontsize=10)
         axes.set_xlim(0, 104)
         axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[len(traces) :]:
         axes.set_visible(False)
     panels[0].legend(frameon=False)
     figure.supxlabel("slots, % of the working set", fontsize=9)
     figure.supylabel("hit rate of the host", fontsize=9)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+
+
+def _trace_table(by_policy: dict[str, Curve]) -> str:
+    baseline = by_policy[BASELINE]
+    rows = [[f"{baseline.working_set:,} blocks", *(f"{size:.0%}" for size in baseline.replays)]]
+    for policy, curve in by_policy.items():
+        rows.append([policy, *(f"{found.hit_rate:.3f}" for found in curve.replays.values())])
+    for policy, curve in by_policy.items():
+        if curve is not baseline:
+            ratios = curve.ratios(baseline).values()
+            cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            rows.append([f"{policy}/{BASELINE}", *cells])
+    return f"{baseline.trace}: {baseline.what}\n" + table(rows, num_left=0)
+
+
+def _curve_json(curve: Curve, baseline: Curve) -> dict[str, Any]:
+    ratios = curve.ratios(baseline)
+    return {
+        "trace": curve.trace,
+        "what": curve.what,
+        "policy": curve.policy,
+        "working_set_blocks": curve.working_set,
+        "sizes": [
+            {
+                "share_of_working_set": size,
+                "hit_rate": found.hit_rate,
+                # JSON knows no infinity.
+                "ratio_to_lru": None if ratios[size] == float("inf") else ratios[size],
+            }
+            | asdict(found)
+            for size, found in curve.replays.items()
+        ],
+    }
 
 
 def _nanoseconds(samples: list[float]) -> str:
@@ -176,20 +163,3 @@ def _ratio(rate: float, baseline: float) -> float | None:
     if baseline:
         return rate / baseline
     return float("inf") if rate else None
-
-
-def _finite(ratio: float | None) -> float | None:
-    """JSON knows no infinity."""
-    return None if ratio == float("inf") else ratio
-
-
-def _describe_method(report: PolicyReport) -> str:
-    options, machine = report.options, report.machine
-    return (
-        f"{machine.get('date')}, commit {machine.get('commit')}. Seed {options.get('seed')},"
-        f" {options.get('prompts'):,} prompts (uniform: 12 times as many).\n"
-        "Hit rate: tokens that the host delivers, of all prompt tokens. The GPU's prefix cache, LRU"
-        f" of {options.get('gpu_share'):.0%} of the\nworking set, goes first; {NUM_RUNNING} prompts"
-        " at a time hold leases. Columns: slots, as a share of the working set, which is all\n"
-        "different blocks of the trace."
-    )

@@ -16,17 +16,16 @@ from typing import Any
 
 from safe_offload.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.bench.engine_process import EngineOptions, EngineProcess, generate
-from safe_offload.bench.machine import describe_machine
-from safe_offload.bench.output import write_report
+from safe_offload.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks.preemption_report import (
     BASELINE,
     CaseRuns,
     EngineRun,
-    PreemptionReport,
     Recovery,
-    render_table,
+    make_report,
+    num_different_answers,
 )
 
 
@@ -95,17 +94,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu-bytes", default="1GiB", help="host memory of the connector (%(default)s)")
     add("--timeout", type=float, default=600.0, metavar="S", help="of one run (%(default)s)")
     add("--seed", type=int, default=0, help="of the prompts and the tiny models (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write counts, figures and method here")
+    add_output_arguments(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks preemption`; return 1 if the engines disagree on a token."""
-    report = measure(_read_options(arguments), print)
-    write_report(report, render_table(report), arguments)
-    return 0 if report.num_different_answers == 0 else 1
+    machine = describe_machine()
+    options = read_options(arguments)
+    cases = measure(options, print)
+    publish(make_report(cases, asdict(options), machine), arguments)
+    return 0 if num_different_answers(cases) == 0 else 1
 
 
-def _read_options(arguments: argparse.Namespace) -> PreemptionOptions:
+def read_options(arguments: argparse.Namespace) -> PreemptionOptions:
+    """Return what was asked for; raise ConfigError if it makes no sense."""
     for name in ("requests", "prompt_tokens", "answer_tokens", "block_size"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
@@ -128,7 +130,7 @@ def _read_options(arguments: argparse.Namespace) -> PreemptionOptions:
 # ---- the engines -------------------------------------------------------------------------------
 
 
-def measure(options: PreemptionOptions, say: Callable[[str], None]) -> PreemptionReport:
+def measure(options: PreemptionOptions, say: Callable[[str], None]) -> list[CaseRuns]:
     """Run the workload in each case on each engine, one after the other.
 
     Args:
@@ -159,7 +161,7 @@ def measure(options: PreemptionOptions, say: Callable[[str], None]) -> Preemptio
                     process.wait_until_started(_START_TIMEOUT_S)
                     runs[engine] = process.call(run_watched, workload, options.timeout_s)
             cases.append(CaseRuns(name, num_gpu_blocks, runs))
-    return PreemptionReport(cases, asdict(options), describe_machine())
+    return cases
 
 
 def make_workload(options: PreemptionOptions) -> Workload:

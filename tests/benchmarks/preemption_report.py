@@ -1,9 +1,13 @@
 """What the benchmark `preemption` found: figures from each recovery, as a table and JSON."""
 
+from __future__ import annotations
+
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from safe_offload.bench.report import Report, table
 
 BASELINE = "no connector"
 
@@ -85,37 +89,40 @@ class CaseRuns:
         return sum(a != b for a, b in zip(expected, found, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionReport:
-    """All runs, and under what conditions they were made."""
+def num_different_answers(cases: Sequence[CaseRuns]) -> int:
+    """Return how many answers differ from the baseline's, of all cases and engines."""
+    return sum(runs.num_different_answers(name) for runs in cases for name in runs.runs)
 
-    cases: list[CaseRuns]
-    options: dict[str, Any]
-    machine: dict[str, Any]
 
-    @property
-    def num_different_answers(self) -> int:
-        """Return how many answers differ from the baseline's, of all cases and engines."""
-        return sum(runs.num_different_answers(name) for runs in self.cases for name in runs.runs)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything for a file, every preemption included."""
-        return {
-            "method": describe_method(self.options),
-            "machine": self.machine,
-            "options": self.options,
+def make_report(
+    cases: Sequence[CaseRuns], options: dict[str, Any], machine: dict[str, Any]
+) -> Report:
+    """Return for each case a line for each engine; every preemption goes into the file."""
+    return Report(
+        method=_describe_method(options),
+        sections=[
+            *(
+                f"{runs.case}, pool of {runs.num_gpu_blocks:,} blocks\n{_case_table(runs)}"
+                for runs in cases
+            ),
+            _equality(cases, options),
+        ],
+        figures={
             "cases": [
                 {
                     "case": runs.case,
                     "num_gpu_blocks": runs.num_gpu_blocks,
-                    "engines": {name: _describe_run(runs, name) for name in runs.runs},
+                    "engines": {name: _run_json(runs, name) for name in runs.runs},
                 }
-                for runs in self.cases
-            ],
-        }
+                for runs in cases
+            ]
+        },
+        options=options,
+        machine=machine,
+    )
 
 
-def _describe_run(runs: CaseRuns, name: str) -> dict[str, Any]:
+def _run_json(runs: CaseRuns, name: str) -> dict[str, Any]:
     run = runs.runs[name]
     return {
         "num_preemptions": len(run.recoveries),
@@ -126,69 +133,42 @@ def _describe_run(runs: CaseRuns, name: str) -> dict[str, Any]:
     } | asdict(run)
 
 
-def render_table(report: PreemptionReport) -> str:
-    """Return the report as text: for each case a line for each engine."""
-    lines = [describe_method(report.options)]
-    for runs in report.cases:
-        lines += ["", f"{runs.case}, pool of {runs.num_gpu_blocks:,} blocks", _HEAD]
-        lines += [_render_run(runs, name) for name in runs.runs]
-    lines += ["", _render_equality(report)]
-    return "\n".join(lines)
+def _case_table(runs: CaseRuns) -> str:
+    titles = ["preemptions", "computed", "from GPU", "from host", "again", "host share", "saved"]
+    rows = [["", *titles, "rescued", "postponed"]]
+    for name, run in runs.runs.items():
+        shares = ["", "", "", ""]
+        if name != BASELINE:
+            shares = [
+                _share(run.host_share),
+                _share(runs.saved_share(name)),
+                f"{run.counters.get('rescued_blocks', 0):,.0f}",
+                f"{run.counters.get('postponed_hits', 0):,.0f}",
+            ]
+        counts = (
+            len(run.recoveries),
+            run.sum(lambda recovery: recovery.num_computed),
+            run.sum(lambda recovery: recovery.num_gpu),
+            run.sum(lambda recovery: recovery.num_host),
+            run.num_again,
+        )
+        rows.append([name, *(f"{count:,}" for count in counts), *shares])
+    return table(rows)
 
 
-_COLUMNS = (
-    ("preemptions", 11),
-    ("computed", 10),
-    ("from GPU", 10),
-    ("from host", 10),
-    ("again", 9),
-    ("host share", 10),
-    ("saved", 7),
-    ("rescued", 8),
-    ("postponed", 9),
-)
-
-
-def _render_cells(first: str, cells: Iterable[str]) -> str:
-    padded = (f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
-    return " ".join([f"{first:14}", *padded])
-
-
-_HEAD = _render_cells("", (title for title, _ in _COLUMNS))
-
-
-def _render_run(runs: CaseRuns, name: str) -> str:
-    run = runs.runs[name]
-    is_baseline = name == BASELINE
-    cells: Sequence[str] = (
-        f"{len(run.recoveries):,}",
-        f"{run.sum(lambda recovery: recovery.num_computed):,}",
-        f"{run.sum(lambda recovery: recovery.num_gpu):,}",
-        f"{run.sum(lambda recovery: recovery.num_host):,}",
-        f"{run.num_again:,}",
-        "" if is_baseline else _render_share(run.host_share),
-        "" if is_baseline else _render_share(runs.saved_share(name)),
-        "" if is_baseline else f"{run.counters.get('rescued_blocks', 0):,.0f}",
-        "" if is_baseline else f"{run.counters.get('postponed_hits', 0):,.0f}",
-    )
-    return _render_cells(name, cells)
-
-
-def _render_share(share: float | None) -> str:
+def _share(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _render_equality(report: PreemptionReport) -> str:
-    num_different = report.num_different_answers
-    num_compared = sum(len(runs.runs) - 1 for runs in report.cases)
-    num_answers = num_compared * int(report.options["num_requests"])
+def _equality(cases: Sequence[CaseRuns], options: dict[str, Any]) -> str:
+    num_different = num_different_answers(cases)
+    num_answers = sum(len(runs.runs) - 1 for runs in cases) * int(options["num_requests"])
     if num_different:
         return f"answers: {num_different} of {num_answers} DIFFER from the baseline's"
     return f"answers: all {num_answers} equal the baseline's"
 
 
-def describe_method(options: dict[str, Any]) -> str:
-    """Return in words what was done and what the columns are."""
+def _describe_method(options: dict[str, Any]) -> str:
     text = (
         f"{options['num_requests']} requests at once, each of up to "
         f"{options['num_prompt_tokens']:,} random tokens and up to "

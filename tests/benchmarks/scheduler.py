@@ -7,15 +7,13 @@ Every hook that the scheduler calls is timed, or with --counts what it executes 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from safe_offload.bench.machine import describe_machine, require_matplotlib
-from safe_offload.bench.output import write_report
+from safe_offload.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import scheduler_cases as cases
+from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.scheduler_engine import CONTESTANTS
 from tests.benchmarks.scheduler_measure import (
     COPY_STEPS,
@@ -29,10 +27,10 @@ from tests.benchmarks.scheduler_measure import (
 from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
 from tests.benchmarks.scheduler_report import (
     NOTHING,
-    SchedulerReport,
-    TraceReport,
-    draw_plot,
-    render_table,
+    SchedulerFound,
+    TraceFound,
+    draw,
+    make_report,
 )
 from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
 
@@ -75,23 +73,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a copy is reported D steps after the one whose plan names it (%(default)s)",
     )
     add("--seed", type=int, default=0, help="of the traces (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write figures and method here")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the figures here")
+    add_output_arguments(parser)
+    add_plot_argument(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks scheduler`."""
-    if arguments.plot:
-        require_matplotlib()
     options = _read_options(arguments)
-    machine = describe_machine() | {"load_average_before": list(os.getloadavg())}
-    report = measure(options, print)
-    report.machine.update(machine)
-    write_report(report, render_table(report), arguments, draw_plot)
+    machine = describe_machine()
+    found = measure(options, print)
+    publish(make_report(found, machine), arguments)
+    save_plot(arguments.plot, lambda figure: draw(figure, found), (11, 4.5))
     return 0
 
 
-def measure(options: SchedulerOptions, say: Say) -> SchedulerReport:
+def measure(options: SchedulerOptions, say: Say) -> SchedulerFound:
     """Serve every trace with every connector, then the cases.
 
     Args:
@@ -102,21 +98,21 @@ def measure(options: SchedulerOptions, say: Say) -> SchedulerReport:
         SafeOffloadError: a trace does not end, or two connectors disagree on a token.
     """
     cost = measure_wrapper_cost()
-    report = SchedulerReport({}, {}, {}, {}, cost, asdict(options), {})
+    found = SchedulerFound(cost, asdict(options))
     share = QUICK_SHARE if options.is_quick else 1
     for name in options.traces:
         for layout in LAYOUTS if name != CASES else ():
             trace = make_trace(name, layout, seed=options.seed, share=share)
             say(f"{trace.name}: {trace.num_requests} requests")
-            report.traces[trace.name] = measure_trace(trace, options, cost)
+            found.traces[trace.name] = measure_trace(trace, options, cost)
     if CASES in options.traces:
-        _measure_cases(report, options, say)
-    return report
+        _measure_cases(found, options, say)
+    return found
 
 
-def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) -> TraceReport:
+def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) -> TraceFound:
     """Serve one trace with every connector: once to look at what happens, then in rounds."""
-    found = TraceReport()
+    found = TraceFound()
     answers: Answers = {}
     for name in options.connectors:
         found.facts[name], answered = observe(trace, name, options.copy_steps)
@@ -137,23 +133,21 @@ def measure_trace(trace: Trace, options: SchedulerOptions, cost: WrapperCost) ->
     return found
 
 
-def _measure_cases(report: SchedulerReport, options: SchedulerOptions, say: Say) -> None:
+def _measure_cases(found: SchedulerFound, options: SchedulerOptions, say: Say) -> None:
     say("back to back")
     for name in options.connectors:
-        report.waits[name] = [cases.wait_back_to_back(name, steps) for steps in cases.HELD_STEPS]
+        found.waits[name] = [cases.wait_back_to_back(name, steps) for steps in cases.HELD_STEPS]
     say("a hit of 90,000 tokens")
     for layout in LAYOUTS if not options.is_counting else ():
         hits: dict[str, list[cases.Hit]] = {name: [] for name in _with_hooks(options)}
         for _ in range(options.rounds):
             for name in hits:
-                hits[name] += cases.measure_hits(name, layout, options.copy_steps, report.cost)
-        report.hits[layout] = {
-            name: cases.median_hit(found) for name, found in hits.items() if found
-        }
+                hits[name] += cases.measure_hits(name, layout, options.copy_steps, found.cost)
+        found.hits[layout] = {name: cases.median_hit(each) for name, each in hits.items() if each}
     say("growth")
     for name in _with_hooks(options):
-        report.growth[name] = [
-            _grow(name, factor, options, report.cost)
+        found.growth[name] = [
+            _grow(name, factor, options, found.cost)
             for factor in (QUICK_FACTORS if options.is_quick else cases.STORED_FACTORS)
         ]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safe_offload.errors import SafeOffloadError
-from tests.benchmarks.scheduler_engine import LightEngine, Sizes
+from tests.benchmarks.scheduler_engine import SchedulerClock, Sizes, make_engine
 from tests.benchmarks.scheduler_probe import (
     HookCounter,
     HookTimer,
@@ -29,6 +29,7 @@ from tests.benchmarks.scheduler_traces import (
     PLAIN,
     prompt_of,
 )
+from tests.simulator.peers import PeerEngine
 
 HELD_STEPS = (0, 5, 50)
 BACK_TO_BACK_BLOCKS = 1000
@@ -114,22 +115,23 @@ def wait_back_to_back(name: str, held_steps: int) -> Wait:
     """
     num_tokens = int(BACK_TO_BACK_BLOCKS * POOL_SHARE) * BLOCK_TOKENS
     sizes = Sizes(PLAIN, BACK_TO_BACK_BLOCKS + 1, 4 * BACK_TO_BACK_BLOCKS)
-    with LightEngine(name, sizes, held_steps) as engine:
-        engine.add("s0", prompt_of("s0", num_tokens), 1)
-        _step_until(engine, lambda finished: "s0" in finished)
-        prompt = prompt_of("s1", num_tokens)
-        with without_gc():
-            request = engine.add("s1", prompt, 1)
-            start_ns = engine.scheduler_ns
-            num_steps = _step_until(engine, lambda _: request.num_computed_tokens > 0)
-            waited_ns = engine.scheduler_ns - start_ns
-        engine.drain()
-        if len(engine.answers["s1"]) != 1:
-            raise SafeOffloadError(f"{name}: the second request was not answered")
+    engine = make_engine(name, sizes, held_steps)
+    clock = SchedulerClock(engine.scheduler)
+    engine.add("s0", prompt_of("s0", num_tokens), 1)
+    _step_until(engine, lambda finished: "s0" in finished)
+    prompt = prompt_of("s1", num_tokens)
+    with without_gc():
+        request = engine.add("s1", prompt, 1)
+        start_ns = clock.total_ns
+        num_steps = _step_until(engine, lambda _: request.num_computed_tokens > 0)
+        waited_ns = clock.total_ns - start_ns
+    engine.drain()
+    if len(engine.answers["s1"]) != 1:
+        raise SafeOffloadError(f"{name}: the second request was not answered")
     return Wait(held_steps, num_steps - 1, waited_ns)
 
 
-def _step_until(engine: LightEngine, is_reached: Callable[[list[str]], bool]) -> int:
+def _step_until(engine: PeerEngine, is_reached: Callable[[list[str]], bool]) -> int:
     """Step until something is so; return the number of steps."""
     for count in range(1, WAIT_STEPS_MAX + 1):
         if is_reached(engine.step()):
@@ -153,21 +155,21 @@ def measure_hits(
     num_blocks = num_tokens // BLOCK_TOKENS
     sizes = Sizes(groups, num_blocks * 16 // 10, num_blocks * 4 * len(groups))
     hits = []
-    with LightEngine(name, sizes, copy_steps) as engine:
-        timer = HookTimer(cost)
-        wrap_hooks(engine.connector, timer.wrap)
-        prompts = [prompt_of(which, num_tokens) for which in "ABC"]
-        with without_gc():
-            for index in range(6):
-                timer.forget()
-                engine.add(f"{index}", prompts[index % 3], 1)
-                if index >= 3:
-                    hits += _time_hit(engine, timer)
-                engine.drain()
+    engine = make_engine(name, sizes, copy_steps)
+    timer = HookTimer(cost)
+    wrap_hooks(engine.connector, timer.wrap)
+    prompts = [prompt_of(which, num_tokens) for which in "ABC"]
+    with without_gc():
+        for index in range(6):
+            timer.forget()
+            engine.add(f"{index}", prompts[index % 3], 1)
+            if index >= 3:
+                hits += _time_hit(engine, timer)
+            engine.drain()
     return hits
 
 
-def _time_hit(engine: LightEngine, timer: HookTimer) -> list[Hit]:
+def _time_hit(engine: PeerEngine, timer: HookTimer) -> list[Hit]:
     """Run the step that plans the load; return nothing if there is none."""
     before = engine.worker.num_loaded
     engine.step()
@@ -233,24 +235,24 @@ def _serve_behind(name: str, case: GrowthCase, copy_steps: int, probe: Probe) ->
         The number of blocks that were stored before the load.
     """
     sizes = Sizes(PLAIN, GROWTH_POOL_BLOCKS, 2 * GROWTH_STEP_BLOCKS * max(STORED_FACTORS))
-    with LightEngine(name, sizes, copy_steps) as engine:
-        old = [f"old{index}" for index in range(case.num_requests // 2)]
-        for which in old:
-            engine.add(which, prompt_of(which, GROWTH_TOKENS), 1)
-            engine.drain()
-        index = 0
-        while engine.worker.num_stored < case.factor * GROWTH_STEP_BLOCKS:
-            engine.add(f"filler{index}", prompt_of(f"filler{index}", MAX_BATCHED_TOKENS // 2), 1)
-            engine.drain()
-            index += 1
-        num_stored = engine.worker.num_stored
-        wrap_hooks(engine.connector, probe.wrap)
-        with without_gc():
-            for index in range(case.num_requests):
-                which = old[index // 2] if index % 2 else f"new{index}"
-                prompt = prompt_of(which, GROWTH_TOKENS)
-                engine.add(f"small{index}", prompt, GROWTH_ANSWER_TOKENS)
-                while engine.has_work:
-                    engine.step()
-                    probe.end_step(engine)
+    engine = make_engine(name, sizes, copy_steps)
+    old = [f"old{index}" for index in range(case.num_requests // 2)]
+    for which in old:
+        engine.add(which, prompt_of(which, GROWTH_TOKENS), 1)
+        engine.drain()
+    index = 0
+    while engine.worker.num_stored < case.factor * GROWTH_STEP_BLOCKS:
+        engine.add(f"filler{index}", prompt_of(f"filler{index}", MAX_BATCHED_TOKENS // 2), 1)
+        engine.drain()
+        index += 1
+    num_stored = engine.worker.num_stored
+    wrap_hooks(engine.connector, probe.wrap)
+    with without_gc():
+        for index in range(case.num_requests):
+            which = old[index // 2] if index % 2 else f"new{index}"
+            prompt = prompt_of(which, GROWTH_TOKENS)
+            engine.add(f"small{index}", prompt, GROWTH_ANSWER_TOKENS)
+            while engine.has_work:
+                engine.step()
+                probe.end_step(engine)
     return num_stored

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.benchmarks.scheduler_engine import engine_for, serve
+from tests.benchmarks.scheduler_engine import SchedulerClock, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_probe import (
     Counts,
     HookCounter,
@@ -115,15 +115,15 @@ Answers = dict[str, list[int]]
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """Return the smallest sample that so many percent are not above."""
+    """Return the smallest sample that is at least as large as this share of them."""
     return sorted(samples)[max(0, -(-len(samples) * percent // 100) - 1)]
 
 
 def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
     """Serve a trace untimed; return what the connector achieves, and the answers."""
     watch = Watch()
-    with engine_for(name, trace, copy_steps) as engine:
-        serve(engine, trace, watch)
+    engine = make_engine(name, Sizes.of(trace), copy_steps)
+    serve(engine, trace, watch)
     facts = Facts(
         engine.num_prompt_tokens,
         watch.num_hit_tokens,
@@ -141,12 +141,14 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
 def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
     """Serve a trace once with a clock around every hook."""
     timer = HookTimer(cost)
-    with engine_for(name, trace, copy_steps) as engine, without_gc():
+    engine = make_engine(name, Sizes.of(trace), copy_steps)
+    clock = SchedulerClock(engine.scheduler)
+    with without_gc():
         serve(engine, trace, timer)
     return Run(
         {hook: samples for hook, samples in timer.samples_ns.items() if samples},
         timer.steps_ns,
-        engine.scheduler_ns - cost.outside_ns * timer.num_calls,
+        clock.total_ns - cost.outside_ns * timer.num_calls,
     )
 
 
@@ -157,6 +159,5 @@ def count_hooks(trace: Trace, name: str, copy_steps: int) -> dict[str, Counts]:
     has to have been served before.
     """
     counter = HookCounter()
-    with engine_for(name, trace, copy_steps) as engine:
-        serve(engine, trace, counter)
+    serve(make_engine(name, Sizes.of(trace), copy_steps), trace, counter)
     return {hook: counts for hook, counts in counter.counts.items() if counts.calls}

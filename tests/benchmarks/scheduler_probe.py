@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from tests.benchmarks.scheduler_engine import LightEngine
+from tests.simulator.peers import PeerEngine
 
 HOOKS = (
     "on_new_request",
@@ -48,8 +47,8 @@ class Probe(Protocol):
     def wrap(self, name: str, hook: Hook) -> Hook:
         """Return what is called instead of the hook."""
 
-    def end_step(self, engine: LightEngine) -> None:
-        """Hear that a step has ended."""
+    def end_step(self, engine: PeerEngine) -> None:
+        """Note that a step has ended."""
 
 
 def wrap_hooks(connector: Any, wrap: Callable[[str, Hook], Hook]) -> None:
@@ -123,13 +122,13 @@ class HookTimer:
 
         return timed
 
-    def end_step(self, engine: LightEngine) -> None:
+    def end_step(self, engine: PeerEngine) -> None:
         """Sum up the hooks since the last step."""
         self.steps_ns.append(sum(self._step))
         self._step.clear()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         for samples_ns in (*self.samples_ns.values(), self.steps_ns, self._step):
             samples_ns.clear()
 
@@ -137,11 +136,6 @@ class HookTimer:
     def num_calls(self) -> int:
         """Return how often any hook was called."""
         return sum(map(len, self.samples_ns.values()))
-
-    @property
-    def total_ns(self) -> int:
-        """Return the time of all hooks so far."""
-        return sum(map(sum, self.samples_ns.values()))
 
 
 def measure_wrapper_cost() -> WrapperCost:
@@ -190,9 +184,23 @@ class Watch:
 
         return watched
 
-    def end_step(self, engine: LightEngine) -> None:
+    def end_step(self, engine: PeerEngine) -> None:
         """Count the blocks that are kept."""
-        self.kept_blocks.append(engine.num_kept_blocks())
+        self.kept_blocks.append(num_kept_blocks(engine))
+
+
+def num_kept_blocks(engine: PeerEngine) -> int:
+    """Return how many GPU blocks are referenced that no request holds."""
+    manager = engine.scheduler.kv_cache_manager
+    held = {
+        block.block_id
+        for single in manager.coordinator.single_type_managers
+        for blocks in single.req_to_blocks.values()
+        for block in blocks
+    }
+    null_id = engine.pool.null_block.block_id
+    num_used: int = engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()
+    return num_used - len(held - {null_id})
 
 
 @dataclass(slots=True)
@@ -255,7 +263,7 @@ class HookCounter:
 
         return counted
 
-    def end_step(self, engine: LightEngine) -> None:
+    def end_step(self, engine: PeerEngine) -> None:
         """Nothing: only sums are kept."""
 
     def _calibrate(self) -> Counts:

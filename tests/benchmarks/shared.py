@@ -9,12 +9,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.output import write_report
+from safe_offload.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    publish,
+    table,
+)
 from safe_offload.errors import ConfigError, SafeOffloadError
-from tests.benchmarks.scheduler_engine import CONTESTANTS, LightEngine, Sizes
+from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine
 from tests.benchmarks.scheduler_traces import BLOCK_TOKENS, PLAIN, prompt_of
 from tests.benchmarks.shared_engine import EngineSeconds, measure_engine
 
@@ -66,24 +71,8 @@ class Served:
         return f"{self.num_steps} ({self.num_preemptions}), {self.loaded_prefixes:.2f}"
 
 
-@dataclass(slots=True)
-class SharedReport:
-    """What was found, by layout, case and connector; and in a real engine, if that was asked."""
-
-    served: dict[str, dict[Case, dict[str, Served]]]
-    copy_steps: int
-    in_engine: EngineSeconds | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return figures and method."""
-        rows = [
-            {"layout": layout, **asdict(case), "connector": name, **asdict(served)}
-            for layout, cases in self.served.items()
-            for case, by_name in cases.items()
-            for name, served in by_name.items()
-        ]
-        found = {"copy_steps": self.copy_steps, "tail_tokens": TAIL_TOKENS, "rows": rows}
-        return found | ({"engine": self.in_engine.to_json()} if self.in_engine else {})
+ServedByLayout = dict[str, dict[Case, dict[str, Served]]]
+"""By layout, case and connector."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--engine", action="store_true", help="time it in a real engine too")
     add("--rounds", type=int, default=7, help="in the real engine (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write figures and method here")
+    add_output_arguments(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -108,22 +97,21 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise ConfigError("--copy-steps: expected at least 0")
     if arguments.rounds < 1:
         raise ConfigError("--rounds: expected at least 1")
-    report = measure(arguments.connectors, CASES, arguments.copy_steps)
-    if arguments.engine:
-        report.in_engine = measure_engine(arguments.rounds)
-    write_report(report, render_table(report), arguments)
+    machine = describe_machine()
+    served = measure(arguments.connectors, CASES, arguments.copy_steps)
+    in_engine = measure_engine(arguments.rounds) if arguments.engine else None
+    publish(make_report(served, arguments.copy_steps, machine, in_engine), arguments)
     return 0
 
 
-def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> SharedReport:
+def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> ServedByLayout:
     """Serve every case with every connector, with each layout of the KV cache."""
-    served = {
+    return {
         layout: {
             case: {name: serve(name, groups, case, copy_steps) for name in names} for case in cases
         }
         for layout, groups in LAYOUTS.items()
     }
-    return SharedReport(served, copy_steps)
 
 
 def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Served:
@@ -133,7 +121,7 @@ def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Se
         name: one of `CONTESTANTS`.
         groups: see `EngineShape`; the pool grows with their number.
         case: what is asked.
-        copy_steps: see `LightEngine`.
+        copy_steps: see `make_engine`.
 
     Raises:
         SafeOffloadError: it does not end.
@@ -141,49 +129,64 @@ def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Se
     num_blocks = case.num_blocks * len(groups) + 1
     sizes = Sizes(groups, num_blocks, num_blocks * SLOTS_PER_BLOCK, max_seqs=2 * case.num_requests)
     prefix = prompt_of("prefix", case.prefix_blocks * BLOCK_TOKENS)
-    with LightEngine(name, sizes, copy_steps) as engine:
-        engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
-        engine.drain()
-        engine.add("store", (*prefix, *prompt_of("store", TAIL_TOKENS)), 1)
-        engine.drain()
-        # In its steps a lazy connector stores what might be evicted in the next ones.
-        engine.add("other", prompt_of("other", BLOCK_TOKENS), BLOCK_TOKENS)
-        engine.drain()
-        if not engine.scheduler.reset_prefix_cache():
-            raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
-        before = engine.num_steps, engine.num_preemptions, engine.worker.num_loaded
-        for index in range(case.num_requests):
-            tail = prompt_of(f"tail{index}", TAIL_TOKENS)
-            engine.add(f"r{index}", (*prefix, *tail), case.num_answer_tokens)
-        num_left = case.num_requests
-        while num_left:
-            num_left -= len(engine.step())
-            if engine.num_steps > STEPS_MAX:
-                raise SafeOffloadError(f"{name}: not answered after {STEPS_MAX} steps")
-        num_loaded = engine.worker.num_loaded - before[2]
-        return Served(
-            engine.num_steps - before[0],
-            engine.num_preemptions - before[1],
-            num_loaded / case.prefix_blocks,
-        )
+    engine = make_engine(name, sizes, copy_steps)
+    engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
+    engine.drain()
+    engine.add("store", (*prefix, *prompt_of("store", TAIL_TOKENS)), 1)
+    engine.drain()
+    # In its steps a lazy connector stores what might be evicted in the next ones.
+    engine.add("other", prompt_of("other", BLOCK_TOKENS), BLOCK_TOKENS)
+    engine.drain()
+    if not engine.scheduler.reset_prefix_cache():
+        raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
+    before = engine.num_steps, engine.num_preemptions, engine.worker.num_loaded
+    for index in range(case.num_requests):
+        tail = prompt_of(f"tail{index}", TAIL_TOKENS)
+        engine.add(f"r{index}", (*prefix, *tail), case.num_answer_tokens)
+    num_left = case.num_requests
+    while num_left:
+        num_left -= len(engine.step())
+        if engine.num_steps > STEPS_MAX:
+            raise SafeOffloadError(f"{name}: not answered after {STEPS_MAX} steps")
+    num_loaded = engine.worker.num_loaded - before[2]
+    return Served(
+        engine.num_steps - before[0],
+        engine.num_preemptions - before[1],
+        num_loaded / case.prefix_blocks,
+    )
 
 
-def render_table(report: SharedReport) -> str:
-    """Return the report as text."""
-    lines = [
-        "steps until all are answered (preemptions), loaded tokens as a multiple of the prefix",
-        f"copies are reported {report.copy_steps} steps later",
+def make_report(
+    served: ServedByLayout,
+    copy_steps: int,
+    machine: dict[str, Any],
+    in_engine: EngineSeconds | None = None,
+) -> Report:
+    """Return a table for each layout, and the times of a real engine if there are any."""
+    rows = [
+        {"layout": layout, **asdict(case), "connector": name, **asdict(found)}
+        for layout, cases in served.items()
+        for case, by_name in cases.items()
+        for name, found in by_name.items()
     ]
-    for layout, cases in report.served.items():
-        names = list(next(iter(cases.values())))
-        lines += ["", layout]
-        lines.append(f"{'requests, pool, prefix, answer':32}" + "".join(f"{n:>18}" for n in names))
-        for case, by_name in cases.items():
-            sizes = (
-                f"{case.num_requests}, {case.num_blocks}, {case.prefix_blocks}, "
-                f"{case.num_answer_tokens}"
-            )
-            lines.append(f"{sizes:32}" + "".join(f"{by_name[n]!s:>18}" for n in names))
-    if report.in_engine is not None:
-        lines += ["", str(report.in_engine)]
-    return "\n".join(lines)
+    return Report(
+        method=(
+            "steps until all are answered (preemptions), loaded tokens as a multiple of the prefix"
+            f"\ncopies are reported {copy_steps} steps later"
+        ),
+        sections=[
+            *(f"{layout}\n{_layout_table(cases)}" for layout, cases in served.items()),
+            str(in_engine or ""),
+        ],
+        figures={"rows": rows, "engine": in_engine.to_json() if in_engine else None},
+        options={"copy_steps": copy_steps, "tail_tokens": TAIL_TOKENS},
+        machine=machine,
+    )
+
+
+def _layout_table(cases: dict[Case, dict[str, Served]]) -> str:
+    rows = [["requests, pool, prefix, answer", *next(iter(cases.values()))]]
+    for case, by_name in cases.items():
+        sizes = (case.num_requests, case.num_blocks, case.prefix_blocks, case.num_answer_tokens)
+        rows.append([", ".join(map(str, sizes)), *map(str, by_name.values())])
+    return table(rows)

@@ -1,4 +1,4 @@
-"""Eight requests at once with one prefix on the host, in a real engine: `bench shared --engine`.
+"""Eight requests at once with one prefix on the host, in a real engine: `shared --engine`.
 
 What they take together is compared with one host hit that is followed by seven GPU hits, which is
 as little as it can be. Both are timed in turns, in one engine.
@@ -14,20 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import (
-    CONNECTOR,
-    PROMPT_TOKEN_IDS,
-    engine_options,
-    tiny_options,
+from safe_offload.bench.engine_process import generate
+from tests.benchmarks.engines import (
+    TIMEOUT_S,
+    forget_prefix_cache,
+    make_tiny_engine,
+    ours,
+    random_prompt,
 )
-from safe_offload.bench.engine_process import EngineProcess, forget_prefix_cache, generate
 
 NUM_REQUESTS = 8
 PREFIX_TOKENS = 8000
 TAIL_TOKENS = 16
 ANSWER_TOKENS = 1
-POOL_RATIO = 1.6
-_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +74,30 @@ class EngineSeconds:
 
 def measure_engine(rounds: int) -> EngineSeconds:
     """Time both ways in turns, after one round that warms up."""
-    extra = {"cpu_bytes_to_use": "1GiB", "min_load_tokens": 0}
-    options = tiny_options(
-        {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra},
-        num_prompt_tokens=PREFIX_TOKENS + TAIL_TOKENS,
-        num_answer_tokens=ANSWER_TOKENS,
-        pool_ratio=POOL_RATIO,
-    )
+    config = ours(cpu_bytes_to_use="1GiB", min_load_tokens=0)
+    sizes = {"prompt_tokens": PREFIX_TOKENS + TAIL_TOKENS, "answer_tokens": ANSWER_TOKENS}
     together: list[float] = []
     in_turn: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="safe-offload-shared-") as folder:
-        chosen = engine_options(options, Path(folder))[CONNECTOR]
-        with EngineProcess(CONNECTOR, chosen, Path(folder) / "engine.log") as engine:
-            engine.wait_until_started(_TIMEOUT_S)
-            for index in range(rounds + 1):
-                first, *others = _prompts(index)
-                engine.call(serve, Batch(((first,),), forgets=False), _TIMEOUT_S)
-                ways = [(together, ((first, *others),)), (in_turn, ((first,), tuple(others)))]
-                for seconds, groups in ways[:: -1 if index % 2 else 1]:
-                    took_s = engine.call(serve, Batch(groups, forgets=True), _TIMEOUT_S)
-                    if index:
-                        seconds.append(took_s)
+    with (
+        tempfile.TemporaryDirectory(prefix="safe-offload-shared-") as folder,
+        make_tiny_engine("engine", config, Path(folder), **sizes) as engine,
+    ):
+        engine.wait_until_started(TIMEOUT_S)
+        for index in range(rounds + 1):
+            first, *others = _prompts(index)
+            engine.call(serve, Batch(((first,),), forgets=False), TIMEOUT_S)
+            ways = [(together, ((first, *others),)), (in_turn, ((first,), tuple(others)))]
+            for seconds, groups in ways[:: -1 if index % 2 else 1]:
+                took_s = engine.call(serve, Batch(groups, forgets=True), TIMEOUT_S)
+                if index:
+                    seconds.append(took_s)
     return EngineSeconds(statistics.median(together), statistics.median(in_turn))
 
 
 def _prompts(index: int) -> list[tuple[int, ...]]:
     generator = random.Random(f"shared/{index}")
-    prefix = generator.choices(PROMPT_TOKEN_IDS, k=PREFIX_TOKENS)
-    return [
-        (*prefix, *generator.choices(PROMPT_TOKEN_IDS, k=TAIL_TOKENS)) for _ in range(NUM_REQUESTS)
-    ]
+    prefix = random_prompt(generator, PREFIX_TOKENS)
+    return [(*prefix, *random_prompt(generator, TAIL_TOKENS)) for _ in range(NUM_REQUESTS)]
 
 
 def serve(engine: Any, batch: Batch) -> float:

@@ -10,8 +10,9 @@ from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction import POLICIES, Lru
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.plots import save_plot
 from tests.benchmarks.policy_replay import HostModel, Replay, replay
-from tests.benchmarks.policy_report import Cost, Curve, PolicyReport, draw_plot, render_table
+from tests.benchmarks.policy_report import Cost, Curve, draw, make_report
 from tests.benchmarks.policy_traces import GENERATORS, Trace, make_trace, read_trace
 
 NUM_PROMPTS = 1000
@@ -135,34 +136,32 @@ def test_what_running_prompts_lease_is_not_evicted() -> None:
 # ---- the command -------------------------------------------------------------------------------
 
 
-def make_report() -> PolicyReport:
-    curves = [
-        Curve("scan", "a trace", policy, 100, {0.1: Replay(10, hits, 0, 1000), 1.0: full})
-        for policy, hits in (("lru", 0), ("slru", 20))
-        for full in [Replay(100, 500, 0, 1000)]
-    ]
-    costs = [Cost("lru", 1000, 16, [80.0, 90.0, 130.0], [50.0, 60.0, 70.0])]
-    options = {"seed": 1, "prompts": 10, "gpu_share": 0.01}
-    return PolicyReport(curves, costs, {"date": "today", "commit": "abc"}, options)
+CURVES = [
+    Curve("scan", "a trace", policy, 100, {0.1: Replay(10, hits, 0, 1000), 1.0: full})
+    for policy, hits in (("lru", 0), ("slru", 20))
+    for full in [Replay(100, 500, 0, 1000)]
+]
+COSTS = [Cost("lru", 1000, 16, [80.0, 90.0, 130.0], [50.0, 60.0, 70.0])]
+REPORT = make_report(CURVES, COSTS, {"seed": 1, "prompts": 10, "gpu_share": 0.01}, {})
 
 
 def test_a_hit_where_lru_never_has_one_is_infinitely_better() -> None:
-    report = make_report()
-    assert report.ratios(report.curves[0]) == {0.1: None, 1.0: 1.0}
-    assert report.ratios(report.curves[1]) == {0.1: float("inf"), 1.0: 1.0}
-    json.loads(json.dumps(report.to_json(), allow_nan=False))
+    lru, slru = CURVES
+    assert lru.ratios(lru) == {0.1: None, 1.0: 1.0}
+    assert slru.ratios(lru) == {0.1: float("inf"), 1.0: 1.0}
+    json.loads(json.dumps(REPORT.to_json(), allow_nan=False))
 
 
 def test_the_table_has_rates_ratios_and_costs() -> None:
-    table = render_table(make_report())
-    assert "lru  0.000  0.500" in table
-    assert "slru/lru    inf   1.00" in table
-    assert "90 (80) ns" in table
+    words = " ".join(REPORT.render().split())
+    assert "lru 0.000 0.500" in words
+    assert "slru/lru inf 1.00" in words
+    assert "90 (80) ns" in words
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw_plot(make_report(), tmp_path / "plot.png")
+    save_plot(tmp_path / "plot.png", lambda figure: draw(figure, CURVES), (11, 4.8))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

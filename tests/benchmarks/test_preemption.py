@@ -16,16 +16,16 @@ from tests.benchmarks.preemption_report import (
     BASELINE,
     CaseRuns,
     EngineRun,
-    PreemptionReport,
     Recovery,
-    render_table,
+    make_report,
+    num_different_answers,
 )
 
 
 def read_options(*arguments: str) -> preemption.PreemptionOptions:
     parser = argparse.ArgumentParser()
     preemption.add_arguments(parser)
-    return preemption._read_options(parser.parse_args(arguments))
+    return preemption.read_options(parser.parse_args(arguments))
 
 
 def as_tuple(recovery: Recovery) -> tuple[int, int, int, int]:
@@ -169,23 +169,25 @@ def make_run(*recoveries: Recovery, answer: int = 7) -> EngineRun:
     )
 
 
-def make_report(answer: int = 7) -> PreemptionReport:
+OPTIONS = {
+    "num_requests": 2,
+    "num_prompt_tokens": 100,
+    "num_answer_tokens": 2,
+    "pool_ratio": 0.5,
+    "block_size": 32,
+}
+
+
+def make_runs(answer: int = 7) -> CaseRuns:
     runs = {
         BASELINE: make_run(Recovery(100, 20, 0, 80), Recovery(100, 0, 0, 100)),
         "ours eager": make_run(Recovery(100, 20, 72, 8), Recovery(100, 0, 90, 10), answer=answer),
     }
-    options = {
-        "num_requests": 2,
-        "num_prompt_tokens": 100,
-        "num_answer_tokens": 2,
-        "pool_ratio": 0.5,
-        "block_size": 32,
-    }
-    return PreemptionReport([CaseRuns("llama", 9, runs)], options, {})
+    return CaseRuns("llama", 9, runs)
 
 
 def test_shares_are_of_what_the_gpu_did_not_have_and_of_the_baseline() -> None:
-    (runs,) = make_report().cases
+    runs = make_runs()
     assert runs.runs["ours eager"].host_share == pytest.approx(162 / 180)
     assert runs.saved_share("ours eager") == pytest.approx(0.9)
 
@@ -197,20 +199,20 @@ def test_without_a_preemption_there_are_no_shares() -> None:
 
 
 def test_the_table_has_a_line_for_each_engine() -> None:
-    table = render_table(make_report())
+    table = make_report([make_runs()], OPTIONS, {}).render()
     (line,) = (line for line in table.splitlines() if line.startswith("ours eager"))
     assert line.split()[2:] == ["2", "200", "20", "162", "18", "90.0%", "90.0%", "3", "0"]
     assert "all 2 equal" in table
 
 
 def test_a_different_answer_is_counted_and_shown() -> None:
-    report = make_report(answer=8)
-    assert report.num_different_answers == 1
-    assert "1 of 2 DIFFER" in render_table(report)
+    cases = [make_runs(answer=8)]
+    assert num_different_answers(cases) == 1
+    assert "1 of 2 DIFFER" in make_report(cases, OPTIONS, {}).render()
 
 
 def test_the_json_file_holds_every_preemption() -> None:
-    content = json.loads(json.dumps(make_report().to_json()))
+    content = json.loads(json.dumps(make_report([make_runs()], OPTIONS, {}).to_json()))
     ours = content["cases"][0]["engines"]["ours eager"]
     assert ours["recoveries"][0] == {
         "num_computed": 100,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import peers, scheduler_cases
-from tests.benchmarks.scheduler_engine import CONTESTANTS, engine_for, serve
+from tests.benchmarks import scheduler_cases
+from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_measure import (
     Answers,
     Facts,
@@ -26,6 +26,7 @@ from tests.benchmarks.scheduler_probe import (
     wrap_hooks,
 )
 from tests.benchmarks.scheduler_traces import LAYOUTS, TRACES, make_trace
+from tests.simulator.peers import SafeWorker
 
 TINY_SHARE = 16
 COPY_STEPS = 1
@@ -184,8 +185,8 @@ def test_a_hook_that_another_one_calls_is_not_counted_twice() -> None:
 def test_the_timer_sees_every_hook_that_the_scheduler_calls() -> None:
     trace = make_trace("long", "plain", share=TINY_SHARE)
     timer = HookTimer(WrapperCost(0, 0))
-    with engine_for("ours-eager", trace, COPY_STEPS) as engine:
-        serve(engine, trace, timer)
+    engine = make_engine("ours-eager", Sizes.of(trace), COPY_STEPS)
+    serve(engine, trace, timer)
     assert set(timer.samples_ns) <= set(HOOKS)
     assert len(timer.samples_ns["on_new_request"]) == trace.num_requests
     assert len(timer.samples_ns["build_connector_meta"]) == len(timer.steps_ns) == engine.num_steps
@@ -208,7 +209,7 @@ def test_the_wrapper_has_a_cost() -> None:
 def test_our_stand_in_settles_a_store_at_once_when_it_is_fenced() -> None:
     from safe_offload.protocol import Capacity, StepPlan, Transfer
 
-    worker = peers.SafeWorker(copy_steps=10, num_slots=5)
+    worker = SafeWorker(copy_steps=10, num_slots=5)
     _, report = worker.step(StepPlan(stores_after_forward=(Transfer(7, (1, 2), (3, 4)),)))
     assert report.capacities == (Capacity(0, 5),)
     assert not report.outcomes

@@ -15,8 +15,8 @@ from tests.benchmarks.shared import (
     LAYOUTS,
     Case,
     Served,
+    make_report,
     measure,
-    render_table,
     serve,
 )
 from tests.benchmarks.shared_engine import EngineSeconds
@@ -64,10 +64,10 @@ def test_the_figures_are_the_same_every_time(
     small = Case(3, 60, 10, 4)
     first = measure(["none", "ours-eager"], [small], 1)
     assert first == measure(["none", "ours-eager"], [small], 1)
-    assert "3, 60, 10, 4" in render_table(first)
-    first.in_engine = EngineSeconds(3.0, 2.0)
-    assert "ratio 1.50" in render_table(first)
-    assert first.to_json()["engine"]["ratio"] == 1.5
+    report = make_report(first, 1, {}, EngineSeconds(3.0, 2.0))
+    assert "3, 60, 10, 4" in report.render()
+    assert "ratio 1.50" in report.render()
+    assert report.to_json()["engine"]["ratio"] == 1.5
     path = tmp_path / "found.json"
     assert main(["shared", "--connectors", "none", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]

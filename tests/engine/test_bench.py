@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from safe_offload.bench.engine_probe import WorkerProbe
+from safe_offload.bench import engine
+from safe_offload.bench.engine import BenchOptions, ask_for_sizes, scale
 from safe_offload.bench.engine_process import EngineOptions
-from safe_offload.bench.engine_sizing import Sizes, ask_for_sizes
+from safe_offload.bench.engine_watch import PROBE
 from safe_offload.bench.tiny_models import HEAD_DIM, NUM_KV_HEADS
 from tests.engine.engines import ENVIRONMENT
 
@@ -31,19 +33,16 @@ def test_a_model_tells_the_longest_prompt_and_how_large_its_pools_are(model, tmp
         "dtype": "float32",
         "max_model_len": 20_000,
         "block_size": BLOCK_SIZE,
-        "worker_extension_cls": f"{WorkerProbe.__module__}.{WorkerProbe.__qualname__}",
+        "worker_extension_cls": PROBE,
     }
-    monkeypatch.setattr("safe_offload.bench.engine_sizing.DEFAULT_CPU_BYTES_MIN", 0)
-    sizes = ask_for_sizes(
-        EngineOptions(arguments, ENVIRONMENT),
-        tmp_path / "sizing.log",
-        pool_ratio=1.6,
-        num_answer_tokens=ANSWER_TOKENS,
-        timeout_s=240.0,
-    )
+    monkeypatch.setattr(engine, "CPU_BYTES_MIN", 0)
+    asked = EngineOptions(arguments, ENVIRONMENT)
+    found = ask_for_sizes(asked, tmp_path / "sizing.log", 240.0)
     num_blocks = math.ceil(LONGEST_TOKENS / BLOCK_SIZE)
-    assert sizes == Sizes(
-        num_prompt_tokens=LONGEST_TOKENS - ANSWER_TOKENS,
+    options = BenchOptions(answer_tokens=ANSWER_TOKENS)
+    assert scale(options, *found) == replace(
+        options,
+        prompt_tokens=LONGEST_TOKENS - ANSWER_TOKENS,
         num_gpu_blocks=round(1.6 * num_blocks),
         block_size=BLOCK_SIZE,
         cpu_bytes=4 * num_blocks * BLOCK_BYTES,

@@ -45,7 +45,7 @@ def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
     """Of gemma3 vLLM hashes no window inside an answer, as it does by default."""
     parser = argparse.ArgumentParser()
     preemption.add_arguments(parser)
-    options = preemption._read_options(parser.parse_args(ARGUMENTS))
+    options = preemption.read_options(parser.parse_args(ARGUMENTS))
     workload = preemption.make_workload(options)
     engine_options = preemption.make_engine_options(
         options,

@@ -1,6 +1,6 @@
 """What a run on a GPU has to tell, as one Markdown file for an issue: `make gpu-report MODEL=…`.
 
-The GPU tests file by file, `bench transfer`, and `bench engine` on the model, each in a process of
+The GPU tests file by file, the copies, and `bench engine` on the model, each in a process of
 its own with a limit of time: what fails, hangs or takes the GPU with it is reported and does not
 keep the others from running. The same where torch, vLLM or the GPU itself is missing.
 """
@@ -76,8 +76,9 @@ def make_parts(folder: Path, model: str, engine_args: Sequence[str], scale: floa
         parts.append(Part(relative, command, 900 * scale, junit=junit))
     bench = (python, "-m", "safe_offload.cli", "bench")
     json = folder / "transfer.json"
-    transfer = (*bench, "transfer", "--device", "cuda", "--quick", "--json", str(json))
-    parts.append(Part("bench transfer", transfer, 1200 * scale, needs_gpu=True, figures=json))
+    options = ("--device", "cuda", "--quick", "--json", str(json))
+    copies = (python, "-m", "tests.benchmarks", "copies", *options)
+    parts.append(Part("copies", copies, 1200 * scale, needs_gpu=True, figures=json))
     json, logs = folder / "engine.json", folder / "engine-logs"
     options = ("--rounds", "3", "--json", str(json), "--logs", str(logs))
     engine = (*bench, "engine", "--model", model, *options, *engine_args)

@@ -21,13 +21,13 @@ from safe_offload.scheduler.cost import (
     Offer,
     StepWatch,
 )
-from tests.benchmarks.peers import OURS
-from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, engine_for, serve
+from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_measure import COPY_STEPS
 from tests.benchmarks.scheduler_probe import Counts, HookCounter
 from tests.benchmarks.scheduler_traces import Trace, make_trace
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.vllm_setup import OURS
 
 STEP_TOKENS = 2048
 STEP_S, TOKEN_S = 0.004, 20e-6
@@ -422,9 +422,9 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) ->
 def num_instructions(name: str, trace: Trace) -> int:
     """Count what all hooks execute, on a clock that the trace alone moves."""
     counter = HookCounter()
-    with engine_for(name, trace, COPY_STEPS) as engine:
-        engine.connector._clock = lambda: engine.num_steps * STEP_S + engine.num_computed * TOKEN_S
-        serve(engine, trace, counter)
+    engine = make_engine(name, Sizes.of(trace), COPY_STEPS)
+    engine.connector._clock = lambda: engine.num_steps * STEP_S + engine.num_computed * TOKEN_S
+    serve(engine, trace, counter)
     return sum(counter.counts.values(), Counts()).instructions
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.peers import NONE, SIMPLE, PeerEngine, peer_shape
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.engine_core import random_prompt
+from tests.simulator.peers import SIMPLE, PeerEngine, peer_shape
 from tests.simulator.scenes import forget_gpu_cache, watch_matches
+from tests.simulator.vllm_setup import NONE
 
 LARGE: dict[str, Any] = {"groups": ("full@16", "mamba@16"), "prefix_match_unit": 4}
 """As in real hybrid models: the blocks of all groups are as large as a state."""

@@ -8,7 +8,7 @@ order and at its own pace, and aborts that come in meanwhile are handled right b
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +21,13 @@ from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
 from tests.simulator.model_runner import Batch, ModelRunner
+from tests.simulator.stepper import Stepper
 from tests.simulator.virtual_loop import Clock, VirtualLoop
 from tests.simulator.vllm_setup import (
     EngineShape,
     as_model_runner,
     make_config,
     make_kv_cache_config,
-    make_scheduler,
     runner_output,
 )
 from tests.simulator.words import VOCABULARY, Sequel
@@ -37,7 +37,7 @@ MutateOutputs = Callable[[int, list[Any]], None]
 """Called with the number of a step and what the ranks' connectors return for it, by rank."""
 
 
-class EngineCore:
+class EngineCore(Stepper):
     """The engine.
 
     Args:
@@ -47,21 +47,17 @@ class EngineCore:
     """
 
     def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
-        self.shape = shape
-        self.chance = Chance(seed)
         self.clock = Clock()
+        with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
+            super().__init__(shape)
+        self.chance = Chance(seed)
         self.findings = Findings()
-        self.counts: Counter[str] = Counter()
-        self.answers: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, Any] = {}
         self.mutate_outputs: list[MutateOutputs] = []
         self.before_update: list[Callable[[Batch], None]] = []
         self.num_steps = 0
         self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
         """Host memory and its checksums, by the first of the ranks that have it."""
         with as_model_runner(shape):
-            with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
-                self.scheduler, self._hasher = make_scheduler(shape)
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
             ]
@@ -118,16 +114,6 @@ class EngineCore:
     # ---- what clients do -----------------------------------------------------------------------
 
     @property
-    def connector(self) -> Any:
-        """Our connector, scheduler side."""
-        return self.scheduler.connector
-
-    @property
-    def pool(self) -> Any:
-        """vLLM's pool of GPU blocks."""
-        return self.scheduler.kv_cache_manager.block_pool
-
-    @property
     def has_work(self) -> bool:
         """Whether the engine would go on stepping."""
         return bool(self.queue or self.scheduler.has_requests())
@@ -146,24 +132,15 @@ class EngineCore:
         cache_salt: str | None = None,
     ) -> Any:
         """Send a request; returns vLLM's object."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        request = Request(
+        self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
+        return self.send(
             request_id,
-            list(prompt),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-            None,
+            prompt,
+            max_tokens,
             arrival_time=self.clock.now_s,
             cache_salt=cache_salt,
             priority=priority,
-            block_hasher=self._hasher,
         )
-        self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
-        self.answers.pop(request_id, None)
-        self.finish_reasons.pop(request_id, None)
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> None:
         """The client has gone."""
@@ -202,8 +179,7 @@ class EngineCore:
         return scheduled
 
     def _schedule(self) -> Batch:
-        with as_model_runner(self.shape):
-            output = self.scheduler.schedule()
+        output = self.schedule()
         self.findings.raise_first()
         batch = self.runner.prepare(output)
         self.queue.append(batch)
@@ -259,10 +235,7 @@ class EngineCore:
         for request_id in self._aborts:
             self.abort(request_id)
         self._aborts.clear()
-        with as_model_runner(self.shape):
-            by_client = self.scheduler.update_from_output(batch.scheduled, output)
-        for outputs in by_client.values():
-            self._collect(outputs)
+        self.update(batch.scheduled, output)
         self._take_drafts(batch)
 
     def _take_drafts(self, batch: Batch) -> None:
@@ -301,25 +274,6 @@ class EngineCore:
             if ids:
                 setattr(connector_output, name, SortedIds(ids))
         return output
-
-    def _collect(self, outputs: Any) -> None:
-        stats = outputs.scheduler_stats
-        if stats is not None and stats.kv_connector_stats:
-            self.counts.update(stats.kv_connector_stats.get("counts", {}))
-        for item in outputs.outputs:
-            self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
-            if item.finish_reason is not None:
-                self.finish_reasons[item.request_id] = item.finish_reason
-
-    # ---- many steps ----------------------------------------------------------------------------
-
-    def drain(self, max_steps: int = 3000) -> int:
-        """Step until the engine would go idle; returns the number of steps."""
-        for count in range(max_steps):
-            if not self.has_work:
-                return count
-            self.step()
-        raise AssertionError(f"not idle after {max_steps} steps")
 
     def close(self) -> None:
         """End the ranks' engines."""

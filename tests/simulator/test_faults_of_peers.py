@@ -16,8 +16,8 @@ import pytest
 import vllm
 from vllm.v1.request import RequestStatus
 
-from tests.benchmarks.peers import NONE, OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from tests.simulator.engine_core import random_prompt
+from tests.simulator.peers import OFFLOADING, SIMPLE, PeerEngine, peer_shape
 from tests.simulator.scenes import (
     before_allocation,
     check_answers,
@@ -28,6 +28,7 @@ from tests.simulator.scenes import (
     wait_of_second,
     watch_matches,
 )
+from tests.simulator.vllm_setup import NONE
 
 PLAIN = ("full",)
 HYBRID = ("window:16", "full")

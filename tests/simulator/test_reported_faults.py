@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.benchmarks.peers import NONE, PeerEngine, peer_shape
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.host_pool import OtherEngine, contested, evict_host, watch_grants
+from tests.simulator.peers import PeerEngine, peer_shape
 from tests.simulator.scenes import (
     Engines,
     before_allocation,
@@ -27,6 +27,7 @@ from tests.simulator.scenes import (
     wait_of_second,
     watch_matches,
 )
+from tests.simulator.vllm_setup import NONE
 
 PLAIN = ("full",)
 HYBRID = ("window:16", "full")

@@ -12,6 +12,10 @@ from unittest import mock
 
 from tests.simulator.groups import Group
 
+OURS = "SafeCPUOffloadConnector"
+NONE = "none"
+"""Not a connector: the engine runs without one."""
+
 
 @dataclass(frozen=True)
 class EngineShape:
@@ -40,7 +44,7 @@ class EngineShape:
         max_seqs: running at once.
         max_model_len: tokens of the longest request.
         extra: `kv_connector_extra_config`.
-        connector: another connector of vLLM's, to compare with.
+        connector: another connector of vLLM's to compare with, or `NONE`.
         failure_policy: what vLLM does with a request whose load failed.
     """
 
@@ -64,7 +68,7 @@ class EngineShape:
     max_seqs: int = 6
     max_model_len: int = 2048
     extra: dict[str, Any] = field(default_factory=dict)
-    connector: str = "SafeCPUOffloadConnector"
+    connector: str = OURS
     failure_policy: str = "recompute"
 
     def holder_of(self, rank: int) -> int:
@@ -111,7 +115,7 @@ def _base_config(connector: str) -> Any:
             enforce_eager=True,
             skip_tokenizer_init=True,
             kv_transfer_config={
-                "kv_connector": connector,
+                "kv_connector": OURS if connector == NONE else connector,
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 # Whatever shape it is copied for, the memory of this machine does not matter.
@@ -152,6 +156,8 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         **shape.extra,
     }
     config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
+    if shape.connector == NONE:
+        config.kv_transfer_config = None
     if shape.num_draft_tokens:
         config.speculative_config = _speculative_config(config, shape.num_draft_tokens)
     return config

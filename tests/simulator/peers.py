@@ -9,48 +9,26 @@ the others show, and `python -m tests.benchmarks scheduler` what each costs the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from unittest import mock
 
 from safe_offload.errors import SafeOffloadError
 from safe_offload.protocol import Capacity, Outcome, StepPlan, StepReport
-from tests.simulator import vllm_setup
 from tests.simulator.chance import Chance
 from tests.simulator.findings import Findings
 from tests.simulator.model_runner import ModelRunner
+from tests.simulator.stepper import Stepper
 from tests.simulator.vllm_setup import (
+    NONE,
+    OURS,
     EngineShape,
-    as_model_runner,
     make_kv_cache_config,
-    make_scheduler,
     runner_output,
 )
 from tests.simulator.words import Sequel
 
-__all__ = [
-    "NONE",
-    "OFFLOADING",
-    "OURS",
-    "SIMPLE",
-    "NoWorker",
-    "OffloadingWorker",
-    "PeerEngine",
-    "SafeWorker",
-    "SimpleWorker",
-    "StandInWorker",
-    "as_peer_runner",
-    "make_peer_scheduler",
-    "make_worker",
-    "peer_shape",
-    "runner_output",
-]
-
-OURS = "SafeCPUOffloadConnector"
 SIMPLE = "SimpleCPUOffloadConnector"
 OFFLOADING = "OffloadingConnector"
-NONE = "none"
-"""Not a connector: the engine runs without one."""
 
 _ALIGNMENT_BYTES = {SIMPLE: 1, OFFLOADING: 4096}
 """What the bytes of a host slot are rounded up to."""
@@ -65,32 +43,6 @@ def peer_shape(connector: str, **what: Any) -> EngineShape:
     alignment = _ALIGNMENT_BYTES[connector]
     num_bytes = shape.num_slots * -(-spec.page_size_bytes // alignment) * alignment
     return dataclasses.replace(shape, extra={"cpu_bytes_to_use": num_bytes, **shape.extra})
-
-
-def make_peer_scheduler(shape: EngineShape) -> tuple[Any, Any]:
-    """See `make_scheduler`; for any connector and for none."""
-    if shape.connector != NONE:
-        return make_scheduler(shape)
-    make_config = vllm_setup.make_config
-    known = _known(shape)
-
-    def without_connector(_: EngineShape) -> Any:
-        config = make_config(known)
-        config.kv_transfer_config = None
-        return config
-
-    with mock.patch.object(vllm_setup, "make_config", without_connector):
-        return make_scheduler(known)
-
-
-def as_peer_runner(shape: EngineShape) -> Any:
-    """See `as_model_runner`; for any connector and for none."""
-    return as_model_runner(_known(shape))
-
-
-def _known(shape: EngineShape) -> EngineShape:
-    """The same with a connector that vLLM can make a configuration for."""
-    return dataclasses.replace(shape, connector=OURS) if shape.connector == NONE else shape
 
 
 class StandInWorker(Protocol):
@@ -275,80 +227,76 @@ _WORKERS: dict[str, Callable[[int], StandInWorker]] = {
 }
 
 
-class PeerEngine:
+Tokens = Callable[[str, int], int]
+"""The token of a request, by its id, at a position."""
+
+
+class PeerEngine(Stepper):
     """An engine with any connector: one rank, one step in flight.
 
     Args:
         shape: see `peer_shape`.
         copy_steps: how long the stand-in's copies take.
+        tokens: what is sampled; what the prefix leads to, if not given (`words.Sequel`).
+
+    Attributes:
+        worker: the stand-in.
+        mutate_output: called with what the worker's connector returns for a step.
+        last_plan: what the connector told the workers in the last step.
+        num_steps: so far.
+        num_prompt_tokens: of all requests so far.
+        num_computed: tokens that were scheduled so far.
+        num_preemptions: so far.
     """
 
-    def __init__(self, shape: EngineShape, copy_steps: int = 0) -> None:
-        with as_peer_runner(shape):
-            self.scheduler, self._hasher = make_peer_scheduler(shape)
-        self.shape = shape
+    def __init__(
+        self, shape: EngineShape, copy_steps: int = 0, tokens: Tokens | None = None
+    ) -> None:
+        super().__init__(shape)
         self.runner = ModelRunner(shape, self.scheduler, Chance(0), Findings())
-        self.answers: dict[str, list[int]] = {}
+        self.worker = make_worker(shape, copy_steps)
         self.mutate_output: list[Callable[[Any], None]] = []
-        self._worker = make_worker(shape, copy_steps)
-
-    @property
-    def connector(self) -> Any:
-        """The scheduler side of the connector; None if there is none."""
-        return self.scheduler.connector
-
-    @property
-    def pool(self) -> Any:
-        """vLLM's pool of GPU blocks."""
-        return self.scheduler.kv_cache_manager.block_pool
+        self.last_plan: Any = None
+        self.num_steps = self.num_prompt_tokens = 0
+        self.num_computed = self.num_preemptions = 0
+        self._tokens = tokens
 
     @property
     def is_loading(self) -> bool:
         """Whether a copy to the GPU is still under way."""
-        return self._worker.is_loading
+        return self.worker.is_loading
 
-    @property
-    def has_work(self) -> bool:
-        """Whether the engine would go on stepping."""
-        return bool(self.scheduler.has_requests())
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Any:
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> Any:
         """Send a request; returns vLLM's object."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
+        self.num_prompt_tokens += len(prompt)
+        if self._tokens is None:
+            self.runner.sequels[request_id] = Sequel(prompt)
+        return self.send(request_id, prompt, max_tokens)
 
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher)
-        self.runner.sequels[request_id] = Sequel(prompt)
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self) -> Any:
-        """One step of the engine; returns what was scheduled."""
+    def step(self) -> list[str]:
+        """One step of the engine; returns the ids of the requests that finished in it."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        with as_peer_runner(self.shape):
-            scheduled = self.scheduler.schedule()
-        batch = self.runner.prepare(scheduled)
-        received, report = self._worker.step(scheduled.kv_connector_metadata)
+        scheduled = self.schedule()
+        self.num_steps += 1
+        self.num_computed += scheduled.total_num_scheduled_tokens
+        self.num_preemptions += len(scheduled.preempted_req_ids or ())
+        sampled = self._sample(scheduled)
+        self.last_plan = scheduled.kv_connector_metadata
+        received, report = self.worker.step(self.last_plan)
         connector_output = KVConnectorOutput(
             finished_recving=received, finished_sending=set(), kv_connector_worker_meta=report
         )
         for mutate in self.mutate_output:
             mutate(connector_output)
-        sampled = [list(tokens) for tokens in batch.sampled]
-        output = runner_output(batch.request_ids, sampled, connector_output)
-        with as_peer_runner(self.shape):
-            by_client = self.scheduler.update_from_output(scheduled, output)
-        for outputs in by_client.values():
-            for item in outputs.outputs:
-                self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
-        return scheduled
+        output = runner_output(list(scheduled.num_scheduled_tokens), sampled, connector_output)
+        return self.update(scheduled, output)
 
-    def drain(self, max_steps: int = 500) -> None:
-        """Step until the engine would go idle."""
-        for _ in range(max_steps):
-            if not self.has_work:
-                return
-            self.step()
-        raise AssertionError(f"not idle after {max_steps} steps")
+    def _sample(self, scheduled: Any) -> list[list[int]]:
+        if self._tokens is None:
+            return [list(tokens) for tokens in self.runner.prepare(scheduled).sampled]
+        requests = [self.scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
+        return [
+            [] if one.is_prefill_chunk else [self._tokens(one.request_id, one.num_tokens)]
+            for one in requests
+        ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.bench.prompts import make_chat_request
+from examples.chat_request import make_chat_request
 from safe_offload.errors import SafeOffloadError
 
 NUM_TEMPLATE_TOKENS = 11

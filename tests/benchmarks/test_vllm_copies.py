@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from safe_offload.bench.transfer_grid import Case, Traffic
-from safe_offload.bench.transfer_rigs import make_copies
+from safe_offload.bench.transfer_cases import Case, Traffic
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.ranges import Ranges
 
 pytest.importorskip("vllm.v1.simple_kv_offload.cuda_mem_ops")
 pytest.importorskip("vllm.v1.kv_offload.cpu.swap_blocks_triton")
 
-from safe_offload.bench import vllm_copies
+from tests.benchmarks import vllm_copies
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -26,7 +25,7 @@ def test_the_batched_call_goes_the_right_way(direction: Direction, monkeypatch) 
     operations = vllm_copies.cuda_mem_ops
     monkeypatch.setattr(operations, "build_params", lambda *arguments: arguments)
     monkeypatch.setattr(operations, "copy_blocks", lambda *arguments: calls.append(arguments))
-    (copy,) = make_copies(Case(8, 5, 2), Traffic(direction.value))
+    (copy,) = Case(8, 5, 2).make_copies(Traffic(direction.value))
     caches, hosts = ([torch.zeros(5, 8) for _ in range(2)] for _ in range(2))
     vllm_copies.batched_call(copy, (caches, hosts), "a stream")()
     blocks, slots = copy.block_ids.tolist(), copy.slot_ids.tolist()

@@ -2,14 +2,12 @@
 
 import pytest
 
-from safe_offload.bench import transfer_grid as grid
-from safe_offload.bench.transfer_grid import Case, Traffic, select_cases
-from safe_offload.bench.transfer_rigs import make_copies
+from safe_offload.bench.transfer_cases import USUAL_SIZES, Case, Traffic, select_cases
 from safe_offload.worker.backends.base import Direction
 
 
 def test_combinations_that_are_too_large_are_left_out() -> None:
-    cases = select_cases(((4096, 8192), (1, 10), (1,)), size_bytes_max=40_960, is_contiguous=False)
+    cases = select_cases(((4096, 8192), (1, 10), (1,)), 40_960)
     assert [(case.range_bytes, case.num_blocks) for case in cases] == [
         (4096, 1),
         (4096, 10),
@@ -18,9 +16,8 @@ def test_combinations_that_are_too_large_are_left_out() -> None:
 
 
 def test_the_usual_sizes_span_what_is_promised() -> None:
-    sizes = (grid.RANGE_BYTES, grid.NUM_BLOCKS, grid.NUM_LAYERS)
-    cases = select_cases(sizes, size_bytes_max=512 << 20, is_contiguous=False)
-    assert {case.range_bytes for case in cases} == set(grid.RANGE_BYTES)
+    cases = select_cases(USUAL_SIZES, 512 << 20)
+    assert {case.range_bytes for case in cases} == set(USUAL_SIZES[0])
     assert {case.num_blocks for case in cases} == {1, 64, 1000, 4096}
     assert {case.num_layers for case in cases} == {1, 32, 80}
 
@@ -41,7 +38,7 @@ def test_one_block_is_not_copied_both_ways() -> None:
 
 def test_both_ways_means_half_of_the_blocks_each() -> None:
     case = Case(64, 5, 2)
-    store, load = make_copies(case, Traffic.BOTH)
+    store, load = case.make_copies(Traffic.BOTH)
     assert (store.direction, load.direction) == (Direction.STORE, Direction.LOAD)
     assert case.moved_bytes(Traffic.BOTH) == 4 * 64 * 2
     assert case.moved_bytes(Traffic.STORE) == case.size_bytes
@@ -50,9 +47,7 @@ def test_both_ways_means_half_of_the_blocks_each() -> None:
         assert not set(first) & set(second)
 
 
-def test_blocks_are_scattered_unless_they_are_to_be_in_order() -> None:
-    (copy,) = make_copies(Case(64, 100, 1), Traffic.LOAD)
+def test_blocks_are_scattered() -> None:
+    (copy,) = Case(64, 100, 1).make_copies(Traffic.LOAD)
     assert sorted(copy.block_ids) == sorted(copy.slot_ids) == list(range(100))
     assert abs(copy.block_ids[1:] - copy.block_ids[:-1]).mean() > 10
-    (copy,) = make_copies(Case(64, 100, 1, is_contiguous=True), Traffic.LOAD)
-    assert list(copy.block_ids) == list(copy.slot_ids) == list(range(100))

@@ -78,7 +78,7 @@ def _call(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def main() -> int:
-    """Print a request: `python -m safe_offload.bench.prompts URL NUM_TOKENS NUM_ANSWER SEED`."""
+    """Print a request: `python examples/chat_request.py URL NUM_TOKENS NUM_ANSWER SEED`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("num_tokens", type=int)
@@ -93,7 +93,7 @@ def main() -> int:
             seed=arguments.seed,
         )
     except SafeOffloadError as error:
-        print(f"prompts: {error}", file=sys.stderr)
+        print(f"chat_request: {error}", file=sys.stderr)
         return 1
     print(request)
     return 0

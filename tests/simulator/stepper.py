@@ -1,0 +1,96 @@
+"""vLLM's scheduler with one connector, stepped: whatever computes and copies for it.
+
+The simulator's ranks (`EngineCore`) and the stand-ins for other connectors' workers (`PeerEngine`)
+are two things that it is stepped with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tests.simulator.vllm_setup import EngineShape, as_model_runner, make_scheduler
+
+
+class Stepper:
+    """The scheduler, its requests and their answers.
+
+    Args:
+        shape: what the engine is made of.
+
+    Attributes:
+        answers: tokens by request id, of those that are not finished too.
+        finish_reasons: by request id.
+        counts: what our connector has counted.
+    """
+
+    def __init__(self, shape: EngineShape) -> None:
+        self.shape = shape
+        self.answers: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, Any] = {}
+        self.counts: Counter[str] = Counter()
+        with as_model_runner(shape):
+            self.scheduler, self._hasher = make_scheduler(shape)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler side of the connector; None if there is none."""
+        return self.scheduler.connector
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's pool of GPU blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine would go on stepping."""
+        return bool(self.scheduler.has_requests())
+
+    def send(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Any:
+        """Send a request; returns vLLM's object. `options` are those of vLLM's `Request`."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id, list(prompt), params, None, block_hasher=self._hasher, **options
+        )
+        self.answers.pop(request_id, None)
+        self.finish_reasons.pop(request_id, None)
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Any:
+        """Return what the scheduler wants computed and copied."""
+        with as_model_runner(self.shape):
+            return self.scheduler.schedule()
+
+    def update(self, scheduled: Any, output: Any) -> list[str]:
+        """Give the scheduler what came of it; returns the ids of the requests that finished."""
+        with as_model_runner(self.shape):
+            by_client = self.scheduler.update_from_output(scheduled, output)
+        finished = []
+        for outputs in by_client.values():
+            stats = outputs.scheduler_stats
+            if stats is not None and stats.kv_connector_stats:
+                self.counts.update(stats.kv_connector_stats.get("counts", {}))
+            for item in outputs.outputs:
+                self.answers.setdefault(item.request_id, []).extend(item.new_token_ids)
+                if item.finish_reason is not None:
+                    self.finish_reasons[item.request_id] = item.finish_reason
+                    finished.append(item.request_id)
+        return finished
+
+    def step(self) -> Any:
+        """One turn of the engine's busy loop."""
+        raise NotImplementedError
+
+    def drain(self, max_steps: int = 3000) -> int:
+        """Step until the engine would go idle; returns the number of steps."""
+        for count in range(max_steps):
+            if not self.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"not idle after {max_steps} steps")
