@@ -41,7 +41,7 @@ class FailureReason(enum.Enum):
     FENCE_TIMEOUT = "fence_timeout"
     """The copy had not read its source when the source had to be given away."""
     NOT_RUNNING = "not_running"
-    """The transfer engine of this rank is not running (it died, or was shut down)."""
+    """The transfer loop of this rank is not running (it died, or was shut down)."""
     CANCELLED = "cancelled"
     """The transfer was cancelled before it was issued."""
     TIMED_OUT = "timed_out"

@@ -89,8 +89,8 @@ class _Recorder:
 
     def watch_bridge(self, bridge: Any) -> None:
         """Note when transfers are submitted, copied and reported."""
-        engine, backend = bridge._engine, bridge._engine._backend
-        submit, report, run = engine.submit, bridge.report, backend._run
+        transfers, backend = bridge.opened.transfers, bridge.opened.backend
+        submit, report, run = transfers.submit, bridge.report, backend._run
         self._backend = backend
 
         def watched_submit(direction: Direction, transfer: Any) -> None:
@@ -109,7 +109,7 @@ class _Recorder:
                 self._reports.append((time.monotonic(), ids))
             return found
 
-        engine.submit, bridge.report, backend._run = watched_submit, watched_report, watched_run
+        transfers.submit, bridge.report, backend._run = watched_submit, watched_report, watched_run
 
     def take(self) -> dict[str, Any]:
         """See `WorkerProbe.take_probe`."""
@@ -141,8 +141,8 @@ def _find_bridge() -> Any:
     if not has_kv_transfer_group():
         return None
     bridge = getattr(get_kv_transfer_group(), "_worker", None)
-    engine = getattr(bridge, "_engine", None)
-    return bridge if isinstance(getattr(engine, "_backend", None), CpuBackend) else None
+    opened = getattr(bridge, "opened", None)
+    return bridge if isinstance(getattr(opened, "backend", None), CpuBackend) else None
 
 
 @functools.cache

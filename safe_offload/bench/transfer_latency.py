@@ -12,7 +12,7 @@ from safe_offload.bench.transfer_report import Latency
 from safe_offload.bench.transfer_rigs import PATIENCE_S, GpuRig, Rig, make_copies
 from safe_offload.worker.backends.base import Copy
 from safe_offload.worker.backends.ranges import RangeBuffers
-from safe_offload.worker.engine import new_event_loop
+from safe_offload.worker.loop_thread import new_event_loop
 
 WORD_BYTES = 16
 MANY_RANGE_BYTES = 4096

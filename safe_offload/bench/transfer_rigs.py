@@ -17,6 +17,7 @@ from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.backends.ranges import Ranges, RangeTable, Runs
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import DirectionThreads
 
 PATIENCE_S = 120.0
 PAUSE_S = 0.01
@@ -136,7 +137,9 @@ class CpuRig(Rig):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, torch.empty(case.size_bytes, dtype=torch.uint8))
-        self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, num_threads=1)
+        self.backend = CpuBackend(
+            self.storage.data_ptr(), self.layout, self.host, DirectionThreads("safe-offload")
+        )
         self._threads = ThreadPoolExecutor(len(Direction))
 
     def ways(self, traffic: Traffic) -> dict[Way, TimedCopy]:

@@ -84,11 +84,6 @@ class HostMemory:
             raise InvariantError("I8", "host memory is used after it was closed.")
         return self._tensor
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` has run."""
-        return self._mapping is None
-
     def close(self) -> None:
         """Give the memory back to the system; a second call does nothing.
 

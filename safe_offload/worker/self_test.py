@@ -23,7 +23,7 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.transfers import Transfers
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -107,8 +107,8 @@ class SelfTest:
     """Tries every way to copy of a backend.
 
     Args:
-        engine: running, with nothing to do; its calls are made on a thread of the test's own.
-        backend: of the engine.
+        transfers: there are none; its calls are made on a thread of the test's own.
+        backend: theirs.
         rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
         layout: where blocks and slots lie.
@@ -116,13 +116,13 @@ class SelfTest:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfers: Transfers,
         backend: ProvableBackend,
         rows: Rows,
         host: Bytes,
         layout: HostLayout,
     ) -> None:
-        self._engine = engine
+        self._transfers = transfers
         self._backend = backend
         self._rows = rows
         self._host = host
@@ -139,7 +139,7 @@ class SelfTest:
             timeout_s: for all ways together.
             slots: that may be written; None for all that are ready.
         """
-        self._slots_allowed = range(self._engine.num_usable_slots) if slots is None else slots
+        self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
         start_s = time.monotonic()
         self._deadline_s = start_s + timeout_s
         # A thread of its own: it may hang with the device, and what it allocates on a GPU must not
@@ -233,7 +233,7 @@ class SelfTest:
         overwrite = self._rows.prepare(self._blocks, self._noise(self._blocks))
         self._write_slots(self._noise(self._watched_slots))
         ids = [self._submit(Direction.STORE) for _ in range(STORES_BEFORE_FENCE)]
-        self._engine.fence(tuple(ids))
+        self._transfers.fence(tuple(ids))
         overwrite()
         self._wait(ids)
         self._compare("fenced store", stored, self._read_slots()[self._slot_rows])
@@ -245,13 +245,13 @@ class SelfTest:
     def _submit(self, direction: Direction) -> int:
         self._last_id -= 1  # the scheduler side counts up from zero
         pairs = ids_of(self._blocks), ids_of(self._slots)
-        self._engine.submit(direction, Transfer(self._last_id, *pairs))
+        self._transfers.submit(direction, Transfer(self._last_id, *pairs))
         return self._last_id
 
     def _wait(self, transfer_ids: Sequence[int]) -> None:
         left = set(transfer_ids)
         while left:
-            for transfer_id, failure in self._engine.drain():
+            for transfer_id, failure in self._transfers.drain():
                 left.discard(transfer_id)
                 if failure is not None:
                     raise TransferError(failure, "the copy failed; the log says why")

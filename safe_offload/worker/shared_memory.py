@@ -61,6 +61,11 @@ class Share:
     index: int = 0
     count: int = 1
 
+    @classmethod
+    def of_rank(cls, rank: int, count: int) -> Share:
+        """Return the share of a rank: `count` ranks in a row have one memory."""
+        return cls(rank % count, count)
+
     def part(self, num_items: int, turn: int = 0) -> range:
         """Return this rank's part of things that are numbered from 0.
 

@@ -1,7 +1,6 @@
-"""What the transfer engine asks of a backend.
+"""What transfers ask of a backend.
 
-The engine decides when a copy may start and what its end means; a backend only copies and orders.
-Every backend passes the same contract suite (tests/worker/backends/contract.py).
+They decide when a copy may start and what its end means; a backend only copies and orders. Every backend passes the same contract suite (tests/worker/backends/contract.py).
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Backend(Protocol):
         """The first so many slots may be used; it grows while memory is made ready."""
 
     def mark(self) -> Any:
-        """The compute stream as it stands now. Called on the engine's thread."""
+        """Return the compute stream as it stands now. Called on vLLM's thread."""
 
     def issue(self, copy: Copy, after: Any) -> Completion:
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
@@ -97,9 +96,9 @@ class Backend(Protocol):
         """
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """Order everything that the engine does next behind the reads of a copy.
+        """Order everything that vLLM does next after the reads of a copy.
 
-        Called on the engine's thread. A backend with streams makes the streams wait and returns at
+        Called on vLLM's thread. A backend with streams makes the streams wait and returns at
         once; one without waits.
 
         Returns:

@@ -136,13 +136,13 @@ class GpuBackend:
         self.num_demotions = 0
         self._device = device
         self._layout = layout
-        self._host = host
+        self.host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
         self._prefers_kernel = path is CopyPath.KERNEL
         self._is_closed = False
         self._lock = PageLock(device, host.tensor.data_ptr(), layout)
-        self._lanes = {direction: Lane(device, direction.value) for direction in Direction}
+        self.lanes = {direction: Lane(device, direction.value) for direction in Direction}
         self._segments: Any = None
         with ThreadPoolExecutor(1) as own_thread:
             self.paths = own_thread.submit(self._find_paths, path, base_address).result()
@@ -175,7 +175,7 @@ class GpuBackend:
         self._table.check(copy)
         if self._is_closed or not self.paths:
             raise TransferError(FailureReason.NOT_RUNNING, "closed, or without a way to copy")
-        lane = self._lanes[copy.direction]
+        lane = self.lanes[copy.direction]
         used: list[Any] = []
         failure = None
         try:
@@ -207,14 +207,14 @@ class GpuBackend:
         """See `Backend.end_copies`; what has been issued is done."""
         if not self._is_closed:
             self._is_closed = True
-            for lane in self._lanes.values():
+            for lane in self.lanes.values():
                 lane.close()
 
     def close(self) -> None:
         """See `Backend.close`."""
         self.end_copies()
         self._lock.close()
-        self._host.close()
+        self.host.close()
 
     # ---- how to copy ---------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class GpuBackend:
 
     def _has_kernel(self, base_address: int) -> bool:
         """Compile the kernel and give the device its table of segments, if kernels can be used."""
-        address, stream = self._host.tensor.data_ptr(), self._lanes[Direction.LOAD].stream
+        address, stream = self.host.tensor.data_ptr(), self.lanes[Direction.LOAD].stream
         try:
             self._device.load_kernel(row_kernel.word_bytes(self._layout, base_address, address))
             if not self._device.sees(address):
@@ -269,7 +269,7 @@ class GpuBackend:
 
     def _copy(self, path: CopyPath, copy: Copy, runs: Runs, used: list[Any]) -> None:
         """Give a copy to its stream; what must stay until it has ended is put into `used`."""
-        lane, driver = self._lanes[copy.direction], self._device.driver
+        lane, driver = self.lanes[copy.direction], self._device.driver
         if path is CopyPath.KERNEL:
             self._launch(copy, lane, used)
             return

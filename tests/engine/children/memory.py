@@ -94,7 +94,7 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
     engine.drain(llm)
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    host = get_kv_transfer_group()._worker._engine._backend._host
+    host = get_kv_transfer_group()._worker.opened.backend.host
     start, size_bytes = host.tensor.data_ptr(), host.size_bytes
     planner = connector._planner
     report: dict[str, Any] = {

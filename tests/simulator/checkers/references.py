@@ -72,7 +72,9 @@ class ReferenceChecker:
             "loads in flight": len(planner._loads),
             "requests that hold blocks for a load": len(planner._loads._admission),
             "live requests": sum(not state.finished for state in planner._book),
-            "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
+            "transfers of the ranks": sum(
+                len(worker.transfers.statistics().pending_ids) for worker in core.workers
+            ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
         }
         if planner.has_work or any(left.values()):
