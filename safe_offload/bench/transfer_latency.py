@@ -11,7 +11,6 @@ from safe_offload.bench.transfer_grid import Case, Traffic
 from safe_offload.bench.transfer_report import Latency
 from safe_offload.bench.transfer_rigs import PATIENCE_S, GpuRig, Rig, make_copies
 from safe_offload.worker.backends.base import Copy
-from safe_offload.worker.backends.ranges import RangeBuffers
 from safe_offload.worker.loop_thread import new_event_loop
 
 WORD_BYTES = 16
@@ -45,11 +44,8 @@ def measure_submits(rig: Rig, rounds: int) -> list[Latency]:
         (copy,) = make_copies(rig.case, traffic)
         samples = tuple(_time_issue(rig, copy) for _ in range(rounds))
         latencies.append(Latency(f"submit a {traffic.value}", f"issue() of {what}", samples))
-    buffers = RangeBuffers()
     (copy,) = make_copies(rig.case, Traffic.STORE)
-    samples = tuple(
-        _time_us(lambda: rig.table.ranges(rig.table.runs(copy), buffers)) for _ in range(rounds)
-    )
+    samples = tuple(_time_us(lambda: rig.table.ranges(rig.table.runs(copy))) for _ in range(rounds))
     return [*latencies, Latency("descriptors", f"RangeTable of {what}; aim: 20 us", samples)]
 
 

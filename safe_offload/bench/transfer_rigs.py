@@ -11,6 +11,7 @@ import torch
 
 from safe_offload.bench.transfer_grid import Case, Traffic, Way
 from safe_offload.errors import SafeOffloadError
+from safe_offload.protocol import MemoryKind
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
@@ -230,7 +231,7 @@ class GpuRig(Rig):
                     "fix: a smaller --max-bytes"
                 )
             time.sleep(PAUSE_S)
-        if self.backend.is_pageable:
+        if self.backend.memory.kind is MemoryKind.PAGEABLE:
             raise SafeOffloadError(
                 f"the driver does not page-lock {self.host.size_bytes} bytes; "
                 "fix: ulimit -l unlimited, or a smaller --max-bytes"

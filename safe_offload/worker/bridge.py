@@ -1,7 +1,7 @@
 """From vLLM's synchronous worker hooks to the transfers and back.
 
-The hooks are on vLLM's critical path. They enqueue, order and collect; nothing here waits for a
-copy except a fence on a backend without streams.
+The hooks are on vLLM's critical path: nothing here waits for a copy, except a fence on a backend
+without streams.
 
 Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
 `before_step` before the forward, `begin` with the same plan, then `start_loads` after the forward
@@ -83,14 +83,7 @@ class WorkerBridge:
     # ---- from start to end ---------------------------------------------------------------------
 
     def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
-        """Open the transfers, once vLLM has allocated its KV cache.
-
-        Args:
-            kv_caches: by layer name; views of one storage.
-
-        Raises:
-            ConfigError: the layout is not supported, or the memory is not to be had.
-        """
+        """Open the transfers, once vLLM has allocated its KV cache; see `Opening.open`."""
         if not kv_caches:
             return
         if self.opened is None:
@@ -169,11 +162,7 @@ class WorkerBridge:
             self.opened.transfers.fence(plan.fences)
 
     def begin(self, plan: StepPlan) -> None:
-        """bind_connector_metadata: take the plan of this step.
-
-        Nothing is lost of a step that did not come to its end: its transfers are cancelled, its
-        failures are named in this one.
-        """
+        """bind_connector_metadata: take the plan; of a step that did not end nothing is lost."""
         self._cancel_unstarted()
         self._is_forward_issued = False
         self._loads, self._stores = plan.loads, plan.stores_after_forward
@@ -218,12 +207,9 @@ class WorkerBridge:
         """Return what happened on this rank since the last call that no report tells."""
         if self.opened is None:
             return {}
-        counts = Counter[str](
-            {
-                Count.OVERDUE_TRANSFERS: self.opened.transfers.statistics().num_overdue,
-                Count.COPY_PATH_DEMOTIONS: self.opened.backend.num_demotions,
-            }
-        )
+        counts = Counter[str]()
+        counts[Count.OVERDUE_TRANSFERS] = self.opened.transfers.statistics().num_overdue
+        counts[Count.COPY_PATH_DEMOTIONS] = self.opened.backend.num_demotions
         new = counts - self._reported_counts
         self._reported_counts = counts
         return dict(new)

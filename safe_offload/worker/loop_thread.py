@@ -24,16 +24,10 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Loop(Protocol):
-    """An event loop, its clock, and a way to wait for it from outside.
-
-    All but what `main` does belongs to one thread, the one that vLLM calls its hooks on.
-    """
+    """An event loop, its clock, and a way to wait for it from vLLM's thread, which calls this."""
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
-        """Begin to run `main`, and call `on_end` when the loop has ended, for whatever reason.
-
-        When this returns, `main` has run up to where it first waits, or `on_end` has been called.
-        """
+        """Run `main` up to where it first waits, and go on. Call `on_end` when the loop ends."""
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop; it is not run if the loop has ended."""
@@ -49,11 +43,7 @@ class Loop(Protocol):
 
 
 class LoopThread:
-    """See `Loop`: a thread that runs one event loop, uvloop's where there is one.
-
-    Args:
-        make_event_loop: called on the thread.
-    """
+    """See `Loop`: a thread that makes and runs one event loop, uvloop's where there is one."""
 
     # Set once, by `start` and its thread before `start` returns.
     _thread: threading.Thread

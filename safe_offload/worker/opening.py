@@ -48,11 +48,7 @@ NOT_SHARED = (
 def open_backend(
     storage: Any, device: torch.device, layout: HostLayout, host: HostMemory, config: OffloadConfig
 ) -> tuple[ProvableBackend, Rows]:
-    """Return the backend for a KV cache, and the blocks that it copies.
-
-    Raises:
-        ConfigError: there is none for its device.
-    """
+    """Return the backend for a KV cache, and the blocks that it copies."""
     address, geometry = storage.data_ptr(), layout.geometry
     try:
         if device.type == "cpu":
@@ -204,11 +200,7 @@ class Opening:
 def storage_of(
     kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
 ) -> tuple[Any, torch.device]:
-    """Return the storage that all layers' caches are views of, and its device.
-
-    Raises:
-        ConfigError: they do not share one.
-    """
+    """Return the one storage that all layers' caches are views of, and its device."""
     tensors: list[torch.Tensor] = []
     for cache in kv_caches.values():
         tensors += cache if isinstance(cache, list) else [cache]

@@ -1,10 +1,8 @@
 """Proof that copies are right on this machine, before vLLM serves.
 
-No way to copy is trusted because its code was read. When the KV cache is registered there is
-nothing in it yet, so each way is tried on the real memory: patterns go from blocks to slots and
-from slots to blocks, neighbours and scattered ones, and a store is overtaken by a fenced overwrite.
-Every byte is compared, those beside the copies too, and the blocks get back what was in them. A way
-that fails is not used.
+Each way to copy is tried on the real memory: patterns go from blocks to slots and back, neighbours
+and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
+beside the copies too, and the blocks get back what was in them. A way that fails is not used.
 """
 
 from __future__ import annotations
@@ -29,14 +27,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 Bytes = npt.NDArray[np.uint8]
 
-TIMEOUT_S = 30.0
-"""A device that has not copied a few blocks by then hangs."""
+TIMEOUT_S = 30.0  # a device that has not copied a few blocks by then hangs
 POLL_S = 0.0002
 PAIRS_MAX = 8
-PATTERN_BYTES = 16 << 20
-"""About what one pattern has at most; two blocks at least."""
-STORES_BEFORE_FENCE = 4
-"""They keep the copy engine busy, so that an overwrite without a fence would come first."""
+PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at least
+STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
 
 
 class Rows(Protocol):
@@ -53,14 +48,7 @@ class Rows(Protocol):
 
 
 class TorchRows:
-    """See `Rows`.
-
-    Args:
-        storage: of the KV cache.
-        device: that it is on.
-        geometry: of the blocks.
-        bind_thread: to a GPU; None for host memory.
-    """
+    """See `Rows`: blocks of a KV cache's storage; `bind_thread` is None for host memory."""
 
     def __init__(
         self,
@@ -104,10 +92,10 @@ class TorchRows:
 
 
 class SelfTest:
-    """Tries every way to copy of a backend.
+    """Tries every way to copy of a backend, on a thread of its own, which alone changes its state.
 
     Args:
-        transfers: there are none; its calls are made on a thread of the test's own.
+        transfers: there are none.
         backend: theirs.
         rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
@@ -261,23 +249,17 @@ class SelfTest:
 
     def _views(self) -> list[list[Bytes]]:
         """Return every part of every watched slot."""
-        return [
-            [
-                self._host[offset : offset + length]
-                for offset, length in self._layout.ranges_of(slot)
-            ]
-            for slot in self._watched_slots
-        ]
+        ranges = map(self._layout.ranges_of, self._watched_slots)
+        return [[self._host[at : at + length] for at, length in parts] for parts in ranges]
 
     def _read_slots(self) -> Bytes:
         return np.stack([np.concatenate(parts) for parts in self._views()])
 
     def _write_slots(self, content: Bytes) -> None:
         for parts, row in zip(self._views(), content, strict=True):
-            start = 0
-            for part in parts:
-                part[:] = row[start : start + len(part)]
-                start += len(part)
+            ends = np.cumsum([len(part) for part in parts])
+            for part, piece in zip(parts, np.split(row, ends[:-1]), strict=True):
+                part[:] = piece
 
     def _compare(self, what: str, expected: Bytes, found: Bytes) -> None:
         num_wrong = int(np.count_nonzero(expected != found))

@@ -23,10 +23,9 @@ T = TypeVar("T")
 def on_other_cores() -> Iterator[None]:
     """Let threads that are started meanwhile run on the parent process's cores, but for our own.
 
-    A thread inherits the cores of the one that starts it. vLLM's CPU engine binds a worker's first
-    thread to the core where it computes, so that every copy would take that core from the forward.
-    The engine's own process, the parent, is not bound; and vLLM leaves a core idle for the threads
-    of a connector. A thread that nothing has bound, or that has no other core, changes nothing.
+    vLLM's CPU engine binds a worker's first thread to the core where it computes, and threads
+    inherit the cores of the one that starts them. The engine's own process, the parent, is not
+    bound, and vLLM leaves a core idle for the threads of a connector.
 
     Source: `configure_omp_envs` and `reserve_cpu_num` in vllm/utils/ompmultiprocessing.py (0.32.0);
     Linux, sched_setaffinity(2).
@@ -49,14 +48,10 @@ def on_other_cores() -> Iterator[None]:
 class DirectionThreads:
     """Threads for each direction, so that no load waits for a store.
 
-    All run before the first work comes. `ThreadPoolExecutor.submit` starts a thread when it needs
-    one, after it has queued the work (CPython 3.11, Lib/concurrent/futures/thread.py). If the
-    system refuses the thread, `submit` raises, and another thread does the work later: a copy that
-    was reported as failed would write to blocks that belong to another request by then.
-
-    Args:
-        name: of the threads, before the direction.
-        num_threads: for each direction.
+    All run before the first work comes: `ThreadPoolExecutor.submit` queues the work before it
+    starts a thread (CPython 3.11, Lib/concurrent/futures/thread.py). If the system refuses one,
+    `submit` raises, and another does the work later: a copy that was reported as failed would write
+    to blocks of another request.
 
     Raises:
         ConfigError: the system refuses one of them.
@@ -69,11 +64,7 @@ class DirectionThreads:
         }
 
     def submit(self, direction: Direction, function: Callable[..., T], *args: object) -> Future[T]:
-        """Queue a function for the threads of a direction.
-
-        Raises:
-            RuntimeError: they have been closed.
-        """
+        """Queue a function for the threads of a direction; raises RuntimeError once closed."""
         return self._executors[direction].submit(function, *args)
 
     async def run(self, direction: Direction, function: Callable[..., T], *args: object) -> T:

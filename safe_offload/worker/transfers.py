@@ -1,12 +1,9 @@
 """Every transfer of a rank, from vLLM's hooks to its end.
 
 A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for the
-copy, has checksums noted or compared, settles. vLLM's hooks reach it through four calls that do not
-wait for it: `submit`, `fence` (which waits for the copy where no stream can), `drain` and `close`.
-
-No exception leaves a transfer: it becomes a `FailureReason`. If the event loop itself dies, every
-transfer that has not settled fails, and so does every later one: the connector goes on as a cache
-that always misses.
+copy, has checksums noted or compared, settles. No exception leaves it: it becomes a
+`FailureReason`. If the event loop dies, every transfer that has not settled fails, and so does
+every later one: the connector goes on as a cache that always misses.
 """
 
 from __future__ import annotations
@@ -32,23 +29,22 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 FENCE_TIMEOUT_S = 10.0
 """A store that has not read its source by then is given up, so that vLLM is not held up."""
-
 FREE_TIMEOUT_S = 60.0
-"""Unlocking and freeing host memory is given up by then; the process's end does the rest."""
+"""Unlocking and freeing host memory is left to the process's end then."""
 
 
 class PendingTransfer:
     """A transfer that has been submitted and not drained.
+
+    The loop's thread changes it; vLLM's sets `is_poisoned`, and settles it if the loop has ended.
 
     Attributes:
         mark: where the compute stream stood when it was submitted.
         decided: set when its copy has been issued, or it has settled without.
         completion: of its copy, once issued.
         is_taken_back: its deadline has passed, its copy had not begun and never will.
-        is_settled: it has ended, as `failure` says. Changed on vLLM's thread if the loop has ended,
-            otherwise on the loop's, as all that is above.
-        is_poisoned: its source may have changed under it, so that it fails whatever the copy says.
-            Changed on vLLM's thread.
+        is_settled: it has ended, as `failure` says.
+        is_poisoned: its source may have changed under it: it fails whatever the copy says.
     """
 
     __slots__ = (
@@ -69,9 +65,8 @@ class PendingTransfer:
         self.is_poisoned = False
 
     def __repr__(self) -> str:
-        state = "issued" if self.completion else "queued"
-        ended = f"settled ({self.failure})" if self.is_settled else state
-        return f"<{self.copy.direction.value} {self.transfer_id}, {ended}>"
+        state = "settled" if self.is_settled else "issued" if self.completion else "queued"
+        return f"<{self.copy.direction.value} {self.transfer_id}, {state}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +153,7 @@ class Transfers:
         self._loop.call(self._spawn, pending)
 
     def fence(self, transfer_ids: tuple[int, ...]) -> None:
-        """Order what vLLM does next after the reads of these stores.
-
-        A store that does not get there in time is given up: it fails, whatever its copy says.
-        """
+        """Order what vLLM does next after the reads of these stores, or give a late store up."""
         fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
         for pending in fenced:
             if not pending.decided.is_set():
@@ -192,17 +184,11 @@ class Transfers:
         return drained
 
     def take_bad_slots(self) -> tuple[int, ...]:
-        """Return the slots that were found changed since the last call.
-
-        Called after `drain`, it knows every slot that made one of those transfers fail.
-        """
+        """Return slots that were found changed: after `drain`, all that made a load of it fail."""
         return tuple(self._bad_slot_ids.popleft() for _ in range(len(self._bad_slot_ids)))
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
-
-        Args:
-            timeout_s: for the copies. Freeing memory takes longer the more of it is page-locked.
 
         Returns:
             Whether all copies ended in time. If not, the loop goes on until they have.
@@ -229,11 +215,7 @@ class Transfers:
             self._turnstile.cancel_waiting()
 
     def _end(self) -> None:
-        """End the copies, then let every transfer fail.
-
-        Nothing may still be copying when the transfers are reported as failed: vLLM then gives
-        their blocks to other requests.
-        """
+        """End the copies, then let every transfer fail: vLLM gives their blocks to others then."""
         try:
             if self._verifier is not None:
                 self._verifier.close()  # it reads the memory that the backend frees
@@ -272,7 +254,11 @@ class Transfers:
             finally:
                 self._turnstile.leave(pending.turn)
             if self._verifier is not None:
-                await self._verify(self._verifier, pending)
+                bad = await self._verifier.check(pending.transfer_id, pending.copy)
+                self._bad_slot_ids.extend(bad)
+                if bad:
+                    detail = f"slots {bad} are not what was stored in them"
+                    raise TransferError(FailureReason.CHECKSUM_MISMATCH, detail)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -290,11 +276,7 @@ class Transfers:
         self._settle(pending, failure)
 
     async def _enter(self, turn: Turn, deadline_s: float) -> None:
-        """Wait for a turn, but not for ever.
-
-        Raises:
-            TransferError: it did not come in time; the transfer has not touched anything.
-        """
+        """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._turnstile.enter(turn)
@@ -306,11 +288,7 @@ class Transfers:
     async def _wait_for_copy(
         self, pending: PendingTransfer, completion: Completion, deadline_s: float
     ) -> None:
-        """Wait until an issued copy has ended, however long that takes.
-
-        Raises:
-            TransferError: it failed, or it had not begun in time and was taken back.
-        """
+        """Wait until a copy has ended, however long it takes; raise TransferError if it failed."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline_s, self._pass_deadline, pending, completion)
         try:
@@ -351,19 +329,6 @@ class Transfers:
             pending.turn.size_bytes,
             self._timeout_s,
         )
-
-    async def _verify(self, verifier: Verifier, pending: PendingTransfer) -> None:
-        """Note the checksums of what was stored, or compare what was loaded with them.
-
-        Raises:
-            TransferError: slots have changed since they were stored.
-        """
-        bad = await verifier.check(pending.transfer_id, pending.copy)
-        if bad:
-            self._bad_slot_ids.extend(bad)
-            raise TransferError(
-                FailureReason.CHECKSUM_MISMATCH, f"slots {bad} are not what was stored in them"
-            )
 
     def _settle(self, pending: PendingTransfer, failure: FailureReason | None) -> None:
         assert not pending.is_settled

@@ -1,8 +1,7 @@
-"""Checksums of host slots: noted after every store, compared after a load.
+"""Checksums of host slots: noted after every store, compared after a load's copy.
 
-Nothing else sees a bit that flips in host memory. A load is compared after its copy, because what
-changes between a look and its copy would be served. The load is not reported before the look is
-over, so that attention never reads what was found changed.
+What changes between a look and its copy would be served. The load is not reported before the look
+is over, so that attention never reads what was found changed.
 """
 
 from __future__ import annotations

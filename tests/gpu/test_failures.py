@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from safe_offload.errors import DeviceError, TransferError
-from safe_offload.protocol import FailureReason, Transfer
+from safe_offload.protocol import FailureReason, MemoryKind, Transfer
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.loop_thread import LoopThread
@@ -127,7 +127,7 @@ async def test_memory_that_the_driver_does_not_lock_is_used_as_it_is(monkeypatch
 
     monkeypatch.setattr(Device, "lock", refuse)
     subject = TorchSubject(LAYERS, NUM_SLOTS)
-    assert subject.backend.is_pageable
+    assert subject.backend.memory.kind is MemoryKind.PAGEABLE
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [1, 5, 6], [2, 9, 10])
     for block, slot in ((1, 2), (5, 9), (6, 10)):
