@@ -13,12 +13,7 @@ from safe_offload.layout import HostLayout
 
 
 class SlotChecksums:
-    """Reads the slots of one rank.
-
-    Args:
-        host: the whole host memory, shape (size_bytes,), uint8.
-        layout: where the slots lie in it.
-    """
+    """Reads the slots of one rank in its whole host memory, shape (size_bytes,)."""
 
     def __init__(self, host: npt.NDArray[np.uint8], layout: HostLayout) -> None:
         self._host = host.data

@@ -111,13 +111,10 @@ class Opening:
     make_loop: Callable[[], Loop] = LoopThread
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
-        """Take the host memory, start the transfers and test the copies.
+        """Take the host memory, start the transfers, and return them if a way to copy is right.
 
         Args:
             kv_caches: by layer name, at least one; views of one storage.
-
-        Returns:
-            None if no way to copy is right.
 
         Raises:
             ConfigError: the layout is not supported, or the memory is not to be had.

@@ -121,10 +121,9 @@ class SelfTest:
         self._problems: dict[CopyPath, str] = {}
 
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
-        """Let the backend use the ways that passed; False if there is none.
+        """Let the backend use the ways that passed; return False if there is none.
 
         Args:
-            timeout_s: for all ways together.
             slots: that may be written; None for all that are ready.
         """
         self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
@@ -199,11 +198,7 @@ class SelfTest:
         self._slot_rows = [self._watched_slots.index(slot) for slot in self._slots]
 
     def _try(self) -> None:
-        """Try the way in use.
-
-        Raises:
-            TransferError: a byte is wrong, or a copy failed or did not end.
-        """
+        """Try the way in use; raise TransferError if a byte is wrong or a copy failed."""
         blocks, slots = self._noise(self._watched_blocks), self._noise(self._watched_slots)
         self._rows.prepare(self._watched_blocks, blocks)()
         self._write_slots(slots)

@@ -40,12 +40,7 @@ OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of the ranks with one memory this is.
-
-    Attributes:
-        index: from 0, in the order of ranks.
-        count: ranks with one memory; 1 for a rank with a memory of its own.
-    """
+    """Which, from 0, of how many ranks with one memory this is."""
 
     index: int = 0
     count: int = 1

@@ -52,14 +52,10 @@ class Verifier:
         assert len(self._kept) == backend.num_slots
 
     async def check(self, transfer_id: int, copy: Copy) -> list[int]:
-        """Note or compare the slots of a copy that has ended well.
-
-        Args:
-            transfer_id: decides which slots of a load are looked at.
-            copy: nothing else may write its slots meanwhile.
+        """Note or compare the slots of a copy that has ended well; nothing may write them yet.
 
         Returns:
-            The slots of a load that have changed since they were stored.
+            Slots of a load, of those that `transfer_id` picks, that are not what was stored.
         """
         return await self._threads.run(copy.direction, self._look, transfer_id, copy)
 

@@ -215,8 +215,7 @@ class GpuBackend:
     def _find_paths(self, path: CopyPath | None, base_address: int) -> tuple[CopyPath, ...]:
         """Return the ways to copy that are there, from the wanted one on.
 
-        Called on a thread of its own: vLLM may have bound the calling one to memory that is gone in
-        a sleep, and what a kernel needs must not lie there.
+        On a thread of its own: vLLM's may allocate from memory that is gone in a sleep.
         """
         self._device.bind_thread()
         paths = list(CopyPath)[list(CopyPath).index(path) if path is not None else 0 :]

@@ -50,13 +50,7 @@ class Runs:
 
 
 class RangeTable:
-    """Where the rows of blocks and slots lie.
-
-    Args:
-        base_address: of the KV cache's storage.
-        host_address: of the host memory.
-        layout: of both.
-    """
+    """Where the rows of blocks and slots lie: in a KV cache's storage, and in host memory."""
 
     def __init__(self, base_address: int, host_address: int, layout: HostLayout) -> None:
         segments = layout.geometry.segments
