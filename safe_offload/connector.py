@@ -142,15 +142,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_worker(self) -> Side:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
         from safe_offload.worker.bridge import WorkerBridge
+        from safe_offload.worker.opening import Opening
 
         parallel = self._vllm_config.parallel_config
-        return WorkerBridge(
-            self._config,
-            self._kv_cache_config,
+        opening = Opening(
+            config=self._config,
+            kv_cache_config=self._kv_cache_config,
             rank=parallel.rank,
             num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
             is_child=parallel.distributed_executor_backend == "mp",
         )
+        return WorkerBridge(opening)
 
     def _contain(self, hook: str, error: Exception, report: object = None) -> None:
         if self._config.verify_invariants and isinstance(error, InvariantError):

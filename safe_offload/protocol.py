@@ -40,7 +40,7 @@ class FailureReason(enum.Enum):
     FENCE_TIMEOUT = "fence_timeout"
     """The copy had not read its source in time for the block's next owner."""
     NOT_RUNNING = "not_running"
-    """The transfer engine of this rank has died or was shut down."""
+    """The transfer loop of this rank has died or was shut down."""
     CANCELLED = "cancelled"
     """The transfer was cancelled before it was issued."""
     TIMED_OUT = "timed_out"

@@ -27,7 +27,9 @@ from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
 from safe_offload.scheduler.planner import Planner
 from safe_offload.sides import Side
+from safe_offload.worker import bridge
 from safe_offload.worker.bridge import WorkerBridge
+from safe_offload.worker.opening import Opening
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 BLOCKS = 9
@@ -125,12 +127,15 @@ def test_each_role_builds_its_half(make_connector):
 
 @pytest.mark.parametrize(("executor", "is_child"), [("mp", True), ("uni", False)])
 def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
-    make_connector, executor, is_child
+    make_connector, monkeypatch, executor, is_child
 ):
     def run_by(config: VllmConfig) -> None:
         config.parallel_config.distributed_executor_backend = executor
 
-    assert make_connector(KVConnectorRole.WORKER, run_by).side._is_child is is_child
+    openings: list[Opening] = []
+    monkeypatch.setattr(bridge, "WorkerBridge", openings.append)
+    make_connector(KVConnectorRole.WORKER, run_by)
+    assert [opening.is_child for opening in openings] == [is_child]
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)

@@ -67,7 +67,7 @@ class Recorder:
         from safe_offload.worker.backends.cpu import CpuBackend
         from safe_offload.worker.backends.gpu import GpuBackend
         from safe_offload.worker.bridge import WorkerBridge
-        from safe_offload.worker.engine import TransferEngine
+        from safe_offload.worker.transfers import Transfers
 
         def submitted(begin_s: float, _result: None, _self: Any, direction: Any, it: Any) -> None:
             self.submits.append((begin_s, direction.value, it.transfer_id))
@@ -86,7 +86,7 @@ class Recorder:
                 ids = tuple(outcome.transfer_id for outcome in report.outcomes)
                 self.reports.append((time.monotonic(), ids))
 
-        _note_calls(TransferEngine, "submit", submitted)
+        _note_calls(Transfers, "submit", submitted)
         _note_calls(CpuBackend, "issue", issued)
         _note_calls(GpuBackend, "issue", issued)
         _note_calls(WorkerBridge, "report", reported)

@@ -10,12 +10,14 @@ import torch
 
 from safe_offload.bench.transfer_cases import Case, Traffic
 from safe_offload.errors import SafeOffloadError
+from safe_offload.protocol import MemoryKind
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import DirectionThreads
 
 OURS = "safe_offload"
 LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
@@ -105,7 +107,9 @@ class CpuRig(Rig):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, torch.empty(case.size_bytes, dtype=torch.uint8))
-        self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, num_threads=1)
+        self.backend = CpuBackend(
+            self.storage.data_ptr(), self.layout, self.host, DirectionThreads("safe-offload")
+        )
         self._threads = ThreadPoolExecutor(len(Direction))
 
     def time(self, gives: Mapping[Direction, Give]) -> float:
@@ -212,7 +216,7 @@ class GpuRig(Rig):
                     "fix: a smaller --max-bytes"
                 )
             time.sleep(PAUSE_S)
-        if self.backend.is_pageable:
+        if self.backend.memory.kind is MemoryKind.PAGEABLE:
             raise SafeOffloadError(
                 f"the driver does not page-lock {self.host.size_bytes} bytes; "
                 "fix: ulimit -l unlimited, or a smaller --max-bytes"

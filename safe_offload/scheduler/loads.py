@@ -20,9 +20,9 @@ from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
 from safe_offload.scheduler.hits import NO_SLOT, Hit, HostHits, needed
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.pending import Load
 from safe_offload.scheduler.requests import Phase, RequestState
 from safe_offload.scheduler.sharing import Sharing, Wait
-from safe_offload.scheduler.transfers import Load
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -23,13 +23,13 @@ from safe_offload.protocol import (
 from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Loads
+from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.sharing import WAIT_MAX_S
 from safe_offload.scheduler.store_eager import EagerStores
 from safe_offload.scheduler.store_lazy import LazyStores
 from safe_offload.scheduler.stores import Stores
-from safe_offload.scheduler.transfers import Load, Store
 from safe_offload.sides import Side
 
 if TYPE_CHECKING:

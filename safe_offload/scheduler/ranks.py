@@ -119,7 +119,7 @@ class Ranks:
             self._num_failed_in_a_row[rank] += 1
         num_failed = self._num_failed_in_a_row[rank]
         if failure is FailureReason.NOT_RUNNING:
-            self.lose(rank, "its transfer engine has ended")
+            self.lose(rank, "its transfer loop has ended")
         elif num_failed >= FAILED_IN_A_ROW_MAX:
             self.lose(rank, f"{num_failed} transfers in a row failed")
 

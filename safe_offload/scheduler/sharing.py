@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.hits import HostHits
-    from safe_offload.scheduler.transfers import Load
+    from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
 """A request waits no longer for loads of others, over its whole life; nor than a transfer may."""

@@ -19,8 +19,8 @@ from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.pending import Part, Store
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.transfers import Part, Store
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import BlockSet

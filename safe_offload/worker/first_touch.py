@@ -1,9 +1,8 @@
 """Making host memory ready shortly before it is used.
 
 The system gives a page when it is first touched, and clears it. A store that waits for pages takes
-several times as long, and on a machine without a core to spare the forward waits with it. So a
-thread of the lowest priority touches a little more memory than the highest slot that was stored
-needs. It does not touch the whole pool, which others may need as long as it is not full.
+several times as long, so a thread of the lowest priority touches a little more than the highest
+slot that was stored needs: not the whole pool, which others may need as long as it is not full.
 
 Source: Linux, sched(7) (SCHED_IDLE); Documentation/admin-guide/mm/transhuge.rst.
 """
@@ -26,9 +25,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 AHEAD_BYTES: Final = 256 << 20
 """What is touched beyond the highest slot in use."""
 CHUNK_BYTES: Final = 2 << 20
-"""What is touched by one call: a huge page. Between two calls the thread can be stopped."""
+"""What is touched between two looks at whether to stop: a huge page."""
 STOP_TIMEOUT_S: Final = 5.0
-"""The lowest priority gets little of a machine that is busy; one chunk may take that long."""
+"""How long one chunk may take with the lowest priority on a busy machine."""
 
 Touch = Callable[[int, int, int], None]
 """(address, length_bytes, step_bytes): read and write back one byte of each step, as one."""
@@ -37,7 +36,7 @@ Touch = Callable[[int, int, int], None]
 class FirstTouch:
     """Touches the slots beyond the highest that was stored, in the order in which they are granted.
 
-    `note` belongs to the loop's thread, which alone changes how far is to be touched.
+    `note`, on the loop's thread, alone changes `_num_wanted`; `stop` alone sets `_is_stopping`.
 
     Args:
         touch: must not change what another thread writes at the same time.
@@ -62,11 +61,13 @@ class FirstTouch:
         except RuntimeError as error:
             logger.debug("Host memory is not touched before it is used: %s", error)
 
-    def note(self, slot_ids: npt.NDArray[np.int64]) -> None:
-        """Slots are about to be stored.
+    def __repr__(self) -> str:
+        return f"<FirstTouch: {self._num_wanted} of {self._layout.num_slots} slots wanted>"
 
-        One that is beyond what is wanted was not granted in order (the self-test's), and says
-        nothing of what comes next. The thread is woken for an eighth of `ahead_bytes` or more.
+    def note(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        """Slots are about to be stored; the thread is woken for an eighth of `ahead_bytes`.
+
+        A slot beyond what is wanted was not granted in order (the self-test's).
         """
         highest = int(slot_ids.max())
         num_wanted = min(highest + 1 + self._num_ahead, self._layout.num_slots)

@@ -1,7 +1,6 @@
 """Host memory of one worker: taking it from the system, and asking first whether there is enough.
 
-A pool that is larger than the machine is refused before it is taken. The kernel would grant it and
-kill the engine later, when the pages are touched, with nothing in the log.
+The kernel would grant more than there is, and kill the engine when the pages are touched.
 """
 
 import logging
@@ -17,27 +16,22 @@ from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.units import MIB, format_bytes
 
-# Memory that is left to everybody else on the machine: the larger of the two.
+# What must stay free, the larger of the two.
 HEADROOM_BYTES_MIN: Final = 512 * MIB
 HEADROOM_PERCENT: Final = 5
 
-# Below vLLM's logger, which has the handlers.
-_logger = logging.getLogger(f"vllm.{__name__}")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class HostMemory:
     """One range of zero-filled, pageable host memory, as bytes.
 
-    System calls underneath: `mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)`
-    takes addresses only, a page is given when it is first touched. `madvise` then asks for
-    MADV_HUGEPAGE (fewer TLB misses and page faults in large copies), MADV_DONTFORK (a forked child
-    must not copy-on-write pages that a device may write) and MADV_DONTDUMP (no core dumps of the
-    size of the pool); each is left out where the system does not know it. `close` gives the pages
-    back with MADV_DONTNEED and unmaps the range with `munmap` when no view of it is left.
+    `mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)` takes addresses only.
+    `madvise` then asks for MADV_HUGEPAGE, MADV_DONTFORK (a forked child must not copy-on-write
+    pages that a device may write) and MADV_DONTDUMP, each left out where the system lacks it.
 
-    Made by `HostMemory.allocate`, or over a mapping that other processes have too
-    (`shared_memory`), whose pages go with the last of them. Not safe for threads: one owner makes
-    and closes it.
+    Made by `allocate`, or over a mapping that other processes have too (`shared_memory`). One owner
+    makes and closes it; `close` alone changes it.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
@@ -74,6 +68,9 @@ class HostMemory:
             ) from error
         return cls(mapping)
 
+    def __repr__(self) -> str:
+        return f"<HostMemory: {format_bytes(self.size_bytes)}{'' if self._mapping else ', closed'}>"
+
     @property
     def tensor(self) -> torch.Tensor:
         """The whole range: shape (size_bytes,), uint8, contiguous, at a page boundary.
@@ -85,16 +82,10 @@ class HostMemory:
             raise InvariantError("I8", "host memory is used after it was closed.")
         return self._tensor
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` has run."""
-        return self._mapping is None
-
     def close(self) -> None:
-        """Give the memory back to the system; a second call does nothing.
+        """Give the pages back at once, the addresses with the last view; a second call is free.
 
-        The pages are gone when this returns, unless another process has them. A view that somebody
-        still holds stays safe to touch and reads zeros; the addresses go with the last one.
+        A view that is left reads zeros. Pages that another process has mapped too stay.
         """
         mapping, self._mapping, self._tensor = self._mapping, None, None
         if mapping is None:
@@ -103,7 +94,7 @@ class HostMemory:
         try:
             mapping.close()
         except BufferError:
-            _logger.debug("A view of the host memory outlives it; unmapped when the view goes.")
+            logger.debug("A view of the host memory outlives it; unmapped when the view goes.")
 
 
 def available_host_bytes(
@@ -114,14 +105,9 @@ def available_host_bytes(
 ) -> int:
     """Return the bytes of host memory that this process could take now without swapping.
 
-    The smallest of what the kernel thinks is available on the machine, and of what is left below
-    each memory limit of this process's cgroup and its ancestors, version 1 or 2 (containers,
-    systemd, Slurm). File cache counts as free in both, since the kernel drops it on demand.
-
-    Args:
-        meminfo_path: the kernel's figures for the machine.
-        cgroup_path: the cgroups that this process is in.
-        cgroup_root: where the cgroup file systems are mounted.
+    The smallest of what is available on the machine, and of what is left below each memory limit of
+    this process's cgroup and its ancestors, version 1 or 2 (containers, systemd, Slurm). File cache
+    counts as free, since the kernel drops it on demand.
 
     Source: Linux kernel, Documentation/filesystems/proc.rst (MemAvailable) and
     Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.high, memory.current, memory.stat).
@@ -143,14 +129,11 @@ def check_host_bytes(
 ) -> None:
     """Refuse a host pool that the machine cannot hold.
 
-    All workers on the machine count, because each of them touches its pages only later. What must
-    stay free is the larger of 512 MiB and 5 % of what is available.
-
     Args:
         config: says which key decided the size, for the fix.
         pool_bytes_per_rank: bytes that each worker is about to take.
-        num_ranks_on_host: workers of this engine on this machine.
-        available_bytes: what `available_host_bytes` returned before any of them took its pool.
+        num_ranks_on_host: all count, because each touches its pages only later.
+        available_bytes: before any of them took its pool.
 
     Raises:
         ConfigError: with what is needed, what is available, and the value that would fit.
@@ -200,7 +183,7 @@ def _advise(mapping: mmap.mmap, option: str) -> bool:
     try:
         mapping.madvise(advice)
     except OSError as error:
-        _logger.debug("The system did not take %s: %s", option, error)
+        logger.debug("The system did not take %s: %s", option, error)
         return False
     return True
 
@@ -216,8 +199,7 @@ def _machine_available_bytes(meminfo_path: Path) -> int:
 def _memory_cgroups(cgroup_path: Path, cgroup_root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, is_version_2) of this process's memory cgroups and all their ancestors.
 
-    In a container the path may name folders that only the machine outside sees. Those do not exist
-    here and are passed over; the container's own limit is at the root of its mount.
+    A container may lack folders of the path; its own limit is at the root of its mount.
     """
     for line in _read_text(cgroup_path).splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -231,18 +213,14 @@ def _memory_cgroups(cgroup_path: Path, cgroup_root: Path) -> Iterator[tuple[Path
             continue
         names = [name for name in path.split("/") if name]
         if ".." in names:
-            # The group is above the root of this namespace: of its ancestors only that is here.
-            names = []
+            names = []  # it is above the root of this namespace
         for root, is_version_2 in roots:
             for depth in range(len(names), -1, -1):
                 yield root.joinpath(*names[:depth]), is_version_2
 
 
 def _cgroup_left_bytes(folder: Path, *, is_version_2: bool) -> int | None:
-    """Return the bytes left below a cgroup's limit, or None where there is no limit.
-
-    Version 1 says "no limit" with a number of exabytes, which never is the smallest.
-    """
+    """Return the bytes left below a cgroup's limit, or None where there is no limit."""
     if is_version_2:
         # Above memory.high the kernel throttles the group until it is of no use.
         limits = [_read_int(folder / "memory.max"), _read_int(folder / "memory.high")]

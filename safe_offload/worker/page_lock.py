@@ -24,19 +24,16 @@ from safe_offload.worker.backends.device import Device
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-SLAB_BYTES = 512 << 20
-"""About what is locked by one call: locked in a fraction of a second, long enough for long runs."""
-PAUSE_S = 0.005
-"""Between slabs: the driver lets other threads wait while it locks (vllm#54578)."""
-RETRY_S = 0.1
-"""Until a slab is tried again that was refused because of a capture."""
+SLAB_BYTES = 512 << 20  # locked in a fraction of a second, long enough for long runs
+PAUSE_S = 0.005  # between slabs: the driver lets other threads wait while it locks (vllm#54578)
+RETRY_S = 0.1  # until a slab is tried again that was refused because of a capture
 FIRST_SLAB_TIMEOUT_S = 60.0
 
 
 class PageLock:
     """Locks the slabs of a host memory, and unlocks them at the end.
 
-    Its thread alone changes what is below; others read it.
+    Its thread alone changes `facts` and `_num_locked`; others read them.
 
     Args:
         device: locks.
@@ -57,6 +54,9 @@ class PageLock:
         self._thread = threading.Thread(target=self._run, name="safe-offload-lock", daemon=True)
         self._thread.start()
         self._has_begun.wait(FIRST_SLAB_TIMEOUT_S)
+
+    def __repr__(self) -> str:
+        return f"<PageLock: {self._num_locked} of {self._layout.num_slabs} slabs>"
 
     @property
     def is_pageable(self) -> bool:

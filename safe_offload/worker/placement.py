@@ -1,8 +1,7 @@
 """Where host memory lies: near which GPU, in pages of which size.
 
-A page lies on the NUMA node of the core that touches it first, and page-locking touches. So the
-thread that locks moves to the cores of the GPU's node; a pool on the other socket has about half
-the link (vllm#30492). Nothing here fails: what cannot be had is said in the log.
+A page lies on the NUMA node of the core that touches it first. So the thread that page-locks moves
+to the cores of the GPU's node; a pool on the other socket has about half the link (vllm#30492).
 
 Source: Linux, Documentation/ABI/testing/sysfs-bus-pci (numa_node), sysfs-devices-node (cpulist),
 Documentation/filesystems/proc.rst (smaps), numa(7) (numa_maps).
@@ -31,12 +30,7 @@ def numa_node_of(pci_address: str, system: Path = SYSTEM) -> int | None:
 
 
 def cores_of(node: int, system: Path = SYSTEM) -> set[int]:
-    """Return the cores of a NUMA node.
-
-    Raises:
-        OSError: there is no such node.
-        ValueError: the system's list of cores cannot be read.
-    """
+    """Return the cores of a NUMA node; raises OSError or ValueError if the system does not tell."""
     cores: set[int] = set()
     listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
     for part in filter(None, listed.split(",")):
@@ -46,11 +40,7 @@ def cores_of(node: int, system: Path = SYSTEM) -> set[int]:
 
 
 def move_thread_to(node: int, system: Path = SYSTEM) -> str:
-    """Let the calling thread run on the cores of a NUMA node only.
-
-    Returns:
-        Why that could not be had, empty if it could.
-    """
+    """Let the calling thread run on the cores of a NUMA node only; return why not, or nothing."""
     try:
         os.sched_setaffinity(0, cores_of(node, system))
     except (OSError, ValueError) as error:
@@ -86,22 +76,17 @@ def pages_of(address: int, size_bytes: int, process: Path = PROCESS) -> Pages:
 
 def _huge_percent(address: int, end: int, process: Path) -> int | None:
     try:
-        text = (process / "smaps").read_text()
+        lines = (process / "smaps").read_text().splitlines()
     except OSError:
         return None
-    size = huge = 0
+    kib: Counter[str] = Counter()
     is_inside = False
-    for line in text.splitlines():
+    for line in lines:
         if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            first, last = (int(number, 16) for number in header.groups())
-            is_inside = first < end and last > address
-        elif is_inside and line.startswith(("Rss:", "AnonHugePages:", "ShmemPmdMapped:")):
-            number = int(line.split()[1])
-            if line.startswith("Rss:"):
-                size += number
-            else:
-                huge += number
-    return _percent(huge, size)
+            is_inside = int(header[1], 16) < end and int(header[2], 16) > address
+        elif is_inside and (value := re.match(r"(\w+): +(\d+) kB", line)):
+            kib[value[1]] += int(value[2])
+    return _percent(kib["AnonHugePages"] + kib["ShmemPmdMapped"], kib["Rss"])
 
 
 def _node_percent(address: int, end: int, process: Path) -> dict[int, int]:
@@ -111,13 +96,10 @@ def _node_percent(address: int, end: int, process: Path) -> dict[int, int]:
         return {}
     pages: Counter[int] = Counter()
     for line in lines:
-        first, *fields = line.split()
-        if address <= int(first, 16) < end:
-            for field in fields:
-                if found := re.fullmatch(r"N(\d+)=(\d+)", field):
-                    pages[int(found[1])] += int(found[2])
-    total = sum(pages.values())
-    return {node: _percent(count, total) for node, count in sorted(pages.items())}
+        if address <= int(line.split()[0], 16) < end:
+            for node, count in re.findall(r" N(\d+)=(\d+)", line):
+                pages[int(node)] += int(count)
+    return {node: _percent(count, pages.total()) for node, count in sorted(pages.items())}
 
 
 def _percent(part: int, whole: int) -> int:

@@ -1,10 +1,8 @@
 """Proof that copies are right on this machine, before vLLM serves.
 
-No way to copy is trusted because its code was read. When the KV cache is registered there is
-nothing in it yet, so each way is tried on the real memory: patterns go from blocks to slots and
-from slots to blocks, neighbours and scattered ones, and a store is overtaken by a fenced overwrite.
-Every byte is compared, those beside the copies too, and the blocks get back what was in them. A way
-that fails is not used.
+Each way to copy is tried on the real memory: patterns go from blocks to slots and back, neighbours
+and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
+beside the copies too, and the blocks get back what was in them. A way that fails is not used.
 """
 
 from __future__ import annotations
@@ -23,20 +21,17 @@ from safe_offload.errors import TransferError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.transfers import Transfers
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 Bytes = npt.NDArray[np.uint8]
 
-TIMEOUT_S = 30.0
-"""A device that has not copied a few blocks by then hangs."""
+TIMEOUT_S = 30.0  # a device that has not copied a few blocks by then hangs
 POLL_S = 0.0002
 PAIRS_MAX = 8
-PATTERN_BYTES = 16 << 20
-"""About what one pattern has at most; two blocks at least."""
-STORES_BEFORE_FENCE = 4
-"""They keep the copy engine busy, so that an overwrite without a fence would come first."""
+PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at least
+STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
 
 
 class Rows(Protocol):
@@ -53,14 +48,7 @@ class Rows(Protocol):
 
 
 class TorchRows:
-    """See `Rows`.
-
-    Args:
-        storage: of the KV cache.
-        device: that it is on.
-        geometry: of the blocks.
-        bind_thread: to a GPU; None for host memory.
-    """
+    """See `Rows`: blocks of a KV cache's storage; `bind_thread` is None for host memory."""
 
     def __init__(
         self,
@@ -104,11 +92,11 @@ class TorchRows:
 
 
 class SelfTest:
-    """Tries every way to copy of a backend.
+    """Tries every way to copy of a backend, on a thread of its own, which alone changes its state.
 
     Args:
-        engine: running, with nothing to do; its calls are made on a thread of the test's own.
-        backend: of the engine.
+        transfers: there are none.
+        backend: theirs.
         rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
         layout: where blocks and slots lie.
@@ -116,13 +104,13 @@ class SelfTest:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfers: Transfers,
         backend: ProvableBackend,
         rows: Rows,
         host: Bytes,
         layout: HostLayout,
     ) -> None:
-        self._engine = engine
+        self._transfers = transfers
         self._backend = backend
         self._rows = rows
         self._host = host
@@ -133,13 +121,12 @@ class SelfTest:
         self._problems: dict[CopyPath, str] = {}
 
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
-        """Let the backend use the ways that passed; False if there is none.
+        """Let the backend use the ways that passed; return False if there is none.
 
         Args:
-            timeout_s: for all ways together.
             slots: that may be written; None for all that are ready.
         """
-        self._slots_allowed = range(self._engine.num_usable_slots) if slots is None else slots
+        self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
         start_s = time.monotonic()
         self._deadline_s = start_s + timeout_s
         # A thread of its own: it may hang with the device, and what it allocates on a GPU must not
@@ -211,11 +198,7 @@ class SelfTest:
         self._slot_rows = [self._watched_slots.index(slot) for slot in self._slots]
 
     def _try(self) -> None:
-        """Try the way in use.
-
-        Raises:
-            TransferError: a byte is wrong, or a copy failed or did not end.
-        """
+        """Try the way in use; raise TransferError if a byte is wrong or a copy failed."""
         blocks, slots = self._noise(self._watched_blocks), self._noise(self._watched_slots)
         self._rows.prepare(self._watched_blocks, blocks)()
         self._write_slots(slots)
@@ -233,7 +216,7 @@ class SelfTest:
         overwrite = self._rows.prepare(self._blocks, self._noise(self._blocks))
         self._write_slots(self._noise(self._watched_slots))
         ids = [self._submit(Direction.STORE) for _ in range(STORES_BEFORE_FENCE)]
-        self._engine.fence(tuple(ids))
+        self._transfers.fence(tuple(ids))
         overwrite()
         self._wait(ids)
         self._compare("fenced store", stored, self._read_slots()[self._slot_rows])
@@ -245,13 +228,13 @@ class SelfTest:
     def _submit(self, direction: Direction) -> int:
         self._last_id -= 1  # the scheduler side counts up from zero
         pairs = ids_of(self._blocks), ids_of(self._slots)
-        self._engine.submit(direction, Transfer(self._last_id, *pairs))
+        self._transfers.submit(direction, Transfer(self._last_id, *pairs))
         return self._last_id
 
     def _wait(self, transfer_ids: Sequence[int]) -> None:
         left = set(transfer_ids)
         while left:
-            for transfer_id, failure in self._engine.drain():
+            for transfer_id, failure in self._transfers.drain():
                 left.discard(transfer_id)
                 if failure is not None:
                     raise TransferError(failure, "the copy failed; the log says why")
@@ -261,23 +244,17 @@ class SelfTest:
 
     def _views(self) -> list[list[Bytes]]:
         """Return every part of every watched slot."""
-        return [
-            [
-                self._host[offset : offset + length]
-                for offset, length in self._layout.ranges_of(slot)
-            ]
-            for slot in self._watched_slots
-        ]
+        ranges = map(self._layout.ranges_of, self._watched_slots)
+        return [[self._host[at : at + length] for at, length in parts] for parts in ranges]
 
     def _read_slots(self) -> Bytes:
         return np.stack([np.concatenate(parts) for parts in self._views()])
 
     def _write_slots(self, content: Bytes) -> None:
         for parts, row in zip(self._views(), content, strict=True):
-            start = 0
-            for part in parts:
-                part[:] = row[start : start + len(part)]
-                start += len(part)
+            ends = np.cumsum([len(part) for part in parts])
+            for part, piece in zip(parts, np.split(row, ends[:-1]), strict=True):
+                part[:] = piece
 
     def _compare(self, what: str, expected: Bytes, found: Bytes) -> None:
         num_wrong = int(np.count_nonzero(expected != found))

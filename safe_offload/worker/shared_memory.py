@@ -1,19 +1,8 @@
-"""One host memory for ranks that hold the same KV cache.
+"""One host memory for ranks that hold the same KV cache (docs/architecture.md says why and how).
 
-Where a model has fewer KV heads than there are tensor-parallel ranks (MLA has one latent for all),
-ranks hold the same bytes. Those on one machine then keep one copy: each stores a share of every
-transfer and loads all of it. The scheduler side publishes a slot when every rank has reported its
-store, and grants it again when every rank has reported its load, so it needs to know nothing of it.
-
-The memory is a memfd. It has no name in any file system and goes with the last process that has it
-mapped, however that process ends; the size of /dev/shm does not limit it. Its descriptor travels
-over a UNIX socket with an abstract address, which the kernel forgets with the socket: /proc/PID/fd
-would need the right to trace other processes, which containers often withhold.
-
-All ranks share, or none does. If one rank stored its share only while another had a memory of its
-own, a load would bring what was never written there. So the first rank lets the others use the
-memory when every one of them has mapped it; whatever goes wrong before ends in `SharingError` on
-all of them.
+All ranks share, or none does: if one stored its share only while another had a memory of its own, a
+load would bring what was never written there. So the first rank lets the others use the memory when
+every one of them has mapped it; whatever goes wrong before is a `SharingError` on all of them.
 
 Source: Linux, memfd_create(2), unix(7) (abstract addresses, SCM_RIGHTS, SO_PEERCRED).
 """
@@ -41,7 +30,7 @@ from safe_offload.protocol import Transfer
 from safe_offload.worker.host_memory import HostMemory
 
 JOIN_TIMEOUT_S = 60.0
-"""Ranks register their KV cache at about the same time; so long they wait for one another."""
+"""How long ranks, which register at about the same time, wait for one another."""
 POLL_S = 0.02
 MESSAGE_BYTES_MAX = 256
 MAPPED, COMMITTED = b"mapped", b"committed"
@@ -51,30 +40,26 @@ OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of the ranks with one memory this is.
-
-    Attributes:
-        index: from 0, in the order of ranks.
-        count: ranks with one memory; 1 for a rank with a memory of its own.
-    """
+    """Which, from 0, of how many ranks with one memory this is."""
 
     index: int = 0
     count: int = 1
 
-    def part(self, num_items: int, turn: int = 0) -> range:
-        """Return this rank's part of things that are numbered from 0.
+    @classmethod
+    def of_rank(cls, rank: int, count: int) -> Share:
+        """Return the share of a rank: `count` ranks in a row have one memory."""
+        return cls(rank % count, count)
 
-        The parts of all ranks are all things, each once. Which rank has which goes round with
-        `turn`.
-        """
+    def part(self, num_items: int, turn: int = 0) -> range:
+        """Return this rank's part of things numbered from 0; parts go round with `turn`."""
         at = (self.index + turn) % self.count
         return range(at * num_items // self.count, (at + 1) * num_items // self.count)
 
     def of_store(self, store: Transfer) -> Transfer | None:
         """Return what this rank stores of a transfer, None if that is nothing.
 
-        Every rank comes to the same division. Parts are consecutive, so that runs of blocks stay
-        one copy, and they go round, so that a store of one block is not always the same rank's.
+        Parts are consecutive, so that runs of blocks stay one copy, and go round, so that stores of
+        one block are not always the same rank's.
         """
         part = self.part(len(store.block_ids), store.transfer_id)
         if not part:
@@ -93,7 +78,7 @@ def share_memory(
     check_available: Callable[[], None],
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> HostMemory:
-    """Map one memory in all ranks of a share; it has room for `checksum_table` behind the slots.
+    """Map one memory in all ranks of a share, with room for `checksum_table` after the slots.
 
     Args:
         share: which rank this is.
@@ -103,7 +88,7 @@ def share_memory(
         timeout_s: how long the ranks wait for one another.
 
     Raises:
-        SharingError: the memory cannot be shared. Every other rank gets one too.
+        SharingError: the memory cannot be shared, by any rank.
     """
     meeting = _Meeting(
         f"\0{address}",
@@ -124,10 +109,9 @@ def share_memory(
 
 
 def meeting_place(first_rank: int) -> str:
-    """Return an address that only the ranks of one engine know that share one memory.
+    """Return an address of the ranks that share one memory, all children of one process.
 
-    Workers are children of one process. Containers with one network may have process ids of
-    their own, hence the namespace of these.
+    Containers with one network may have process ids of their own, hence the namespace of these.
 
     Raises:
         SharingError: the system does not tell the namespace.
@@ -156,8 +140,6 @@ class _Meeting:
 
     Attributes:
         address: of the first rank's socket.
-        num_ranks: that meet.
-        size_bytes: of the memory.
         terms: what has to be the same on all ranks.
         deadline_s: of the monotonic clock.
     """
@@ -172,8 +154,7 @@ class _Meeting:
         """Make the memory when all other ranks are here; return when all have mapped it."""
         with contextlib.ExitStack() as stack:
             with _new_socket() as listener:
-                # First of all: a rank that finds nobody here waits, and one that was let in and
-                # sees the connection end goes on at once.
+                # First of all: a rank that finds nobody here waits.
                 listener.bind(self.address)
                 listener.listen(self.num_ranks)
                 peers = [
@@ -198,8 +179,8 @@ class _Meeting:
         with self._connect() as leader:
             _require_same_user(leader)
             leader.send(self.terms)
-            # Without a limit: that of the first rank holds, and its death ends the connection. If
-            # this rank gave up by itself now, the others could have been told to begin.
+            # Without a limit: if this rank gave up by itself, the others might begin without it.
+            # That of the first rank holds, and its death ends the connection.
             leader.settimeout(None)
             message, descriptors, _, _ = socket.recv_fds(leader, MESSAGE_BYTES_MAX, 1)
             if not descriptors or message != self.terms:
@@ -256,12 +237,11 @@ class _Meeting:
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket that keeps the borders of messages."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _make_memory(size_bytes: int) -> int:
-    """Return the descriptor of new memory that stays as large as it is.
+    """Return the descriptor of new memory of a fixed size.
 
     Raises:
         SharingError: the system may grant the memory and lack it later.
@@ -284,11 +264,7 @@ def _make_memory(size_bytes: int) -> int:
 
 
 def _require_same_user(peer: socket.socket) -> None:
-    """Refuse a process of another user, whom an abstract address does not keep out.
-
-    Raises:
-        SharingError: the process at the other end is not one of ours.
-    """
+    """Raise SharingError for a process of another user, whom an abstract address lets in."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user_id, _ = struct.unpack("3i", credentials)
     if user_id != os.geteuid():

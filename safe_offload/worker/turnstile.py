@@ -1,118 +1,105 @@
-"""Transfers that wait for their turn: loads before stores, bounded bytes in flight."""
+"""Where transfers wait for their turn: loads before stores, bounded bytes in flight."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import threading
 from collections import deque
-from typing import Any
 
-from safe_offload.worker.backends.base import Completion, Copy, Direction
-
-
-class JobState(enum.Enum):
-    """Where a transfer is on this rank: QUEUED, then ISSUED or at once SETTLED."""
-
-    QUEUED = "queued"
-    ISSUED = "issued"
-    SETTLED = "settled"
+from safe_offload.worker.backends.base import Direction
 
 
-class Job:
-    """One transfer on this rank."""
+class Turn:
+    """The turn of one transfer. Its turnstile alone changes it, on the loop's thread.
 
-    __slots__ = (
-        "completion",
-        "copy",
-        "decided",
-        "is_counted",
-        "is_urgent",
-        "mark",
-        "poisoned",
-        "size_bytes",
-        "state",
-        "taken_back",
-        "turn",
-    )
+    Attributes:
+        granted: done when its turn has come; None before it waits.
+        is_urgent: the hooks wait for it, so that it does not wait.
+        is_counted: its bytes are in flight.
+    """
 
-    def __init__(self, copy: Copy, mark: Any, size_bytes: int) -> None:
-        self.copy = copy
-        self.mark = mark
+    __slots__ = ("direction", "granted", "is_counted", "is_urgent", "size_bytes")
+
+    def __init__(self, direction: Direction, size_bytes: int) -> None:
+        self.direction = direction
         self.size_bytes = size_bytes
-        self.state = JobState.QUEUED
-        self.completion: Completion | None = None
-        self.decided = threading.Event()
-        """Set when the copy has been issued, or has settled without."""
-        self.turn: asyncio.Future[None] | None = None
+        self.granted: asyncio.Future[None] | None = None
         self.is_urgent = False
-        """Somebody waits for it: it does not wait for its turn."""
         self.is_counted = False
-        """Its bytes are in flight."""
-        self.taken_back = False
-        """Its deadline has passed, and its copy had not begun and never will."""
-        self.poisoned = False
-        """Its source may have changed under it: it fails whatever the copy says."""
 
 
 class Turnstile:
     """Lets transfers through while their bytes are within bounds, loads before stores.
 
-    One transfer is always let through, so that a transfer that is larger than the bound still runs.
-    Used on the loop thread only.
+    One transfer is always let through, so that one larger than the bound still runs.
     """
 
     def __init__(self, max_inflight_bytes: int) -> None:
         self._max_bytes = max_inflight_bytes
+        # Both change on the loop's thread only.
         self._bytes = 0
-        self._waiting: dict[Direction, deque[Job]] = {
+        self._waiting: dict[Direction, deque[Turn]] = {
             Direction.LOAD: deque(),
             Direction.STORE: deque(),
         }
 
-    async def enter(self, job: Job) -> None:
-        """Wait for the job's turn."""
-        if not job.is_urgent and (not self._fits(job) or any(self._waiting.values())):
-            job.turn = asyncio.get_running_loop().create_future()
-            self._waiting[job.copy.direction].append(job)
-            self._let_in()
-            try:
-                await job.turn
-            except asyncio.CancelledError:
-                self.leave(job)
-                raise
-        else:
-            self._count(job)
+    def __repr__(self) -> str:
+        waiting = ", ".join(f"{len(turns)} {d.value}s" for d, turns in self._waiting.items())
+        return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, waiting: {waiting}>"
 
-    def leave(self, job: Job) -> None:
-        """The job's bytes are no longer in flight, or it waits no longer; may come twice."""
-        if job.is_counted:
-            job.is_counted = False
-            self._bytes -= job.size_bytes
+    async def enter(self, turn: Turn) -> None:
+        """Wait for a turn."""
+        assert turn.granted is None
+        assert not turn.is_counted
+        if turn.is_urgent or (self._fits(turn) and not any(self._waiting.values())):
+            self._count(turn)
+            return
+        turn.granted = asyncio.get_running_loop().create_future()
+        self._waiting[turn.direction].append(turn)
+        self._let_in()
+        try:
+            await turn.granted
+        except asyncio.CancelledError:
+            self.leave(turn)
+            raise
+
+    def leave(self, turn: Turn) -> None:
+        """Take the turn's bytes, if they are in flight, out of the count; may come twice."""
+        if turn.is_counted:
+            turn.is_counted = False
+            self._bytes -= turn.size_bytes
+            assert self._bytes >= 0
         self._let_in()
 
-    def hurry(self, job: Job) -> None:
-        """Let a job in now, whatever is in flight: somebody waits for it."""
-        job.is_urgent = True
-        if job.turn is not None and not job.turn.done():
-            self._count(job)
-            job.turn.set_result(None)
+    def hurry(self, turn: Turn) -> None:
+        """Let a transfer in now, whatever is in flight."""
+        turn.is_urgent = True
+        if turn.granted is not None and not turn.granted.done():
+            self._grant(turn, turn.granted)
 
-    def _count(self, job: Job) -> None:
-        job.is_counted = True
-        self._bytes += job.size_bytes
+    def cancel_waiting(self) -> None:
+        """Cancel whoever waits."""
+        for turn in [turn for waiting in self._waiting.values() for turn in waiting]:
+            if turn.granted is not None and not turn.granted.done():
+                turn.granted.cancel()
 
-    def _fits(self, job: Job) -> bool:
-        return not self._bytes or self._bytes + job.size_bytes <= self._max_bytes
+    def _grant(self, turn: Turn, granted: asyncio.Future[None]) -> None:
+        self._count(turn)
+        granted.set_result(None)
+
+    def _count(self, turn: Turn) -> None:
+        turn.is_counted = True
+        self._bytes += turn.size_bytes
+
+    def _fits(self, turn: Turn) -> bool:
+        return not self._bytes or self._bytes + turn.size_bytes <= self._max_bytes
 
     def _let_in(self) -> None:
         for waiting in self._waiting.values():
             while waiting:
-                job = waiting[0]
-                assert job.turn is not None
-                if not job.turn.done():
-                    if not self._fits(job):
+                turn = waiting[0]
+                assert turn.granted is not None
+                if not turn.granted.done():
+                    if not self._fits(turn):
                         return
-                    self._count(job)
-                    job.turn.set_result(None)
+                    self._grant(turn, turn.granted)
                 waiting.popleft()

@@ -14,7 +14,7 @@ from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.bridge import WorkerBridge
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.transfers import Transfers
 from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 
@@ -37,7 +37,7 @@ class WatchedWorker(WorkerProbe):
 def probe(monkeypatch: pytest.MonkeyPatch) -> WatchedWorker:
     """A probe that has started; what it has wrapped is unwrapped when the test has ended."""
     for owner, name in (
-        (TransferEngine, "submit"),
+        (Transfers, "submit"),
         (CpuBackend, "issue"),
         (GpuBackend, "issue"),
         (WorkerBridge, "report"),

@@ -31,8 +31,8 @@ from safe_offload.bench.transfer import (
 from safe_offload.bench.transfer_cases import Case, Traffic
 from safe_offload.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.backends.ranges import RangeBuffers, Runs
-from safe_offload.worker.engine import new_event_loop
+from safe_offload.worker.backends.ranges import Runs
+from safe_offload.worker.loop_thread import new_event_loop
 from tests.benchmarks.plots import add_plot_argument, save_plot
 
 VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
@@ -215,11 +215,8 @@ def measure_submits(rig: Rig, rounds: int) -> list[Latency]:
         (copy,) = rig.case.make_copies(traffic)
         samples = tuple(_time_issue(rig, copy) for _ in range(rounds))
         latencies.append(Latency(f"submit a {traffic.value}", f"issue() of {what}", samples))
-    buffers = RangeBuffers()
     (copy,) = rig.case.make_copies(Traffic.STORE)
-    samples = tuple(
-        _time_us(lambda: rig.table.ranges(rig.table.runs(copy), buffers)) for _ in range(rounds)
-    )
+    samples = tuple(_time_us(lambda: rig.table.ranges(rig.table.runs(copy))) for _ in range(rounds))
     return [*latencies, Latency("descriptors", f"RangeTable of {what}; aim: 20 us", samples)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from safe_offload.protocol import MemoryKind
 from safe_offload.worker.backends.base import CopyPath
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.backends.contract import BackendContract, MakeSubject
@@ -57,4 +58,4 @@ def test_a_gpu_has_what_the_fast_paths_need(make_torch_subject):
 
     subject = make_torch_subject(GEOMETRIES["layers outermost"], 31)
     assert subject.backend.paths == tuple(CopyPath)
-    assert not subject.backend.is_pageable
+    assert subject.backend.memory.kind is not MemoryKind.PAGEABLE

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from safe_offload.errors import DeviceError, TransferError
-from safe_offload.protocol import FailureReason, Transfer
+from safe_offload.protocol import FailureReason, MemoryKind, Transfer
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.device import Device
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.loop_thread import LoopThread
+from safe_offload.worker.transfers import Transfers
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS
 
@@ -111,13 +112,12 @@ def test_a_kernel_that_goes_astray_fails_every_copy_and_leaves_the_process_alive
 
 def test_shutdown_in_the_middle_of_copies_ends_them_all():
     subject = TorchSubject(LAYERS, NUM_SLOTS)
-    engine = TransferEngine(subject.backend, 1 << 20)
-    engine.start()
+    transfers = Transfers(subject.backend, LoopThread(), 1 << 20)
     for index in range(200):
         direction = list(Direction)[index % 2]
-        engine.submit(direction, Transfer(index, (index % 20,), (index % NUM_SLOTS,)))
-    assert engine.close(timeout_s=30.0)
-    assert len(engine.drain()) == 200
+        transfers.submit(direction, Transfer(index, (index % 20,), (index % NUM_SLOTS,)))
+    assert transfers.close(timeout_s=30.0)
+    assert len(transfers.drain()) == 200
     assert subject.is_host_memory_free()
 
 
@@ -127,7 +127,7 @@ async def test_memory_that_the_driver_does_not_lock_is_used_as_it_is(monkeypatch
 
     monkeypatch.setattr(Device, "lock", refuse)
     subject = TorchSubject(LAYERS, NUM_SLOTS)
-    assert subject.backend.is_pageable
+    assert subject.backend.memory.kind is MemoryKind.PAGEABLE
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [1, 5, 6], [2, 9, 10])
     for block, slot in ((1, 2), (5, 9), (6, 10)):

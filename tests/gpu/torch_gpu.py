@@ -18,6 +18,7 @@ from safe_offload.worker.host_memory import HostMemory
 from tests.simulator.vllm_setup import EngineShape
 from tests.worker.backends.contract import PATIENCE_S, Bytes, Subject
 from tests.worker.machines import SLOTS_PER_SLAB, make_storage
+from tests.worker.memory import is_closed
 
 DELAY_CYCLES_MAX = 3_000_000
 """About two milliseconds."""
@@ -79,7 +80,7 @@ class TorchSubject(Subject):
 
     def stream(self, direction: Direction) -> torch.cuda.Stream:
         """On which the backend copies."""
-        return self.backend._lanes[direction].stream
+        return self.backend.lanes[direction].stream
 
     def read_storage(self) -> Bytes:
         return self.storage.cpu().numpy()
@@ -98,7 +99,7 @@ class TorchSubject(Subject):
         return self._gates[-1].open
 
     def is_host_memory_free(self) -> bool:
-        return self.host.is_closed and self.backend._lock._num_locked == 0
+        return is_closed(self.host) and self.backend.num_usable_slots == 0
 
     def end(self) -> None:
         """Close what a test has left open."""
@@ -130,7 +131,7 @@ class TorchMachine:
         return event.synchronize
 
     def delay(self, where: Direction | None, amount: float) -> None:
-        stream = torch.cuda.current_stream() if where is None else self.backend._lanes[where].stream
+        stream = torch.cuda.current_stream() if where is None else self.backend.lanes[where].stream
         sleep_on(stream, amount)
 
     def to_device(self, numbers: list[int]) -> torch.Tensor:

@@ -33,13 +33,13 @@ class Mutant:
 _LOADS, _STORES = "scheduler/loads.py", "scheduler/stores.py"
 _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
 _EAGER, _LAZY = "scheduler/store_eager.py", "scheduler/store_lazy.py"
-_SNAPSHOTS, _TRANSFERS = "scheduler/snapshots.py", "scheduler/transfers.py"
+_SNAPSHOTS, _PENDING = "scheduler/snapshots.py", "scheduler/pending.py"
 _SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
 _DIRECTORY = "scheduler/directory.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
-_SHARED = "worker/shared_memory.py"
+_SHARED, _TRANSFERS = "worker/shared_memory.py", "worker/transfers.py"
 _BLOCKS = "scheduler/blocks.py"
 
 MUTANTS = (
@@ -208,7 +208,7 @@ MUTANTS = (
         "a finished request can finish again",
         _PLANNER,
         "Planner._end",
-        "if not state.finished: ...",
+        "if state.phase is not Phase.FINISHED: ...",
         "if True: ...",
         "I4",
         ("plain",),
@@ -308,23 +308,10 @@ MUTANTS = (
     ),
     Mutant(
         "ranks store as if they had one copy where each has its own",
-        "worker/bridge.py",
-        "WorkerBridge._take_host_memory",
-        "try:\n"
-        "    address = meeting_place(self._rank - self._share.index)\n"
-        "    return layout, share_memory(self._share, layout, address, check)\n"
-        "except SharingError as error:\n"
-        "    logger.log(logging.INFO if self._share.index else logging.WARNING, "
-        "NOT_SHARED, error)\n"
-        "    self._share = ALONE\n"
-        "    self._config = dataclasses.replace(self._config, ranks_per_copy=1)",
-        "try:\n"
-        "    address = meeting_place(self._rank - self._share.index)\n"
-        "    return layout, share_memory(self._share, layout, address, check)\n"
-        "except SharingError as error:\n"
-        "    logger.log(logging.INFO if self._share.index else logging.WARNING, "
-        "NOT_SHARED, error)\n"
-        "    self._config = dataclasses.replace(self._config, ranks_per_copy=1)",
+        "worker/opening.py",
+        "Opening._take_host_memory",
+        "ALONE",
+        "share",
         "I6",
         tests=("tests/worker/test_shared_ranks.py", "-k", "has_its_own"),
     ),
@@ -341,7 +328,7 @@ MUTANTS = (
         "the worker skips the fences",
         "worker/bridge.py",
         "WorkerBridge.before_step",
-        "self._engine.fence(plan.fences)",
+        "self.opened.transfers.fence(plan.fences)",
         "pass",
         "I6",
         ("late-copies", "back-to-back"),
@@ -354,12 +341,12 @@ MUTANTS = (
         "    self.start_stores()\n"
         "for transfer in plan.stores_before_forward:\n"
         "    self._submit(Direction.STORE, transfer)\n"
-        "if plan.fences and self._engine is not None:\n"
-        "    self._engine.fence(plan.fences)",
+        "if plan.fences and self.opened is not None:\n"
+        "    self.opened.transfers.fence(plan.fences)",
         "for transfer in plan.stores_before_forward:\n"
         "    self._submit(Direction.STORE, transfer)\n"
-        "if plan.fences and self._engine is not None:\n"
-        "    self._engine.fence(plan.fences)\n"
+        "if plan.fences and self.opened is not None:\n"
+        "    self.opened.transfers.fence(plan.fences)\n"
         "if self._is_forward_issued:\n"
         "    self.start_stores()",
         "I6",
@@ -450,19 +437,19 @@ MUTANTS = (
     ),
     Mutant(
         "a copy is done when it has been issued",
-        "worker/engine.py",
-        "TransferEngine._wait_for_copy",
-        "await job.completion.wait()",
+        _TRANSFERS,
+        "Transfers._wait_for_copy",
+        "await completion.wait()",
         "await asyncio.sleep(0)",
         "I6",
         ("late-copies",),
     ),
     Mutant(
         "a copy does not wait for the compute stream",
-        "worker/engine.py",
-        "TransferEngine.submit",
-        "job = Job(copy, self._backend.mark(), size_bytes)",
-        "job = Job(copy, 0, size_bytes)",
+        _TRANSFERS,
+        "Transfers.submit",
+        "pending = PendingTransfer(transfer.transfer_id, copy, self._backend.mark(), size_bytes)",
+        "pending = PendingTransfer(transfer.transfer_id, copy, 0, size_bytes)",
         "I6",
         ("streams", "gpu"),
     ),
@@ -501,10 +488,10 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that failed is reported as done",
-        "worker/engine.py",
-        "TransferEngine._settle",
-        "self._settled.append((transfer_id, failure))",
-        "self._settled.append((transfer_id, None))",
+        _TRANSFERS,
+        "Transfers._settle",
+        "pending.failure = failure",
+        "",
         "I6",
         ("failing",),
     ),
@@ -663,26 +650,26 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that is overdue is given up",
-        "worker/engine.py",
-        "TransferEngine._wait_for_copy",
-        "await job.completion.wait()",
-        "await asyncio.wait_for(job.completion.wait(), self._timeout_s)",
+        _TRANSFERS,
+        "Transfers._wait_for_copy",
+        "await completion.wait()",
+        "await asyncio.wait_for(completion.wait(), self._timeout_s)",
         "I6",
         ("all-faults",),
     ),
     Mutant(
         "a copy that has begun counts as taken back",
-        "worker/engine.py",
-        "TransferEngine._pass_deadline",
-        "job.taken_back = job.completion.cancel()",
-        "job.taken_back = True\njob.completion.ended.set_exception(TimeoutError())",
+        _TRANSFERS,
+        "Transfers._pass_deadline",
+        "pending.is_taken_back = completion.cancel()",
+        "pending.is_taken_back = True\ncompletion.ended.set_exception(TimeoutError())",
         "I6",
         ("overdue", "overdue-gpu"),
     ),
     Mutant(
         "checksums are not compared",
         "worker/verify.py",
-        "Verifier.look",
+        "Verifier._look",
         "self._backend.checksums(slot_ids) != self._kept[slot_ids]",
         "slot_ids < 0",
         "I6",
@@ -691,7 +678,7 @@ MUTANTS = (
     Mutant(
         "only some slots are compared",
         "worker/verify.py",
-        "Verifier.look",
+        "Verifier._look",
         "copy.slot_ids[transfer_id % self._every :: self._every]",
         "copy.slot_ids[:1]",
         "I6",
@@ -844,9 +831,9 @@ MUTANTS = (
     ),
     Mutant(
         "what settled is not reported",
-        "worker/engine.py",
-        "TransferEngine._settle",
-        "self._settled.append((transfer_id, failure))",
+        _TRANSFERS,
+        "Transfers._settle",
+        "self._settled.append(pending)",
         "pass",
         "I7",
         ("plain",),
@@ -865,24 +852,24 @@ MUTANTS = (
         "bytes in flight are never given back",
         "worker/turnstile.py",
         "Turnstile.leave",
-        "self._bytes -= job.size_bytes",
+        "self._bytes -= turn.size_bytes",
         "",
         "I7",
         ("tight-flight",),
     ),
     Mutant(
         "transfers of a dead loop are not reported",
-        "worker/engine.py",
-        "TransferEngine.drain",
-        "if job.state is not JobState.SETTLED: ...",
+        _TRANSFERS,
+        "Transfers.drain",
+        "if not pending.is_settled: ...",
         "if False: ...",
         "I7",
         ("dying",),
     ),
     Mutant(
         "a transfer that cannot be issued ends the loop's task without a word",
-        "worker/engine.py",
-        "TransferEngine._transfer",
+        _TRANSFERS,
+        "Transfers._run",
         "failure = reason if isinstance(reason, FailureReason) else FailureReason.COPY_FAILED",
         "return",
         "I7",
@@ -908,7 +895,7 @@ MUTANTS = (
     ),
     Mutant(
         "the load of a request that has gone is waited for",
-        _TRANSFERS,
+        _PENDING,
         "Load.is_under_way",
         "return not (self.has_ended or self.owner.finished)",
         "return not self.has_ended",

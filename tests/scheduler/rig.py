@@ -1,6 +1,6 @@
 """The simulator's engine (`tests.simulator.engine_core`), with what a test asks of it by hand.
 
-vLLM's scheduler, both halves of our connector and the transfer engine are real. Memory, copies and
+vLLM's scheduler, both halves of our connector and the transfers are real. Memory, copies and
 the model runner are the simulator's: every word that attention reads is checked.
 """
 

@@ -161,7 +161,7 @@ def test_a_pool_that_grows_is_waited_for_until_it_has_a_first_slot(make_rig: Mak
 def test_an_engine_goes_idle_although_no_rank_tells_its_slots(make_rig: MakeRig) -> None:
     rig = make_rig(num_slots=60)
     for worker in rig.workers:
-        worker.connector.side._num_told_slots = 60
+        worker.device.num_usable_slots = 0
     assert rig.drain(START_STEPS_MAX + 10) <= START_STEPS_MAX + 2
     assert rig.planner.gauges()["slots"] == 0
     assert not rig.connector.has_pending_push_work()

@@ -257,7 +257,7 @@ def test_the_bound_is_a_multiple_of_the_bytes_in_flight(make_rig: MakeRig) -> No
 
 
 def kill_loop(rig: Rig) -> None:
-    rig.workers[1].engine.kill()
+    rig.workers[1].loop.kill()
 
 
 def break_device(rig: Rig) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.errors import TransferError
-from safe_offload.protocol import FailureReason
-from safe_offload.worker.backends.base import Completion, Copy, Direction
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from tests.simulator.chance import Chance
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.virtual_loop import Clock
@@ -343,7 +343,11 @@ class Device:
 
 
 class SimBackend:
-    """See `Backend`: the copies of one device, awaited on a virtual loop."""
+    """See `ProvableBackend`: the copies of one device, awaited on a virtual loop."""
+
+    memory = MemoryFacts(MemoryKind.PAGEABLE, "unknown")
+    paths: tuple[CopyPath, ...] = (CopyPath.EACH,)
+    num_demotions = 0
 
     def __init__(
         self, device: Device, loop: asyncio.AbstractEventLoop, slot_bytes: int = PAGE_BYTES
@@ -358,6 +362,9 @@ class SimBackend:
     def num_usable_slots(self) -> int:
         """See `Backend.num_usable_slots`."""
         return self.device.num_usable_slots
+
+    def use(self, paths: tuple[CopyPath, ...]) -> None:
+        """See `ProvableBackend.use`: there is one."""
 
     def mark(self) -> int:
         """See `Backend.mark`."""

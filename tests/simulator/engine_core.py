@@ -17,6 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.config import OffloadConfig
+from safe_offload.worker.opening import Opened
+from safe_offload.worker.shared_memory import Share
+from safe_offload.worker.transfers import Transfers
+from safe_offload.worker.verify import Verifier
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
@@ -31,7 +35,10 @@ from tests.simulator.vllm_setup import (
     runner_output,
 )
 from tests.simulator.words import VOCABULARY, Sequel
-from tests.simulator.worker import Forward, SteppedEngine, StepResult, Worker
+from tests.simulator.worker import Forward, SlowThreads, SteppedLoop, StepResult, Worker
+
+PATIENCE_S = 10_000.0
+"""Virtual time that copies have to end when the engine is closed."""
 
 MutateOutputs = Callable[[int, list[Any]], None]
 """Called with the number of a step and what the ranks' connectors return for it, by rank."""
@@ -78,14 +85,14 @@ class EngineCore(Stepper):
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        device, engine = self._make_engine(rank, copy_ticks_max, connector._config)
-        engine.start()
         assert isinstance(connector.side, WorkerBridge)
-        connector.side.attach(engine)
+        device, loop, opened = self._open(rank, copy_ticks_max, connector._config)
+        connector.side.attach(opened)
         return Worker(
             rank,
             connector,
-            engine,
+            opened.transfers,
+            loop,
             device,
             is_v2=shape.is_v2,
             defers_finalize=shape.num_draft_tokens > 0,
@@ -93,10 +100,10 @@ class EngineCore(Stepper):
             pause=self._pause,
         )
 
-    def _make_engine(
+    def _open(
         self, rank: int, copy_ticks_max: int, config: OffloadConfig
-    ) -> tuple[Device, SteppedEngine]:
-        """A device and the transfer engine that copies for it."""
+    ) -> tuple[Device, SteppedLoop, Opened]:
+        """Return a device, and what copies for it on a loop that is turned by hand."""
         shape = self.shape
         memory = Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words)
         own = memory.host, np.zeros(len(memory.host), dtype=np.uint64)
@@ -108,8 +115,21 @@ class EngineCore(Stepper):
             self.chance,
             self.clock,
         )
-        loop = VirtualLoop(self.clock)
-        return device, SteppedEngine(SimBackend(device, loop), config, loop, checksums)
+        event_loop = VirtualLoop(self.clock)
+        backend = SimBackend(device, event_loop)
+        loop = SteppedLoop(device, event_loop)
+        verifier = None
+        if config.verify_every:
+            verifier = Verifier(backend, SlowThreads(), config.verify_every, checksums)
+        transfers = Transfers(
+            backend,
+            loop,
+            config.max_inflight_bytes,
+            timeout_s=config.transfer_timeout_s,
+            verifier=verifier,
+        )
+        share = Share.of_rank(rank, config.ranks_per_copy)
+        return device, loop, Opened(transfers, backend, share, storage=None)
 
     # ---- what clients do -----------------------------------------------------------------------
 
@@ -215,9 +235,9 @@ class EngineCore(Stepper):
         device = worker.device
         draw = self.chance.bits("pause", rank, worker.num_steps, device.num_ticks)
         if draw & 3:
-            worker.engine.turn()
+            worker.loop.turn()
         if draw & 4:
-            worker.engine.turn()
+            worker.loop.turn()
         device.advance_compute(draw >> 3 & 3)
         device.tick()
 
@@ -279,7 +299,7 @@ class EngineCore(Stepper):
         """End the ranks' engines."""
         for worker in self.workers:
             worker.device.hold_copies = False
-            worker.engine.close()
+            worker.transfers.close(PATIENCE_S)
 
 
 class SortedIds(set[str]):

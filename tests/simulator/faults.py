@@ -52,7 +52,7 @@ class Faults:
         for fault in [fault for fault in self._by_step if fault.number < now]:
             self._by_step.remove(fault)
             if fault.kind is FaultKind.LOOP_DIES:
-                self._core.workers[fault.rank].engine.kill()
+                self._core.workers[fault.rank].loop.kill()
             elif fault.kind is FaultKind.LOADS_FAIL:
                 self._core.workers[fault.rank].device.fails_loads = True
             elif fault.kind is FaultKind.BREAK:

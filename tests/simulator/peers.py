@@ -148,7 +148,7 @@ class OffloadingWorker(_SlowCopier):
 
 
 class SafeWorker(_SlowCopier):
-    """For ours: what `WorkerBridge` and `TransferEngine` answer when every copy goes well.
+    """For ours: what `WorkerBridge` and `Transfers` answer when every copy goes well.
 
     Args:
         copy_steps: a copy is reported so many steps after the one whose plan names it.

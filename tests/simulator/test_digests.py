@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores import Stores
-from safe_offload.scheduler.transfers import Store
 from tests.digests import digest_of
 from tests.simulator import trace
 

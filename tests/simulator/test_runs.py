@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores import Stores
-from safe_offload.scheduler.transfers import Store
 from tests.simulator.earnings import Earned
 from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS

@@ -83,7 +83,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 1))
     def kill_a_loop(self, rank: int) -> None:
         self.num_deaths += 1
-        self.core.workers[rank % len(self.core.workers)].engine.kill()
+        self.core.workers[rank % len(self.core.workers)].loop.kill()
 
     @rule(count=st.integers(1, 20))
     def take_slots(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank: the connector's worker half, the transfer engine run step by step, the model runner.
+"""One rank: the connector's worker half, its event loop turned step by step, the model runner.
 
 The model runner calls the connector's hooks in the order of vLLM's two model runners (vLLM 0.32.0,
 v1/worker/gpu_model_runner.py with kv_connector_model_runner_mixin.py, and v1/worker/gpu/).
@@ -10,18 +10,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from safe_offload.config import OffloadConfig
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import StepPlan
-from safe_offload.worker.engine import TransferEngine
-from tests.simulator.device import Device, SimBackend
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.loop_thread import Main
+from safe_offload.worker.transfers import Transfers
+from tests.simulator.device import Device
 from tests.simulator.virtual_loop import VirtualLoop
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -29,104 +26,94 @@ logger = logging.getLogger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 VERIFY_S = 0.003
-"""Virtual time that checksums take: some ticks, in which everybody else goes on."""
+"""Virtual time that checksums take: some ticks."""
 PATIENCE_STEPS = 40
-"""Turns of the loop after which somebody who waits for it lets seconds pass, not milliseconds."""
+"""Turns of a loop that is waited for after which seconds pass with each, not milliseconds."""
 
 
-class SteppedEngine(TransferEngine):
-    """The transfer engine without a thread: its loop turns when it is told to.
+class SteppedLoop:
+    """See `Loop`: an event loop that turns when it is told to, and while it is waited for.
 
     Args:
-        backend: of the device.
-        config: as in production.
-        loop: not running.
-        checksums: of the host slots.
+        device: time passes on it while the loop is waited for.
+        event_loop: not running.
     """
 
-    def __init__(
-        self,
-        backend: SimBackend,
-        config: OffloadConfig,
-        loop: VirtualLoop,
-        checksums: npt.NDArray[np.uint64],
-    ) -> None:
-        super().__init__(
-            backend,
-            config.max_inflight_bytes,
-            timeout_s=config.transfer_timeout_s,
-            verify_every=config.verify_every,
-            checksums=checksums,
-        )
-        self._device = backend.device
-        self._virtual = loop
-        self._main_task = loop.create_task(self._main())
+    def __init__(self, device: Device, event_loop: VirtualLoop) -> None:
+        self._device = device
+        self._event_loop = event_loop
+        self._has_ended = False
 
-    def start(self) -> None:
-        """Run the loop until it takes transfers."""
-        while not self._started.is_set():
-            self.turn()
+    def start(self, main: Main, on_end: Callable[[], None]) -> None:
+        """See `Loop.start`."""
+        self._on_end = on_end
+        self._main_task = self._event_loop.create_task(main())
+        self.turn()
 
     def turn(self) -> None:
-        """One turn of the loop; if that ended it, what its thread does at its end."""
-        if self._ended.is_set():
+        """Turn the loop once; if that ended it, do what its thread does at its end."""
+        if self._has_ended:
             return
         try:
-            self._virtual.run_once()
-        except BaseException as error:  # as in `TransferEngine._run`
+            self._event_loop.run_once()
+        except BaseException as error:  # as in `LoopThread._run`
             logger.info("the loop of rank %d died: %r", self._device.rank, error)
             self._finish()
             return
         if self._main_task.done():
             self._finish()
 
-    def _finish(self) -> None:
-        if self._main_task.done() and not self._main_task.cancelled():
-            self._main_task.exception()  # seen, so that asyncio does not complain
-        self._end()
-
     def kill(self) -> None:
-        """The loop dies."""
+        """Let the loop die."""
         self._main_task.cancel()
 
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """End the loop in good order."""
-        if self._closing is not None:
-            self._closing.set()
-        for _ in range(10_000):
-            if self._ended.is_set():
-                break
-            self.turn()
-            self._pass_time(1.0)
-        self._virtual.close()
-        return self._ended.is_set()
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """See `Loop.call`."""
+        if not self._has_ended:
+            self._event_loop.call_soon(function, *args)
 
-    def _now_s(self) -> float:
-        return self._device.clock.now_s
-
-    def _wait(self, event: threading.Event, timeout_s: float) -> bool:
-        deadline_s = self._now_s() + timeout_s
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """See `Loop.wait`."""
+        deadline_s = self.now_s() + timeout_s
         num_turns = 0
         while not event.is_set():
-            if self._now_s() > deadline_s:
+            if self.now_s() > deadline_s:
                 return False
             self.turn()
             num_turns += 1
             self._pass_time(0.0 if num_turns < PATIENCE_STEPS else 1.0)
         return True
 
+    def now_s(self) -> float:
+        """Return the virtual time."""
+        return self._device.clock.now_s
+
+    def join(self, timeout_s: float) -> None:
+        """See `Loop.join`."""
+        self._event_loop.close()
+
+    def _finish(self) -> None:
+        if self._main_task.done() and not self._main_task.cancelled():
+            self._main_task.exception()  # seen, so that asyncio does not complain
+        self._has_ended = True
+        self._on_end()
+
     def _pass_time(self, seconds: float) -> None:
         self._device.clock.advance(seconds)
         self._device.advance_compute(1)
         self._device.tick()
 
-    async def _in_thread(self, executor: Executor, function: Callable[..., T], *args: object) -> T:
+
+class SlowThreads:
+    """See `Threads`: checksums take a while, in which everything else goes on."""
+
+    async def run(self, direction: Direction, function: Callable[..., T], *args: object) -> T:
+        """See `Threads.run`."""
         await asyncio.sleep(VERIFY_S)
         return function(*args)
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        if not self._ended.is_set():
-            self._virtual.call_soon(function, *args)
+    def close(self) -> None:
+        """See `Threads.close`; what was waiting has ended with the loop."""
 
 
 @dataclass(slots=True)
@@ -171,7 +158,8 @@ class Worker:
 
     rank: int
     connector: SafeCPUOffloadConnector
-    engine: SteppedEngine
+    transfers: Transfers
+    loop: SteppedLoop
     device: Device
     is_v2: bool
     defers_finalize: bool

@@ -1,4 +1,4 @@
-"""An engine over a backend whose copies end when the test says so."""
+"""Transfers over a backend whose copies end when the test says so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from safe_offload.worker.engine import TransferEngine
-from tests.worker.fake_backend import SLOT_BYTES, FakeBackend, flush, join
+from tests.worker.driven import DrivenTransfers, flush, join
+from tests.worker.fake_backend import SLOT_BYTES, FakeBackend
 
 
 @pytest.fixture
@@ -17,19 +17,17 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def start(backend: FakeBackend) -> Iterator[Callable[..., TransferEngine]]:
-    engines: list[TransferEngine] = []
+def start(backend: FakeBackend) -> Iterator[Callable[..., DrivenTransfers]]:
+    started: list[DrivenTransfers] = []
 
-    def start_engine(max_inflight_bytes: int = 10 * SLOT_BYTES, **options: Any) -> TransferEngine:
-        engine = TransferEngine(backend, max_inflight_bytes, **options)
-        engine.start()
-        engines.append(engine)
-        return engine
+    def start(max_inflight_bytes: int = 10 * SLOT_BYTES, **options: Any) -> DrivenTransfers:
+        started.append(DrivenTransfers(backend, max_inflight_bytes, **options))
+        return started[-1]
 
-    yield start_engine
+    yield start
     backend.on_issue = backend.on_close = None
-    for engine in engines:
-        engine.close(timeout_s=0.0)
-        flush(engine)
+    for transfers in started:
+        transfers.close(timeout_s=0.0)
+        flush(transfers)
         backend.complete_all()
-        join(engine)
+        join(transfers)

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath
 
 PATIENCE_S = 20.0
 SLOT_BYTES = 100
@@ -28,7 +27,7 @@ ONE_COPY = SLOT_BYTES
 
 
 class LoopKilled(BaseException):
-    """What no transfer catches: it ends the engine's loop."""
+    """What no transfer catches: it ends the loop."""
 
 
 class FakeCompletion:
@@ -73,7 +72,7 @@ class FakeBackend:
         fenced: first blocks of the copies that were fenced.
         on_mark: called for a mark in place of the count; may raise.
         on_issue: called on the loop thread before a copy is issued; may raise.
-        on_fence: called on the engine's thread with a copy that is fenced, answers for `fence`;
+        on_fence: called on the test's thread with a copy that is fenced, answers for `fence`;
             without it the fence waits for the copy, as the CPU backend's does.
         on_close: called on the loop thread when `close` begins; may raise.
         on_checksums: called on a thread of its own with slots; may raise.
@@ -187,61 +186,3 @@ def transfer(transfer_id: int, num_blocks: int = 1) -> Transfer:
     """A transfer of `num_blocks * SLOT_BYTES` bytes, whose copy is named as it is."""
     ids = tuple(range(transfer_id, transfer_id + num_blocks))
     return Transfer(transfer_id, ids, ids)
-
-
-def submit(
-    engine: TransferEngine, direction: Direction, *transfer_ids: int, num_blocks: int = 1
-) -> None:
-    """Submit transfers of equal size."""
-    for transfer_id in transfer_ids:
-        engine.submit(direction, transfer(transfer_id, num_blocks))
-
-
-def flush(engine: TransferEngine) -> None:
-    """Wait until the loop has done what it can do without another copy ending.
-
-    From an end of a copy to the issue of the next there are fewer turns of the loop than are waited
-    for here. A loop that has ended has nothing left to do. One that is about to close may take a
-    call and never run it.
-    """
-    loop = engine._loop
-    assert loop is not None
-    for _ in range(12):
-        turned = threading.Event()
-        try:
-            loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:
-            return
-        while not turned.wait(0.05):
-            if loop.is_closed():
-                return
-
-
-def join(engine: TransferEngine) -> None:
-    """Wait until the engine's thread has ended."""
-    engine._thread.join(PATIENCE_S)
-    assert not engine._thread.is_alive()
-
-
-def kill_main(engine: TransferEngine, error: BaseException | None = None) -> None:
-    """Make the coroutine that the loop runs raise."""
-    loop, closing = engine._loop, engine._closing
-    assert loop is not None
-    assert closing is not None
-
-    def raise_in_main() -> None:
-        next(iter(closing._waiters)).set_exception(error or RuntimeError("injected"))
-
-    loop.call_soon_threadsafe(raise_in_main)
-
-
-def stop_loop(engine: TransferEngine) -> None:
-    """Make the loop stop under its main coroutine."""
-    assert engine._loop is not None
-    engine._loop.call_soon_threadsafe(engine._loop.stop)
-
-
-def drained(engine: TransferEngine) -> list[tuple[int, FailureReason | None]]:
-    """What has settled when the loop has done what it can."""
-    flush(engine)
-    return engine.drain()

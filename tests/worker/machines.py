@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import DirectionThreads
 from tests.simulator.vllm_setup import EngineShape
 from tests.worker.backends.fake_device import FakeGpu
 from tests.worker.tensor_core import NUM_LAYERS, PATIENCE_S
@@ -28,6 +30,24 @@ def make_storage(shape: EngineShape) -> torch.Tensor:
     return torch.from_numpy(noise)[:, :, : shape.block_words].contiguous()
 
 
+class LateThreads:
+    """See `DirectionThreads`; what they run begins late at random."""
+
+    def __init__(self) -> None:
+        self._threads = DirectionThreads("safe-offload")
+        self._random = random.Random(1)
+        self.close = self._threads.close
+
+    def submit(
+        self, direction: Direction, function: Callable[..., None], *args: object
+    ) -> Future[None]:
+        return self._threads.submit(direction, self._run, function, *args)
+
+    def _run(self, function: Callable[..., None], *args: object) -> None:
+        threading.Event().wait(self._random.choice([0.0, 0.0, DELAY_S_MAX]))
+        function(*args)
+
+
 class CpuMachine:
     """vLLM's CPU engine: what it computes is there when it returns."""
 
@@ -35,14 +55,7 @@ class CpuMachine:
         self.storage = make_storage(shape)
         layout = HostLayout.in_one_slab(geometry, num_slots)
         host = HostMemory.allocate(layout.size_bytes)
-        self.backend = CpuBackend(self.storage.data_ptr(), layout, host)
-        self._run = self.backend._run
-        self.backend._run = self._run_late
-        self._random = random.Random(1)
-
-    def _run_late(self, copy: object) -> None:
-        threading.Event().wait(self._random.choice([0.0, 0.0, DELAY_S_MAX]))
-        self._run(copy)
+        self.backend = CpuBackend(self.storage.data_ptr(), layout, host, LateThreads())
 
     def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:
         operation()
@@ -85,7 +98,7 @@ class ThreadMachine:
         return wait
 
     def delay(self, where: Direction | None, amount: float) -> None:
-        stream = self._gpu.compute if where is None else self.backend._lanes[where].stream
+        stream = self._gpu.compute if where is None else self.backend.lanes[where].stream
         stream.enqueue(lambda: threading.Event().wait(amount * DELAY_S_MAX))
 
     def to_device(self, numbers: list[int]) -> torch.Tensor:

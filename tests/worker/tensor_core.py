@@ -1,4 +1,4 @@
-"""vLLM's scheduler over real copies: tensors, the transfer engine's own thread, a real backend.
+"""vLLM's scheduler over real copies: tensors, the transfers' own thread, a real backend.
 
 The same engine as the simulator's, with its content checks, but nothing here is stepped by hand:
 the loop runs on its thread, the backend copies when it likes, and the forward writes and checks
@@ -18,7 +18,10 @@ import torch
 from safe_offload.config import OffloadConfig
 from safe_offload.layout import Geometry, Segment, make_geometry
 from safe_offload.worker.backends.base import Backend, Direction
-from safe_offload.worker.engine import TransferEngine
+from safe_offload.worker.loop_thread import LoopThread
+from safe_offload.worker.opening import Opened
+from safe_offload.worker.shared_memory import Share
+from safe_offload.worker.transfers import Transfers
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.vllm_setup import EngineShape
 
@@ -164,8 +167,8 @@ class TensorDevice:
         """Nothing: time passes by itself."""
 
 
-class RealEngine(TransferEngine):
-    """The transfer engine as it is; it turns by itself."""
+class RunningLoop(LoopThread):
+    """The product's loop; it turns by itself."""
 
     def turn(self) -> None:
         """Nothing."""
@@ -188,11 +191,14 @@ class TensorCore(EngineCore):
         self.machines: list[Machine] = []
         super().__init__(shape, seed)
 
-    def _make_engine(self, rank: int, copy_ticks_max: int, config: OffloadConfig) -> Any:
+    def _open(self, rank: int, copy_ticks_max: int, config: OffloadConfig) -> Any:
         shape = self.shape
         machine = self._make_machine(shape, geometry_of(shape), shape.slots_of(rank))
         self.machines.append(machine)
-        return TensorDevice(rank, machine), RealEngine(machine.backend, config.max_inflight_bytes)
+        loop = RunningLoop()
+        transfers = Transfers(machine.backend, loop, config.max_inflight_bytes)
+        share = Share.of_rank(rank, config.ranks_per_copy)
+        return TensorDevice(rank, machine), loop, Opened(transfers, machine.backend, share, None)
 
     def step(self) -> Any:
         """See `EngineCore.step`; an engine with nothing to compute lets the copies go on."""

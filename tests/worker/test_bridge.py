@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +31,18 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
-from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker import opening as opening_module
 from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.host_memory import HostMemory
-from tests.worker.fake_backend import PATIENCE_S, FakeBackend, flush, transfer
+from safe_offload.worker.loop_thread import new_event_loop
+from safe_offload.worker.opening import Opening, open_backend
+from safe_offload.worker.self_test import SelfTest
+from tests.worker.fake_backend import PATIENCE_S, FakeBackend, transfer
+from tests.worker.memory import is_closed
+from tests.worker.waiting import wait_until
+from tests.worker.watched_loop import HandClock, WatchedLoop
 
 PAGE = 48
 BLOCKS = 10
@@ -53,8 +62,13 @@ class Worker:
         extra: dict[str, object] | None = None,
         rank: int = RANK,
         ranks_per_copy: int = 1,
+        num_blocks: int = BLOCKS,
+        **opening: Any,
     ) -> None:
         self.rank = rank
+        self.loop = WatchedLoop(opening.pop("make_event_loop", new_event_loop))
+        self.backend: Any = None
+        self.host: HostMemory | None = None
         size = SLOT_BYTES * BLOCKS
         layer_stride, block_stride = (
             (PAGE * BLOCKS, PAGE) if layout == "layers outermost" else (PAGE, SLOT_BYTES)
@@ -77,13 +91,25 @@ class Worker:
             OffloadConfig.from_extra_config(settings, world_size=ranks_per_copy),
             ranks_per_copy=ranks_per_copy,
         )
-        self.bridge = WorkerBridge(
-            self.config,
-            KVCacheConfig(BLOCKS, tensors, []),
+        self.opening = Opening(
+            config=self.config,
+            kv_cache_config=KVCacheConfig(num_blocks, tensors, []),
             rank=rank,
-            num_ranks_on_host=ranks_per_copy,
+            num_ranks_on_host=opening.pop("num_ranks_on_host", ranks_per_copy),
+            open_backend=self._open_backend,
+            make_loop=lambda: self.loop,
+            **opening,
         )
+        self.bridge = WorkerBridge(self.opening)
         self.reports: list[StepReport] = []
+
+    def _open_backend(self, storage, device, layout, host, config) -> tuple[Any, Any]:
+        """The product's, unless the test has put in one of its own."""
+        self.layout, self.host = layout, host
+        if self.backend is not None:
+            return self.backend, None
+        self.backend, rows = open_backend(storage, device, layout, host, config)
+        return self.backend, rows
 
     def register(self) -> Worker:
         self.bridge.register(self.caches)
@@ -142,13 +168,9 @@ class Worker:
 
     def settle(self) -> dict[int, FailureReason | None]:
         """Wait for all copies, step once more, and return every outcome so far."""
-        engine = self.bridge._engine
-        if engine is not None:
-            flush(engine)
-            threads = engine._backend._threads
-            for direction in Direction:
-                threads[direction].submit(lambda: None).result(PATIENCE_S)
-            flush(engine)
+        opened = self.bridge.opened
+        if opened is not None:
+            wait_until(lambda: not opened.transfers.statistics().unsettled_ids)
         assert self.step(EMPTY_PLAN) == ()
         return self.outcomes()
 
@@ -183,12 +205,10 @@ def worker(make_worker: Callable[..., Worker]) -> Worker:
 
 def faked(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     """Register a worker with a backend whose copies the test ends, so that nothing tests itself."""
-    backend = FakeBackend()
-    config = dataclasses.replace(worker.bridge._config, self_test=False)
-    monkeypatch.setattr(worker.bridge, "_config", config)
-    monkeypatch.setattr(worker.bridge, "_open_backend", lambda *args: (backend, None))
+    monkeypatch.setattr(SelfTest, "run", lambda *_, **__: True)
+    worker.backend = FakeBackend()
     worker.register()
-    return backend
+    return worker.backend
 
 
 # ---- the self-test -------------------------------------------------------------------------------
@@ -215,8 +235,8 @@ def test_the_self_test_can_be_switched_off(make_worker, caplog):
 def test_a_rank_whose_copies_are_wrong_says_once_that_it_is_lost_and_gives_its_memory_back(
     make_worker, monkeypatch, caplog
 ):
-    monkeypatch.setattr(cpu, "_move_each", lambda ranges: None)
-    monkeypatch.setattr(cpu, "find_move", lambda: cpu._move_each)
+    monkeypatch.setattr(cpu, "move_each", lambda ranges: None)
+    monkeypatch.setattr(cpu, "find_move", lambda: cpu.move_each)
     freed = []
     monkeypatch.setattr(HostMemory, "close", lambda host: freed.append(host.size_bytes))
     worker = make_worker().register()
@@ -290,7 +310,7 @@ def test_a_store_in_flight_is_fenced_by_a_later_step(make_worker, monkeypatch):
     forward_sees: list[int] = []
     worker.step(StepPlan(fences=(1,)), forward=lambda: forward_sees.append(len(backend.running)))
     assert forward_sees == [0]
-    flush(worker.bridge._engine)
+    worker.loop.flush()
     worker.step(EMPTY_PLAN)
     assert worker.outcomes() == {1: None}
 
@@ -307,11 +327,11 @@ def test_what_is_issued_where_in_a_step(make_worker, monkeypatch, order):
     before_forward: list[list[int]] = []
 
     def forward() -> None:
-        flush(worker.bridge._engine)
+        worker.loop.flush()
         before_forward.append(backend.names)
 
     worker.step(plan, forward, order)
-    flush(worker.bridge._engine)
+    worker.loop.flush()
     loads_first = order == "synchronous loads of another connector"
     assert before_forward == [[10, 11, 20] if loads_first else [10, 11]]
     assert backend.names == [10, 11, 20, 30]
@@ -351,10 +371,10 @@ def test_stores_that_no_hook_started_go_before_those_of_the_next_plan(make_worke
     worker = make_worker()
     backend = faked(worker, monkeypatch)
     step_of_an_earlier_stage(worker, StepPlan(stores_after_forward=(transfer(1),)))
-    flush(worker.bridge._engine)
+    worker.loop.flush()
     assert backend.names == [], "no hook has come behind the forward"
     step_of_an_earlier_stage(worker, StepPlan(stores_before_forward=(transfer(2),)))
-    flush(worker.bridge._engine)
+    worker.loop.flush()
     assert backend.names == [1, 2]
     backend.complete_all()
 
@@ -425,10 +445,8 @@ def test_a_step_in_which_nothing_settled_has_no_report(worker):
 
 
 def test_capacity_is_what_the_bytes_hold(make_worker):
-    worker = make_worker()
     extra = {"cpu_bytes_to_use_per_rank": 4096 + SLOT_BYTES - 1}
-    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=2)
-    worker.register()
+    worker = make_worker(num_slots=None, extra=extra).register()
     worker.step(EMPTY_PLAN)
     assert worker.reports[0].capacities == (Capacity(RANK, (4096 + SLOT_BYTES - 1) // SLOT_BYTES),)
 
@@ -498,24 +516,18 @@ def test_slots_that_changed_are_in_the_report_that_has_the_failure(make_worker, 
 
 def looked_at(worker: Worker) -> None:
     """Wait until checksums have been noted or compared."""
-    engine = worker.bridge._engine
-    assert engine is not None
-    flush(engine)
-    for executor in engine._verifier.executors.values():
-        executor.submit(lambda: None).result(PATIENCE_S)
-    flush(engine)
+    wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
 
 
 def test_overdue_copies_are_counted_once(make_worker, monkeypatch):
-    worker = make_worker()
+    clock = HandClock()
+    worker = make_worker(make_event_loop=clock.new_event_loop)
     assert worker.bridge.take_counts() == {}
     backend = faked(worker, monkeypatch)
     worker.step(StepPlan(loads=(transfer(1),)))
     backend.wait_for(1)
-    engine = worker.bridge._engine
-    engine._call(engine._pass_deadline, 1, engine._jobs[1])
-    flush(engine)
-    assert worker.bridge.take_counts() == {"overdue_transfers": 1}
+    clock.advance(worker.loop, 31.0)
+    assert worker.bridge.take_counts() == {Count.OVERDUE_TRANSFERS: 1}
     assert worker.bridge.take_counts() == {}
     backend.complete_all()
 
@@ -524,9 +536,9 @@ def test_overdue_copies_are_counted_once(make_worker, monkeypatch):
 
 
 def test_registering_twice_keeps_the_first(worker):
-    engine = worker.bridge._engine
+    opened = worker.bridge.opened
     worker.register()
-    assert worker.bridge._engine is engine
+    assert worker.bridge.opened is opened
     worker.step(EMPTY_PLAN)
     assert len(worker.reports[0].capacities) == 1
 
@@ -546,50 +558,60 @@ def test_a_layer_may_have_several_tensors(make_worker):
     assert worker.bridge.report() is not None
 
 
-def test_settings_of_transfers_reach_the_engine(make_worker):
-    extra = {"transfer_timeout_s": 2.5, "verify": "sample:4"}
-    engine = make_worker(extra=extra).register().bridge._engine
-    assert engine._timeout_s == 2.5
-    assert engine._verifier._every == 4
-    assert make_worker().register().bridge._engine._verifier is None
+def test_the_deadline_that_was_set_is_kept(make_worker, monkeypatch):
+    clock = HandClock()
+    settings = {"transfer_timeout_s": 2.5, "max_inflight_bytes": 4096}
+    worker = make_worker(extra=settings, make_event_loop=clock.new_event_loop)
+    backend = faked(worker, monkeypatch)
+    worker.step(
+        StepPlan(loads=(transfer(1, num_blocks=40),), stores_after_forward=(transfer(2, 40),))
+    )
+    backend.wait_for(1)
+    clock.advance(worker.loop, 2.4)
+    worker.step(EMPTY_PLAN)
+    assert worker.outcomes() == {}
+    clock.advance(worker.loop, 0.2)
+    worker.step(EMPTY_PLAN)
+    assert worker.outcomes() == {2: FailureReason.TIMED_OUT}
+    backend.complete(1)
 
 
-def test_the_package_for_checksums_is_asked_for_only_if_it_is_used(make_worker, monkeypatch):
-    asked: list[bool] = []
-    monkeypatch.setattr(bridge_module, "require_xxhash", lambda: asked.append(True))
-    make_worker().register()
-    assert asked == []
-    make_worker(extra={"verify": "load"}).register()
-    assert asked == [True]
+@pytest.mark.parametrize(("verify", "looked_at"), [("sample:4", [[1, 5], [2, 6]]), ("off", [])])
+def test_as_many_slots_are_compared_as_was_set(make_worker, monkeypatch, verify, looked_at):
+    worker = make_worker(extra={"verify": verify})
+    backend = faked(worker, monkeypatch)
+    looked: list[list[int]] = []
+    backend.on_checksums = looked.append
+    for number in (1, 2):
+        worker.step(StepPlan(loads=(Transfer(number, range(8), range(8)),)))
+        wait_until(lambda: bool(backend.running))
+        backend.complete_all()
+        wait_until(lambda: not worker.bridge.opened.transfers.statistics().unsettled_ids)
+    assert looked == looked_at
 
 
 def test_a_pool_too_small_for_one_block_is_refused(make_worker):
     worker = make_worker()
-    extra = {"cpu_bytes_to_use": 4096}
-    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=1)
-    worker.bridge._kv_cache_config = KVCacheConfig(
-        2, [KVCacheTensor(16384, ["a"], 16384, 8192)], []
-    )
+    config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": 4096}, world_size=1)
+    kv_cache_config = KVCacheConfig(2, [KVCacheTensor(16384, ["a"], 16384, 8192)], [])
+    opening = dataclasses.replace(worker.opening, config=config, kv_cache_config=kv_cache_config)
     storage = torch.zeros(16384, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"cpu_bytes_to_use.*at least one block, 8.00 KiB"):
-        worker.bridge.register({"a": storage})
+        WorkerBridge(opening).register({"a": storage})
 
 
 def test_a_pool_larger_than_the_machine_is_refused(make_worker, monkeypatch):
-    monkeypatch.setattr(bridge_module, "available_host_bytes", lambda: 100 * SLOT_BYTES)
+    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: 100 * SLOT_BYTES)
     with pytest.raises(ConfigError, match="num_cpu_blocks"):
         make_worker(num_slots=101).register()
 
 
 def test_ranks_on_the_same_machine_share_its_memory(make_worker, monkeypatch):
-    worker = make_worker(num_slots=1 << 20)
     needed = (1 << 20) * SLOT_BYTES
-    monkeypatch.setattr(bridge_module, "available_host_bytes", lambda: needed + (1 << 30))
-    worker.bridge._num_ranks_on_host = 9
+    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: needed + (1 << 30))
     with pytest.raises(ConfigError, match="9 ranks"):
-        worker.register()
-    worker.bridge._num_ranks_on_host = 1
-    worker.register()
+        make_worker(num_slots=1 << 20, num_ranks_on_host=9).register()
+    make_worker(num_slots=1 << 20, num_ranks_on_host=1).register()
 
 
 def test_several_storages_are_refused(make_worker):
@@ -600,8 +622,7 @@ def test_several_storages_are_refused(make_worker):
 
 
 def test_a_storage_smaller_than_its_blocks_is_refused(make_worker):
-    worker = make_worker()
-    worker.bridge._kv_cache_config.num_blocks = BLOCKS + 1
+    worker = make_worker(num_blocks=BLOCKS + 1)
     with pytest.raises(ConfigError, match="unsupported KV cache layout"):
         worker.register()
 
@@ -611,16 +632,16 @@ def test_a_device_without_a_backend_is_refused_and_its_host_memory_given_back(
 ):
     worker = make_worker()
     taken = []
-    allocate = bridge_module.HostMemory.allocate
+    allocate = opening_module.HostMemory.allocate
     monkeypatch.setattr(
-        bridge_module.HostMemory,
+        opening_module.HostMemory,
         "allocate",
         lambda size_bytes: taken.append(allocate(size_bytes)) or taken[-1],
     )
     storage = torch.zeros(worker.storage.numel(), dtype=torch.uint8, device="meta")
     with pytest.raises(ConfigError, match="'meta'"):
         worker.bridge.register({"a": storage})
-    assert all(memory.is_closed for memory in taken)
+    assert all(is_closed(memory) for memory in taken)
     worker.step(StepPlan(loads=(transfer(1),)))
     assert worker.outcomes() == {1: FailureReason.NOT_RUNNING}
 
@@ -656,23 +677,21 @@ def test_everything_after_shutdown_is_reported_as_not_running(worker):
 
 
 def test_what_settles_during_shutdown_is_reported(make_worker, monkeypatch):
-    worker = make_worker()
-    extra = {"num_cpu_blocks": 12, "max_inflight_bytes": 4096}
-    worker.bridge._config = OffloadConfig.from_extra_config(extra, world_size=1)
+    worker = make_worker(extra={"max_inflight_bytes": 4096})
     backend = faked(worker, monkeypatch)
     plan = StepPlan(loads=(transfer(1, num_blocks=40),), stores_after_forward=(transfer(2, 40),))
     worker.step(plan)
     backend.wait_for(1)
-    engine = worker.bridge._engine
-    close = engine.close
+    transfers = worker.bridge.opened.transfers
+    close = transfers.close
 
     def close_while_a_copy_ends() -> bool:
         assert not close(timeout_s=0.0)
-        flush(engine)
+        worker.loop.flush()
         backend.complete(1)
         return close(PATIENCE_S)
 
-    monkeypatch.setattr(engine, "close", close_while_a_copy_ends)
+    monkeypatch.setattr(transfers, "close", close_while_a_copy_ends)
     worker.bridge.shutdown()
     worker.step(EMPTY_PLAN)
     assert worker.outcomes() == {1: None, 2: FailureReason.CANCELLED}
@@ -683,28 +702,30 @@ def test_the_storage_is_kept_for_a_copy_that_does_not_end(make_worker, monkeypat
     backend = faked(worker, monkeypatch)
     worker.step(StepPlan(loads=(transfer(1),)))
     backend.wait_for(1)
-    engine = worker.bridge._engine
-    close = engine.close
-    monkeypatch.setattr(engine, "close", lambda: close(timeout_s=0.0))
+    storage = weakref.ref(worker.bridge.opened.storage)
+    close = worker.bridge.opened.transfers.close
+    monkeypatch.setattr(worker.bridge.opened.transfers, "close", lambda: close(timeout_s=0.0))
+    worker.storage = worker.caches = None
     worker.bridge.shutdown()
-    assert worker.bridge._storage is not None
+    gc.collect()
+    assert storage() is not None
     backend.complete(1)
     assert close(PATIENCE_S)
 
 
-def test_when_the_engine_dies_every_transfer_is_reported_and_hooks_go_on(make_worker, monkeypatch):
+def test_when_the_loop_dies_every_transfer_is_reported_and_hooks_go_on(make_worker, monkeypatch):
     worker = make_worker()
     backend = faked(worker, monkeypatch)
     worker.step(StepPlan(stores_after_forward=(transfer(1),)))
     backend.complete(1)
-    flush(worker.bridge._engine)
+    worker.loop.flush()
 
     def die(copy) -> None:
         raise SystemExit
 
     backend.on_issue = die
     worker.step(StepPlan(loads=(transfer(2),), stores_after_forward=(transfer(3),)))
-    worker.bridge._engine._thread.join(PATIENCE_S)
+    worker.loop.join()
     worker.step(StepPlan(loads=(transfer(4),), stores_before_forward=(transfer(5),), fences=(5, 3)))
     dead = FailureReason.NOT_RUNNING
     assert worker.outcomes() == {1: None, 2: dead, 3: dead, 4: dead, 5: dead}
@@ -728,11 +749,9 @@ def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(
         started.append((thread.name, bool(free)))
         start(thread)
 
-    monkeypatch.setattr(bridge_module, "on_other_cores", on_other_cores)
+    monkeypatch.setattr(opening_module, "on_other_cores", on_other_cores)
     monkeypatch.setattr(threading.Thread, "start", watched_start)
-    worker = Worker()
-    worker.bridge._is_child = is_child
-    worker.register()
+    worker = Worker(is_child=is_child).register()
     names = {"safe-offload-store_0", "safe-offload-load_0", "safe-offload-loop"}
     assert {entry for entry in started if entry[0] in names} == {(name, is_child) for name in names}
     worker.bridge.shutdown()

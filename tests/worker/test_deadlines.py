@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -9,18 +10,11 @@ import pytest
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
-from safe_offload.worker import engine as engine_module
+from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.engine import TransferEngine
-from tests.worker.fake_backend import (
-    ONE_COPY,
-    SLOT_BYTES,
-    FakeBackend,
-    drained,
-    flush,
-    submit,
-)
-from tests.worker.hand_clock import HandClock
+from tests.worker.driven import DrivenTransfers, drained, flush, submit
+from tests.worker.fake_backend import ONE_COPY, SLOT_BYTES, FakeBackend
+from tests.worker.watched_loop import HandClock
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 TIMED_OUT = FailureReason.TIMED_OUT
@@ -28,19 +22,24 @@ BEYOND_S = 31.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    hand_clock = HandClock()
-    monkeypatch.setattr(engine_module, "new_event_loop", hand_clock.new_event_loop)
-    return hand_clock
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def start(
+    start: Callable[..., DrivenTransfers], clock: HandClock
+) -> Callable[..., DrivenTransfers]:
+    return functools.partial(start, make_event_loop=clock.new_event_loop)
 
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine logs as an error."""
+    """What is logged as an error."""
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
     monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
-    monkeypatch.setattr(engine_module.logger, "handlers", [handler])
+    monkeypatch.setattr(transfers_module.logger, "handlers", [handler])
     return messages
 
 
@@ -50,54 +49,54 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_transfer_whose_turn_does_not_come_in_time_fails_and_is_never_issued(
     backend, start, clock
 ):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2)
-    submit(engine, LOAD, 3)
-    clock.advance(engine, 29.0)
-    assert drained(engine) == []
-    clock.advance(engine, 2.0)
-    assert sorted(drained(engine)) == [(2, TIMED_OUT), (3, TIMED_OUT)]
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2)
+    submit(transfers, LOAD, 3)
+    clock.advance(transfers.loop, 29.0)
+    assert drained(transfers) == []
+    clock.advance(transfers.loop, 2.0)
+    assert sorted(drained(transfers)) == [(2, TIMED_OUT), (3, TIMED_OUT)]
     backend.complete(1)
-    assert drained(engine) == [(1, None)]
+    assert drained(transfers) == [(1, None)]
     assert backend.names == [1]
 
 
 def test_a_copy_that_is_still_in_the_queue_of_the_backend_is_taken_back(backend, start, clock):
-    engine = start()
-    submit(engine, LOAD, 1)
-    flush(engine)
+    transfers = start()
+    submit(transfers, LOAD, 1)
+    flush(transfers)
     backend.queues = True
-    submit(engine, LOAD, 2)
-    clock.advance(engine, BEYOND_S)
-    assert drained(engine) == [(2, TIMED_OUT)]
-    assert engine.take_num_overdue() == 1, "the one that has begun"
+    submit(transfers, LOAD, 2)
+    clock.advance(transfers.loop, BEYOND_S)
+    assert drained(transfers) == [(2, TIMED_OUT)]
+    assert transfers.statistics().num_overdue == 1, "the one that has begun"
     assert backend.issued[1].future.cancelled()
     backend.complete(1)
-    assert drained(engine) == [(1, None)]
+    assert drained(transfers) == [(1, None)]
 
 
 def test_the_deadline_counts_from_the_submission_not_from_the_issue(backend, start, clock):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2)
-    clock.advance(engine, 20.0)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2)
+    clock.advance(transfers.loop, 20.0)
     backend.queues = True
     backend.complete(1)
     backend.wait_for(2)
-    assert drained(engine) == [(1, None)]
-    clock.advance(engine, 11.0)
-    assert drained(engine) == [(2, TIMED_OUT)]
+    assert drained(transfers) == [(1, None)]
+    clock.advance(transfers.loop, 11.0)
+    assert drained(transfers) == [(2, TIMED_OUT)]
 
 
 def test_those_behind_one_that_timed_out_have_their_turn(backend, start, clock):
-    engine = start(2 * SLOT_BYTES)
-    submit(engine, STORE, 1)
-    submit(engine, LOAD, 10, num_blocks=2)
-    clock.advance(engine, 20.0)
-    submit(engine, STORE, 20)
-    flush(engine)
+    transfers = start(2 * SLOT_BYTES)
+    submit(transfers, STORE, 1)
+    submit(transfers, LOAD, 10, num_blocks=2)
+    clock.advance(transfers.loop, 20.0)
+    submit(transfers, STORE, 20)
+    flush(transfers)
     assert backend.names == [1]
-    clock.advance(engine, 11.0)
-    assert dict(drained(engine)) == {10: TIMED_OUT}
+    clock.advance(transfers.loop, 11.0)
+    assert dict(drained(transfers)) == {10: TIMED_OUT}
     assert backend.names == [1, 20]
 
 
@@ -109,55 +108,54 @@ def test_those_behind_one_that_timed_out_have_their_turn(backend, start, clock):
 def test_a_copy_that_has_begun_is_not_given_up_before_it_ends(
     backend, start, clock, direction, error
 ):
-    engine = start()
-    submit(engine, direction, 1)
+    transfers = start()
+    submit(transfers, direction, 1)
     for _ in range(5):
-        clock.advance(engine, BEYOND_S)
-        assert drained(engine) == [], "it may still write where it was told to"
+        clock.advance(transfers.loop, BEYOND_S)
+        assert drained(transfers) == [], "it may still write where it was told to"
     if error is None:
         backend.complete(1)
     else:
         backend.fail(1, error)
-    assert drained(engine) == [(1, error and FailureReason.COPY_FAILED)]
+    assert drained(transfers) == [(1, error and FailureReason.COPY_FAILED)]
 
 
 def test_an_overdue_copy_is_counted_and_logged_once_with_what_to_do(backend, start, clock, errors):
-    engine = start(timeout_s=5.0)
-    submit(engine, LOAD, 7)
-    submit(engine, STORE, 8)
-    clock.advance(engine, 6.0)
-    clock.advance(engine, 6.0)
-    assert engine.take_num_overdue() == 2
-    assert engine.take_num_overdue() == 0
+    transfers = start(timeout_s=5.0)
+    submit(transfers, LOAD, 7)
+    submit(transfers, STORE, 8)
+    clock.advance(transfers.loop, 6.0)
+    clock.advance(transfers.loop, 6.0)
+    assert transfers.statistics().num_overdue == 2
     assert len(errors) == 2
     assert "Transfer 7 (load, 100 bytes) was started and has not ended within 5 s" in errors[0]
     assert "transfer_timeout_s" in errors[0]
 
 
 def test_a_copy_that_ends_in_time_is_not_overdue(backend, start, clock, errors):
-    engine = start()
-    submit(engine, LOAD, 1)
+    transfers = start()
+    submit(transfers, LOAD, 1)
     backend.complete(1)
-    flush(engine)
-    clock.advance(engine, BEYOND_S)
-    assert drained(engine) == [(1, None)]
-    assert engine.take_num_overdue() == 0
+    flush(transfers)
+    clock.advance(transfers.loop, BEYOND_S)
+    assert drained(transfers) == [(1, None)]
+    assert transfers.statistics().num_overdue == 0
     assert errors == []
 
 
 def test_an_overdue_copy_does_not_hold_up_the_others(backend, start, clock):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1)
-    clock.advance(engine, BEYOND_S)
-    submit(engine, LOAD, 2)
-    submit(engine, STORE, 3)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1)
+    clock.advance(transfers.loop, BEYOND_S)
+    submit(transfers, LOAD, 2)
+    submit(transfers, STORE, 3)
     backend.complete(2)
     backend.complete(3)
-    assert drained(engine) == [(2, None), (3, None)]
+    assert drained(transfers) == [(2, None), (3, None)]
     backend.complete(1)
-    assert drained(engine) == [(1, None)]
-    submit(engine, STORE, 4, 5)
-    flush(engine)
+    assert drained(transfers) == [(1, None)]
+    submit(transfers, STORE, 4, 5)
+    flush(transfers)
     assert backend.names == [1, 2, 3, 4], "its bytes were given back once, not twice"
 
 
@@ -166,49 +164,49 @@ def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeyp
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr("tests.worker.fake_backend.FakeCompletion.cancel", fail)
-    engine = start()
-    submit(engine, LOAD, 1)
-    clock.advance(engine, BEYOND_S)
-    assert drained(engine) == []
-    assert engine.take_num_overdue() == 1
+    transfers = start()
+    submit(transfers, LOAD, 1)
+    clock.advance(transfers.loop, BEYOND_S)
+    assert drained(transfers) == []
+    assert transfers.statistics().num_overdue == 1
     backend.complete(1)
-    assert drained(engine) == [(1, None)]
+    assert drained(transfers) == [(1, None)]
 
 
-# ---- with the rest of an engine ----------------------------------------------------------------
+# ---- with fences and the end -------------------------------------------------------------------
 
 
 def test_a_fence_on_what_timed_out_has_nothing_to_wait_for(
-    backend: FakeBackend, start: Callable[..., TransferEngine], clock: HandClock
+    backend: FakeBackend, start: Callable[..., DrivenTransfers], clock: HandClock
 ):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2)
-    clock.advance(engine, BEYOND_S)
-    engine.fence((2,))
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2)
+    clock.advance(transfers.loop, BEYOND_S)
+    transfers.fence((2,))
     assert backend.fenced == []
-    assert drained(engine) == [(2, TIMED_OUT)]
+    assert drained(transfers) == [(2, TIMED_OUT)]
 
 
 def test_a_store_that_is_fenced_in_time_does_not_time_out(backend, start, clock):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2)
     backend.on_fence = lambda completion: True
-    engine.fence((2,))
-    clock.advance(engine, BEYOND_S)
+    transfers.fence((2,))
+    clock.advance(transfers.loop, BEYOND_S)
     backend.complete(1)
     backend.complete(2)
-    assert drained(engine) == [(1, None), (2, None)]
+    assert drained(transfers) == [(1, None), (2, None)]
 
 
-def test_an_engine_with_an_overdue_copy_can_be_closed(backend, start, clock):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1)
-    clock.advance(engine, BEYOND_S)
-    submit(engine, LOAD, 2)
+def test_transfers_with_an_overdue_copy_can_be_closed(backend, start, clock):
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1)
+    clock.advance(transfers.loop, BEYOND_S)
+    submit(transfers, LOAD, 2)
     backend.wait_for(2)
-    submit(engine, LOAD, 3)
-    assert not engine.close(timeout_s=0.0)
-    assert drained(engine) == [(3, FailureReason.CANCELLED)]
+    submit(transfers, LOAD, 3)
+    assert not transfers.close(timeout_s=0.0)
+    assert drained(transfers) == [(3, FailureReason.CANCELLED)]
     backend.complete_all()
-    assert engine.close(20.0)
-    assert sorted(engine.drain()) == [(1, None), (2, None)]
+    assert transfers.close(20.0)
+    assert sorted(transfers.drain()) == [(1, None), (2, None)]

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
 from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.opening import Opened, Opening
 from tests.worker.backends.fake_device import PATIENCE_S, FakeGpu
 from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
 from tests.worker.waiting import wait_until
@@ -53,6 +55,21 @@ def is_v2(request: pytest.FixtureRequest) -> bool:
 def worker(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, is_v2: bool) -> Worker:
     """A worker of either kind, not started."""
     return make_worker(monkeypatch, gpu, is_v2=is_v2)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
+    """What the worker copies with, once it has started."""
+    found: list[Opened] = []
+    original = Opening.open
+
+    def watched_open(opening: Opening, kv_caches: Any) -> Opened | None:
+        result = original(opening, kv_caches)
+        found.extend([result] if result else [])
+        return result
+
+    monkeypatch.setattr(Opening, "open", watched_open)
+    return found
 
 
 def store(transfer_id: int, block: int, slot: int) -> StepPlan:
@@ -92,8 +109,8 @@ class Turns(threading.Event):
         return self.is_set() or self._turns.acquire(timeout=timeout)
 
 
-def is_all_locked(worker: Worker) -> bool:
-    backend = get_kv_transfer_group()._worker._engine._backend
+def is_all_locked(opened: list[Opened]) -> bool:
+    (backend,) = (one.backend for one in opened)
     return backend.num_usable_slots == backend.num_slots
 
 
@@ -124,7 +141,7 @@ def test_a_profile_of_graphs_before_the_kv_cache_is_there_registers_nothing(work
     assert worker.machine.trace == []
 
 
-def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, gpu):
+def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, gpu, opened):
     """The first run on a GPU would have ended here: vllm#45850, #46933, #48053."""
     gpu.may_lock = turns = Turns()
     nums_locked: list[int] = []
@@ -139,16 +156,16 @@ def test_page_locking_goes_on_during_every_capture_and_invalidates_none(worker, 
     worker.start()
     assert nums_locked == [2, 3], "the first slab was there before"
     turns.set()
-    wait_until(lambda: is_all_locked(worker))
+    wait_until(lambda: is_all_locked(opened))
 
 
-def test_copies_can_be_used_before_the_whole_pool_is_locked(worker, gpu):
+def test_copies_can_be_used_before_the_whole_pool_is_locked(worker, gpu, opened):
     gpu.may_lock.clear()
     worker.start()
     worker.machine.fill(2, 20)
     worker.step(store(1, block=2, slot=0))
     assert settle(worker, 1) == {1: None}
-    assert not is_all_locked(worker)
+    assert not is_all_locked(opened)
 
 
 def test_registering_leaves_the_kv_cache_as_it_was(worker):
@@ -233,22 +250,22 @@ def test_a_dummy_batch_between_steps_calls_no_hook(worker):
     assert settle(worker, 1) == {1: None}
 
 
-def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu):
+def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu, opened):
     """As after a change of the number of experts' ranks; the copies neither fail nor disturb."""
     machine = worker.machine
     worker.start()
-    wait_until(lambda: is_all_locked(worker))
+    wait_until(lambda: is_all_locked(opened))
     machine.fill(2, 20)
     worker.step(store(1, block=2, slot=0))
     settle(worker, 1)
     worker.model_runner.forget_graphs()
-    bridge = get_kv_transfer_group()._worker
+    transfers = opened[0].transfers
     ids = iter(range(2, 100))
 
     def copy() -> None:
         transfer_id = next(ids)
-        bridge._engine.submit(Direction.STORE, Transfer(transfer_id, (2,), (transfer_id,)))
-        wait_until(lambda: transfer_id in dict(bridge._engine.drain()))
+        transfers.submit(Direction.STORE, Transfer(transfer_id, (2,), (transfer_id,)))
+        wait_until(lambda: transfer_id in dict(transfers.drain()))
 
     machine.during_capture = copy
     gpu.delay_s = 0.01
@@ -261,12 +278,21 @@ def test_graphs_that_are_captured_anew_while_copies_are_under_way(worker, gpu):
 
 @pytest.mark.skipif(not HAS_SLEEP_HOOKS, reason="vLLM 0.32 tells connectors nothing of its sleep")
 @pytest.mark.parametrize("tags", [None, ["kv_cache"]])
-def test_copies_end_before_the_memory_is_gone_and_go_on_when_it_is_back(worker, tags):
+def test_copies_end_before_the_memory_is_gone_and_go_on_when_it_is_back(
+    worker, tags, opened, monkeypatch
+):
     machine = worker.machine
     worker.start()
     machine.fill(2, 20)
-    # vLLM waits for the device, which has not been given the copy yet.
-    get_kv_transfer_group()._worker._engine._loop.call_soon_threadsafe(time.sleep, 0.3)
+    backend = opened[0].backend
+    issue = backend.issue
+
+    def issue_late(*arguments: Any) -> Any:
+        """vLLM waits for the device, which has not been given the copy yet."""
+        time.sleep(0.3)
+        return issue(*arguments)
+
+    monkeypatch.setattr(backend, "issue", issue_late)
     worker.step(store(1, block=2, slot=0))
     trace = trace_of(worker, lambda: worker.sleep(level=1))
     assert trace == ["unregister_kv_caches", "memory gone"]

@@ -15,24 +15,27 @@ import torch
 
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.worker import placement
+from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.self_test import SelfTest, TorchRows
+from safe_offload.worker.threads import DirectionThreads
+from safe_offload.worker.transfers import Transfers
 from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS, _layers_outermost
 from tests.worker.backends.fake_device import CALLS, FakeGpu, FakeRows
+from tests.worker.driven import DrivenTransfers
 
 LAYERS = GEOMETRIES["layers outermost"]
 
 
 @dataclass
 class Bench:
-    """A backend, its engine, and the test of it."""
+    """A backend, its transfers, and the test of it."""
 
     backend: Any
-    engine: TransferEngine
+    transfers: Transfers
     storage: torch.Tensor
     test: SelfTest
 
@@ -63,20 +66,19 @@ def make() -> Iterator[Make]:
         layout = HostLayout(geometry, num_slots, num_slots)
         host = HostMemory.allocate(layout.size_bytes)
         if gpu is None:
-            backend = CpuBackend(storage.data_ptr(), layout, host)
+            backend = CpuBackend(storage.data_ptr(), layout, host, DirectionThreads("safe-offload"))
         else:
             device = gpu.open()
             backend = GpuBackend(device, storage.data_ptr(), layout, host, CopyPath.KERNEL)
             rows = FakeRows(gpu, device, rows)
-        engine = TransferEngine(backend, 1 << 30, verify_every=verify_every)
-        engine.start()
-        test = SelfTest(engine, backend, rows, host.tensor.numpy(), layout)
-        benches.append(Bench(backend, engine, storage, test))
+        transfers = DrivenTransfers(backend, 1 << 30, verify_every=verify_every)
+        test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
+        benches.append(Bench(backend, transfers, storage, test))
         return benches[-1]
 
     yield make
     for bench in benches:
-        assert bench.engine.close()
+        assert bench.transfers.close()
 
 
 @pytest.fixture
@@ -139,7 +141,7 @@ def test_fences_that_order_nothing_are_found(make, gpu, monkeypatch, caplog):
 def test_a_device_that_hangs_fails_the_test_and_does_not_hang_the_start(make, gpu, caplog):
     bench = make(gpu)
     released = threading.Event()
-    bench.backend._lanes[Direction.STORE].stream.enqueue(released.wait)
+    bench.backend.lanes[Direction.STORE].stream.enqueue(released.wait)
     start_s = time.monotonic()
     assert not bench.test.run(timeout_s=0.3)
     assert time.monotonic() - start_s < 5.0
@@ -184,17 +186,29 @@ def test_every_layout_passes(make, gpu, geometry):
         assert make(device, geometry).test.run()
 
 
-def test_the_compiled_loop_is_left_for_the_interpreted_one_if_it_is_wrong(make, caplog):
-    bench = make()
-    if CopyPath.BATCH not in bench.backend.paths:
-        pytest.skip("the loop was not compiled when this was installed")
-    move = bench.backend._moves[CopyPath.BATCH]
+def test_the_compiled_loop_is_left_for_the_interpreted_one_if_it_is_wrong(
+    make, caplog, monkeypatch
+):
+    move = cpu.find_move()
 
     def spoil(ranges: Any) -> None:
         move(ranges)
         ctypes.c_uint8.from_address(int(ranges.targets[-1])).value ^= 1
 
-    bench.backend._moves[CopyPath.BATCH] = spoil
+    monkeypatch.setattr(cpu, "find_move", lambda: spoil)
+    bench = make()
     assert bench.test.run()
     assert bench.backend.paths == (CopyPath.EACH,)
     assert 'Copies by "batch" are not used' in caplog.text
+
+
+def test_slots_beside_those_that_may_be_written_keep_what_is_in_them(make):
+    bench = make()
+    kept = bench.backend.host.tensor.numpy()
+    kept[:] = 77
+    allowed = range(10, 14)
+    assert bench.test.run(slots=allowed)
+    layout = HostLayout(LAYERS, NUM_SLOTS, NUM_SLOTS)
+    for slot in range(NUM_SLOTS):
+        rows = [kept[offset : offset + length] for offset, length in layout.ranges_of(slot)]
+        assert all((row == 77).all() for row in rows) is (slot not in allowed)

@@ -11,7 +11,7 @@ import pytest
 
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
-from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker import opening as opening_module
 from safe_offload.worker.self_test import SelfTest
 from tests.worker.test_bridge import BLOCKS, SLOT_BYTES, Worker
 
@@ -26,7 +26,7 @@ MakeRanks = Callable[..., list[Worker]]
 def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRanks]:
     """Workers that register their KV cache at the same time, as threads."""
     # Of this process alone: tests that run beside each other have the same parent.
-    monkeypatch.setattr(bridge_module, "meeting_place", lambda rank: f"test/{os.getpid()}/{rank}")
+    monkeypatch.setattr(opening_module, "meeting_place", lambda rank: f"test/{os.getpid()}/{rank}")
     workers: list[Worker] = []
 
     def make(num_slots: int | None = 12, **options: Any) -> list[Worker]:
@@ -58,7 +58,7 @@ def step(ranks: list[Worker], plan: StepPlan) -> list[dict[int, FailureReason | 
 
 
 def host_of(worker: Worker) -> Any:
-    return worker.bridge._backend._host
+    return worker.host
 
 
 STORE = StepPlan(stores_after_forward=(Transfer(1, (2, 5, 3, 7), (11, 0, 7, 4)),))
@@ -69,11 +69,11 @@ def test_each_rank_stores_its_share_and_all_load_everything(make_ranks, monkeypa
     ranks = make_ranks()
     copied = []
     for worker in ranks:
-        engine = worker.bridge._engine
+        transfers = worker.bridge.opened.transfers
         monkeypatch.setattr(
-            engine,
+            transfers,
             "submit",
-            lambda direction, transfer, original=engine.submit: (
+            lambda direction, transfer, original=transfers.submit: (
                 copied.append((direction.value, len(transfer.slot_ids))),
                 original(direction, transfer),
             ),
@@ -117,25 +117,25 @@ def test_a_size_in_bytes_is_put_together_and_gives_as_many_times_the_slots(make_
     def count(config: Any, **asked: int) -> None:
         available.append(asked["pool_bytes_per_rank"] * asked["num_ranks_on_host"])
 
-    monkeypatch.setattr(bridge_module, "check_host_bytes", count)
+    monkeypatch.setattr(opening_module, "check_host_bytes", count)
     extra = {"cpu_bytes_to_use": size_bytes}
     ranks = make_ranks(None, extra=extra)
-    assert [worker.bridge._backend.num_slots for worker in ranks] == [100 * NUM_RANKS] * NUM_RANKS
+    assert [worker.backend.num_slots for worker in ranks] == [100 * NUM_RANKS] * NUM_RANKS
     assert available == [size_bytes], "asked once, for all of it"
 
 
 def test_the_ranks_test_their_copies_in_slots_of_their_own(make_ranks, monkeypatch, caplog):
-    chosen: dict[int, set[int]] = {}
-    original = SelfTest._choose
+    allowed: list[range] = []
+    original = SelfTest.run
 
-    def choose(test: SelfTest) -> None:
-        original(test)
-        chosen[id(test)] = set(test._watched_slots)
+    def run(test: SelfTest, *, slots: range) -> bool:
+        allowed.append(slots)
+        return original(test, slots=slots)
 
-    monkeypatch.setattr(SelfTest, "_choose", choose)
+    monkeypatch.setattr(SelfTest, "run", run)
     make_ranks(num_slots=30)
-    first, second, third = chosen.values()
-    assert len(first | second | third) == len(first) + len(second) + len(third)
+    assert sorted(slot for slots in allowed for slot in slots) == list(range(30))
+    assert len(allowed) == NUM_RANKS
     assert "failed" not in caplog.text
 
 
@@ -144,7 +144,7 @@ def test_a_rank_notices_that_what_another_stored_has_changed(make_ranks):
     compute(ranks)
     step(ranks, STORE)
     slot = 7
-    offset, _ = ranks[0].bridge._backend._checksums._layout.ranges_of(slot)[0]
+    offset, _ = ranks[0].layout.ranges_of(slot)[0]
     host_of(ranks[0]).tensor[offset] ^= 1
     found = step(ranks, LOAD)
     assert [outcomes[2] for outcomes in found] == [FailureReason.CHECKSUM_MISMATCH] * NUM_RANKS
@@ -157,7 +157,7 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own(make_ranks, monkeyp
     def refuse(*args: object) -> None:
         raise SharingError("Operation not permitted")
 
-    monkeypatch.setattr(bridge_module, "share_memory", refuse)
+    monkeypatch.setattr(opening_module, "share_memory", refuse)
     with caplog.at_level("INFO"):
         ranks = make_ranks()
     said = [r for r in caplog.records if "cannot share one copy" in r.message]
@@ -178,7 +178,7 @@ def test_ranks_with_memories_of_their_own_tell_how_many_slots_these_have(make_ra
     def refuse(*args: object) -> None:
         raise SharingError("no")
 
-    monkeypatch.setattr(bridge_module, "share_memory", refuse)
+    monkeypatch.setattr(opening_module, "share_memory", refuse)
     ranks = make_ranks(None, extra={"cpu_bytes_to_use_per_rank": 100 * SLOT_BYTES})
     for worker in ranks:
         worker.settle()
@@ -194,6 +194,6 @@ def test_a_start_line_says_that_there_is_one_copy(make_ranks, caplog):
 
 
 def test_too_little_memory_ends_the_start(make_ranks, monkeypatch):
-    monkeypatch.setattr(bridge_module, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(opening_module, "available_host_bytes", lambda: 0)
     with pytest.raises(ConfigError, match="nothing fits now"):
         make_ranks()

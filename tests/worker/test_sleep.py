@@ -12,7 +12,7 @@ import torch
 from safe_offload.errors import TransferError
 from safe_offload.protocol import EMPTY_PLAN, FailureReason, StepPlan, Transfer
 from safe_offload.worker import bridge as bridge_module
-from tests.worker.fake_backend import flush, transfer
+from tests.worker.fake_backend import transfer
 from tests.worker.test_bridge import Worker, faked
 
 
@@ -77,12 +77,12 @@ def test_a_copy_that_does_not_end_makes_the_sleep_fail_and_service_goes_on(worke
     worker.step(StepPlan(loads=(transfer(2),)))
     backend.wait_for(2)
     backend.complete(2)
-    flush(worker.bridge._engine)
+    worker.loop.flush()
     worker.step(EMPTY_PLAN)
     assert worker.outcomes() == {1: None, 2: None}
 
 
-def test_sleep_without_an_engine_does_nothing(worker):
+def test_sleep_without_transfers_does_nothing(worker):
     worker.bridge.unregister()
     worker.bridge.restore()
     worker.register()

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from safe_offload.worker import threads
-from safe_offload.worker.threads import on_other_cores, start_threads
+from safe_offload.worker.threads import DirectionThreads, on_other_cores
 
 OWN, PARENT = 0, os.getppid()
 
@@ -75,13 +75,16 @@ def test_a_system_that_does_not_tell_or_allow_is_no_error(monkeypatch, make_core
 
 SCRIPT = """
 import os, threading
-from safe_offload.worker.threads import on_other_cores, start_threads
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.threads import DirectionThreads, on_other_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 ask = lambda: os.sched_getaffinity(0)
-bound = start_threads(1, "bound")
+bound = DirectionThreads("bound")
 with on_other_cores():
-    free = start_threads(1, "free")
-print(bound.submit(ask).result(), free.submit(ask).result(), ask(), sep="\\n")
+    free = DirectionThreads("free")
+for threads in bound, free:
+    print(threads.submit(Direction.LOAD, ask).result())
+print(ask())
 """
 
 
@@ -97,7 +100,8 @@ def test_threads_of_a_bound_child_run_on_its_parents_other_cores():
 
 def test_all_threads_of_a_pool_run_when_it_is_given_out():
     before = {thread.ident for thread in threading.enumerate()}
-    pool = start_threads(3, "pool")
+    pool = DirectionThreads("pool", 2)
     new = [thread for thread in threading.enumerate() if thread.ident not in before]
-    assert sorted(thread.name for thread in new) == ["pool_0", "pool_1", "pool_2"]
-    pool.shutdown()
+    names = ["pool-load_0", "pool-load_1", "pool-store_0", "pool-store_1"]
+    assert sorted(thread.name for thread in new) == names
+    pool.close()

@@ -3,134 +3,130 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from safe_offload.errors import ConfigError
 from safe_offload.layout import HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.backends.base import Copy, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.checksums import require_xxhash
-from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import DirectionThreads
 from safe_offload.worker.verify import Verifier
-from tests.worker.fake_backend import (
-    ONE_COPY,
-    PATIENCE_S,
-    FakeBackend,
+from tests.worker.driven import (
+    DrivenTransfers,
     drained,
     flush,
     join,
-    kill_main,
+    looked_at,
+    serves,
     submit,
 )
+from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, FakeBackend
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MISMATCH = FailureReason.CHECKSUM_MISMATCH
 
 
-def settle(engine: TransferEngine) -> list[tuple[int, FailureReason | None]]:
-    """What has settled once the threads that look have looked."""
-    flush(engine)
-    assert engine._verifier is not None
-    for executor in engine._verifier.executors.values():
-        executor.submit(lambda: None).result(PATIENCE_S)
-    return drained(engine)
+def settle(transfers: DrivenTransfers) -> list[tuple[int, FailureReason | None]]:
+    """Return what has settled once the threads that look have looked."""
+    flush(transfers)
+    looked_at(transfers.threads)
+    return drained(transfers)
 
 
-# ---- in the engine -----------------------------------------------------------------------------
+# ---- after copies ------------------------------------------------------------------------------
 
 
 def test_a_load_of_what_was_stored_is_done(backend, start):
-    engine = start(verify_every=1)
+    transfers = start(verify_every=1)
     backend.slots = {1: 111}
-    submit(engine, STORE, 1)
+    submit(transfers, STORE, 1)
     backend.complete(1)
-    assert settle(engine) == [(1, None)]
-    submit(engine, LOAD, 1)
-    flush(engine)
+    assert settle(transfers) == [(1, None)]
+    submit(transfers, LOAD, 1)
+    flush(transfers)
     backend.complete_all()
-    assert settle(engine) == [(1, None)]
-    assert engine.take_bad_slots() == ()
+    assert settle(transfers) == [(1, None)]
+    assert transfers.take_bad_slots() == ()
 
 
 def test_a_load_of_what_has_changed_fails_and_names_the_slots(backend, start):
-    engine = start(verify_every=1)
-    engine.submit(STORE, Transfer(10, (0, 1, 2, 3), (0, 1, 2, 3)))
+    transfers = start(verify_every=1)
+    transfers.submit(STORE, Transfer(10, (0, 1, 2, 3), (0, 1, 2, 3)))
     backend.complete(0)
-    assert settle(engine) == [(10, None)]
+    assert settle(transfers) == [(10, None)]
     backend.slots = {1: 5, 3: 7}
-    engine.submit(LOAD, Transfer(11, (50, 51, 52, 53), (3, 2, 1, 0)))
+    transfers.submit(LOAD, Transfer(11, (50, 51, 52, 53), (3, 2, 1, 0)))
     backend.complete(50)
-    assert settle(engine) == [(11, MISMATCH)]
-    assert engine.take_bad_slots() == (1, 3)
-    assert engine.take_bad_slots() == ()
-    engine.submit(LOAD, Transfer(12, (60, 61), (2, 0)))
+    assert settle(transfers) == [(11, MISMATCH)]
+    assert transfers.take_bad_slots() == (1, 3)
+    assert transfers.take_bad_slots() == ()
+    transfers.submit(LOAD, Transfer(12, (60, 61), (2, 0)))
     backend.complete(60)
-    assert settle(engine) == [(12, None)]
+    assert settle(transfers) == [(12, None)]
 
 
 def test_a_slot_that_changes_while_it_is_copied_is_noticed(backend, start):
     """A look ahead of the copy would not see it."""
-    engine = start(verify_every=1)
-    submit(engine, STORE, 1)
+    transfers = start(verify_every=1)
+    submit(transfers, STORE, 1)
     backend.complete(1)
-    settle(engine)
-    engine.submit(LOAD, Transfer(2, (50,), (1,)))
+    settle(transfers)
+    transfers.submit(LOAD, Transfer(2, (50,), (1,)))
     backend.wait_for(50)
     backend.slots = {1: 1}
     backend.complete(50)
-    assert settle(engine) == [(2, MISMATCH)]
+    assert settle(transfers) == [(2, MISMATCH)]
 
 
 def test_a_copy_that_failed_is_not_looked_at(backend, start):
-    engine = start(verify_every=1)
+    transfers = start(verify_every=1)
     looked: list[list[int]] = []
     backend.on_checksums = looked.append
-    submit(engine, STORE, 1)
-    submit(engine, LOAD, 2)
+    submit(transfers, STORE, 1)
+    submit(transfers, LOAD, 2)
     backend.fail(1, ValueError("no"))
     backend.fail(2, ValueError("no"))
     failed = FailureReason.COPY_FAILED
-    assert settle(engine) == [(1, failed), (2, failed)]
+    assert settle(transfers) == [(1, failed), (2, failed)]
     assert looked == []
 
 
 def test_nothing_is_looked_at_if_nobody_asked(backend, start):
-    engine = start()
+    transfers = start()
     looked: list[list[int]] = []
     backend.on_checksums = looked.append
-    submit(engine, STORE, 1)
-    submit(engine, LOAD, 2)
+    submit(transfers, STORE, 1)
+    submit(transfers, LOAD, 2)
     backend.complete(1)
     backend.complete(2)
-    assert drained(engine) == [(1, None), (2, None)]
+    assert drained(transfers) == [(1, None), (2, None)]
     assert looked == []
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_a_look_that_raises_fails_its_transfer_and_no_other(backend, start, direction):
-    engine = start(verify_every=1)
+    transfers = start(verify_every=1)
 
     def raise_for_two(slot_ids: list[int]) -> None:
         if 2 in slot_ids:
             raise OSError("no memory left")
 
     backend.on_checksums = raise_for_two
-    submit(engine, direction, 1, 2, 3)
-    flush(engine)
+    submit(transfers, direction, 1, 2, 3)
+    flush(transfers)
     backend.complete_all()
-    assert settle(engine) == [(1, None), (2, FailureReason.COPY_FAILED), (3, None)]
-    assert engine.is_running
+    assert settle(transfers) == [(1, None), (2, FailureReason.COPY_FAILED), (3, None)]
+    backend.on_checksums = None
+    assert serves(transfers, backend)
 
 
 def test_a_load_does_not_wait_for_the_checksums_of_a_store(backend, start):
-    engine = start(ONE_COPY, verify_every=1)
+    transfers = start(ONE_COPY, verify_every=1)
     entered, released = threading.Event(), threading.Event()
 
     def hold_stores(slot_ids: list[int]) -> None:
@@ -139,20 +135,20 @@ def test_a_load_does_not_wait_for_the_checksums_of_a_store(backend, start):
             assert released.wait(PATIENCE_S)
 
     backend.on_checksums = hold_stores
-    submit(engine, STORE, 1)
+    submit(transfers, STORE, 1)
     backend.complete(1)
     assert entered.wait(PATIENCE_S)
-    submit(engine, LOAD, 2)
+    submit(transfers, LOAD, 2)
     backend.complete(2)
-    flush(engine)
-    engine._verifier.executors[LOAD].submit(lambda: None).result(PATIENCE_S)
-    assert drained(engine) == [(2, None)]
+    flush(transfers)
+    transfers.threads.submit(LOAD, lambda: None).result(PATIENCE_S)
+    assert drained(transfers) == [(2, None)]
     released.set()
-    assert settle(engine) == [(1, None)]
+    assert settle(transfers) == [(1, None)]
 
 
 def test_nobody_looks_at_memory_that_is_gone(backend, start):
-    engine = start(verify_every=1)
+    transfers = start(verify_every=1)
     entered, released = threading.Event(), threading.Event()
 
     def hold(slot_ids: list[int]) -> None:
@@ -160,32 +156,32 @@ def test_nobody_looks_at_memory_that_is_gone(backend, start):
         assert released.wait(PATIENCE_S)
 
     backend.on_checksums = hold
-    submit(engine, LOAD, 1, 2)
+    submit(transfers, LOAD, 1, 2)
     backend.complete(1)
     backend.complete(2)
     assert entered.wait(PATIENCE_S)
-    kill_main(engine)
+    transfers.loop.kill()
     assert not backend.closing.wait(0.1), "it frees the memory"
     released.set()
-    join(engine)
+    join(transfers)
     assert backend.is_closed
     dead = FailureReason.NOT_RUNNING
-    assert sorted(engine.drain()) == [(1, dead), (2, dead)]
+    assert sorted(transfers.drain()) == [(1, dead), (2, dead)]
 
 
 # ---- which slots -------------------------------------------------------------------------------
 
 
-def test_a_sample_is_one_in_so_many_and_takes_its_turn():
+async def test_a_sample_is_one_in_so_many_and_takes_its_turn():
     backend = FakeBackend()
     looked: list[list[int]] = []
     backend.on_checksums = looked.append
-    verifier = Verifier(backend, every=3)
+    verifier = Verifier(backend, DirectionThreads("verify"), every=3)
     ids = np.arange(6)
     for transfer_id in range(4):
-        assert verifier.look(transfer_id, Copy(LOAD, ids, ids)) == []
+        assert await verifier.check(transfer_id, Copy(LOAD, ids, ids)) == []
     assert looked == [[0, 3], [1, 4], [2, 5], [0, 3]]
-    verifier.look(9, Copy(STORE, ids, ids))
+    await verifier.check(9, Copy(STORE, ids, ids))
     assert looked[-1] == list(range(6)), "of a store every slot"
     verifier.close()
     verifier.close()
@@ -197,8 +193,8 @@ NUM_SLOTS = 16
 PAGE = 96
 
 
-class RealEngine:
-    """The CPU backend under a transfer engine that compares every load."""
+class RealCopies:
+    """The CPU backend, with every load compared."""
 
     def __init__(self) -> None:
         num_blocks = 2 * NUM_SLOTS
@@ -212,9 +208,9 @@ class RealEngine:
         )
         layout = HostLayout.in_one_slab(geometry, NUM_SLOTS)
         self.host = HostMemory.allocate(layout.size_bytes)
-        backend = CpuBackend(self.storage.data_ptr(), layout, self.host)
-        self.engine = TransferEngine(backend, 1 << 20, verify_every=1)
-        self.engine.start()
+        threads = DirectionThreads("safe-offload")
+        backend = CpuBackend(self.storage.data_ptr(), layout, self.host, threads)
+        self.transfers = DrivenTransfers(backend, 1 << 20, verify_every=1)
         self._num_transfers = 0
 
     def run(self, direction: Direction) -> FailureReason | None:
@@ -222,16 +218,16 @@ class RealEngine:
         slots = tuple(range(NUM_SLOTS))
         blocks = slots if direction is STORE else tuple(NUM_SLOTS + slot for slot in slots)
         self._num_transfers += 1
-        self.engine.submit(direction, Transfer(self._num_transfers, blocks, slots))
-        while not (settled := self.engine.drain()):
-            flush(self.engine)
+        self.transfers.submit(direction, Transfer(self._num_transfers, blocks, slots))
+        while not (settled := self.transfers.drain()):
+            flush(self.transfers)
         ((transfer_id, failure),) = settled
         assert transfer_id == self._num_transfers
         return failure
 
 
 def test_of_a_thousand_bits_that_flip_in_host_memory_every_one_is_noticed():
-    real = RealEngine()
+    real = RealCopies()
     try:
         assert real.run(STORE) is None
         assert real.run(LOAD) is None
@@ -243,17 +239,8 @@ def test_of_a_thousand_bits_that_flip_in_host_memory_every_one_is_noticed():
             kept[byte] ^= 1 << bit
             assert real.run(LOAD) is MISMATCH, (byte, bit)
             # Three segments of 88 bytes, each an array with a row for every slot.
-            assert real.engine.take_bad_slots() == (byte // (slot_bytes // 3) % NUM_SLOTS,)
+            assert real.transfers.take_bad_slots() == (byte // (slot_bytes // 3) % NUM_SLOTS,)
             kept[byte] ^= 1 << bit
         assert real.run(LOAD) is None, "every bit is what it was"
     finally:
-        assert real.engine.close()
-
-
-# ---- the package -------------------------------------------------------------------------------
-
-
-def test_without_the_package_the_start_is_refused_with_the_fix(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ConfigError, match=r'"verify"\] needs .* xxhash.*pip install "xxhash'):
-        require_xxhash()
+        assert real.transfers.close()

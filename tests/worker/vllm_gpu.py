@@ -41,7 +41,7 @@ from vllm.v1.worker.gpu import model_runner as v2
 
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
-from safe_offload.worker import bridge as bridge_module
+from safe_offload.worker import opening as opening_module
 from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.self_test import TorchRows
@@ -113,7 +113,7 @@ class Machine:
         self.gpu.synchronize()
 
     def open_backend(self, storage: Any, _: Any, layout: Any, host: Any, config: Any) -> Any:
-        """Like the bridge's own, over the GPU of threads."""
+        """Like the product's, over the GPU of threads."""
         device = self.gpu.open()
         rows = TorchRows(storage, torch.device("cpu"), layout.geometry)
         backend = GpuBackend(device, storage.data_ptr(), layout, host, None)
@@ -499,10 +499,10 @@ def end_worker() -> None:
 def _put_on_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Let the connector find the KV cache on the GPU of threads."""
     storage, device = machine.storage.untyped_storage(), torch.device("cuda", INDEX)
-    monkeypatch.setattr(bridge_module, "SLAB_BYTES", SLAB_BYTES)
-    monkeypatch.setattr(bridge_module, "_one_storage", lambda _: (storage, device))
-    over_threads = functools.partial(bridge_module.WorkerBridge, open_backend=machine.open_backend)
-    monkeypatch.setattr(bridge_module, "WorkerBridge", over_threads)
+    monkeypatch.setattr(opening_module, "SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(opening_module, "storage_of", lambda _: (storage, device))
+    over_threads = functools.partial(opening_module.Opening, open_backend=machine.open_backend)
+    monkeypatch.setattr(opening_module, "Opening", over_threads)
     monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
     # Small slabs are many, and the system takes long to say where they lie.
     monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))

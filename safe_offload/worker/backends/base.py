@@ -1,7 +1,7 @@
-"""What the transfer engine asks of a backend.
+"""What transfers ask of a backend.
 
-The engine decides when a copy may start and what its end means; a backend only copies and orders.
-Every backend passes the same contract suite (tests/worker/backends/contract.py).
+They decide when a copy may start and what its end means; a backend only copies and orders. Every
+backend passes the same contract suite (tests/worker/backends/contract.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from safe_offload.protocol import MemoryFacts
 
 
 class Direction(enum.Enum):
-    """Which way the bytes go."""
+    """Which way the bytes go: host slots to GPU blocks, or GPU blocks to host slots."""
 
     LOAD = "load"
-    """Host slots to GPU blocks."""
     STORE = "store"
-    """GPU blocks to host slots."""
 
 
 class CopyPath(enum.Enum):
@@ -61,68 +59,55 @@ class Completion(Protocol):
         """
 
     def cancel(self) -> bool:
-        """Take the copy back, if it has not begun. Called on the loop thread.
+        """Take the copy back, if it has not begun. Called on the loop's thread.
 
         Returns:
-            True if it has moved nothing and never will: `wait` then raises TransferError. False if
-            it may have begun, has ended, or if the backend cannot tell.
+            True if it has moved nothing and never will: `wait` then raises TransferError.
         """
 
 
 class Backend(Protocol):
-    """Copies between one rank's GPU blocks and its host slots.
-
-    Attributes:
-        slot_bytes: bytes of one slot.
-        num_slots: slots of the host memory.
-    """
+    """Copies between one rank's GPU blocks and its host slots."""
 
     slot_bytes: int
     num_slots: int
 
     @property
     def num_usable_slots(self) -> int:
-        """The first so many slots may be used; it grows while memory is made ready."""
+        """How many slots, from the first, may be used; it grows while memory is made ready."""
 
     def mark(self) -> Any:
-        """The compute stream as it stands now. Called on the engine's thread."""
+        """Return the compute stream as it stands now. Called on vLLM's thread."""
 
     def issue(self, copy: Copy, after: Any) -> Completion:
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
 
-        Called on the loop thread. Copies of the two directions do not wait for one another.
+        Called on the loop's thread. Copies of the two directions do not wait for one another.
 
         Raises:
             TransferError: an id lies outside the memory; nothing was started.
         """
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """Order everything that the engine does next behind the reads of a copy.
+        """Order everything that vLLM does next after the reads of a copy.
 
-        Called on the engine's thread. A backend with streams makes the streams wait and returns at
-        once; one without waits.
+        Called on vLLM's thread. A backend with streams makes them wait; one without waits.
 
         Returns:
             False if the copy may still be reading: its source is about to change under it.
         """
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A checksum of every byte of each slot, for slots that nothing writes meanwhile.
+        """Return a checksum of every byte of each slot, which nothing may write meanwhile.
 
         Called on threads of its own, not after `close`.
         """
 
     def end_copies(self) -> None:
-        """Wait for copies that have started, and start no other.
-
-        Copies that have been issued and not started fail. A second call does nothing.
-        """
+        """Wait for copies that have started, fail the others; a second call does nothing."""
 
     def close(self) -> None:
-        """End the copies and free the host memory, which may take a while.
-
-        A second call does nothing.
-        """
+        """End the copies and free the host memory; a second call does nothing."""
 
 
 class ProvableBackend(Backend, Protocol):

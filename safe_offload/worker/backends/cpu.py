@@ -4,9 +4,9 @@ There is no stream here: the forward has finished when vLLM's hook returns, and 
 the device is a wait on the host. Each direction has threads of its own.
 
 Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
-interpreter lock released: a thread that took the lock back for every block would stand in the
-engine's way, and the engine in its own. The loop is a few lines of C (`_move.c`), compiled when
-this package is installed; without a compiler it is interpreted, and takes the lock back each time.
+interpreter lock released: a thread that took the lock back for every block would hinder vLLM, and
+vLLM it. The loop is a few lines of C (`_move.c`), compiled when this package is installed; without
+a compiler it is interpreted, and takes the lock back each time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.first_touch import FirstTouch, Touch
 from safe_offload.worker.host_memory import HostMemory
-from safe_offload.worker.threads import start_threads
+from safe_offload.worker.threads import DirectionThreads
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,35 +63,37 @@ class CpuCompletion:
 class CpuBackend:
     """See `Backend` and `ProvableBackend`: the compiled loop, then the interpreted one.
 
+    `use` changes `paths` and `_move`, while nothing is being copied; nothing else changes.
+
     Args:
         base_address: of the KV cache's storage, in bytes.
         layout: where blocks and slots lie.
         host: the slots. Closed by `close`.
-        num_threads: copying threads for each direction.
+        threads: copy. Closed by `end_copies`.
     """
 
     def __init__(
-        self, base_address: int, layout: HostLayout, host: HostMemory, num_threads: int = 1
+        self, base_address: int, layout: HostLayout, host: HostMemory, threads: DirectionThreads
     ) -> None:
         self.slot_bytes = layout.geometry.slot_bytes
         self.num_slots = self.num_usable_slots = layout.num_slots
         self.memory = MemoryFacts(
             MemoryKind.PAGEABLE, "asked for" if host.has_huge_pages else "refused"
         )
-        self._host = host
+        self.host = host
+        self._threads = threads
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
-        self._moves = {CopyPath.BATCH: find_move(), CopyPath.EACH: _move_each}
-        if self._moves[CopyPath.BATCH] is _move_each:
+        self._moves = {CopyPath.BATCH: find_move(), CopyPath.EACH: move_each}
+        if self._moves[CopyPath.BATCH] is move_each:
             del self._moves[CopyPath.BATCH]
         self.num_demotions = 0
         self.use(tuple(self._moves))
-        self._threads = {
-            direction: start_threads(num_threads, f"safe-offload-{direction.value}")
-            for direction in Direction
-        }
         touch = find_touch()
         self._first_touch = touch and FirstTouch(touch, host.tensor.data_ptr(), layout)
+
+    def __repr__(self) -> str:
+        return f"<CpuBackend: {self.num_slots} slots, {[path.value for path in self.paths]}>"
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`."""
@@ -99,7 +101,7 @@ class CpuBackend:
         self._move = self._moves[paths[0]]
 
     def mark(self) -> None:
-        """Nothing to mark: what the engine computed is in memory when a hook is called."""
+        """Mark nothing: what vLLM computed is in memory when a hook is called."""
 
     def issue(self, copy: Copy, after: None) -> CpuCompletion:
         """See `Backend.issue`."""
@@ -107,7 +109,7 @@ class CpuBackend:
         if self._first_touch is not None and copy.direction is Direction.STORE:
             self._first_touch.note(copy.slot_ids)
         try:
-            return CpuCompletion(self._threads[copy.direction].submit(self._run, copy))
+            return CpuCompletion(self._threads.submit(copy.direction, self._run, copy))
         except RuntimeError as error:
             raise TransferError(FailureReason.NOT_RUNNING, str(error)) from error
 
@@ -128,17 +130,13 @@ class CpuBackend:
 
     def end_copies(self) -> None:
         """See `Backend.end_copies`."""
-        # All queues first: one direction must not go on while the other is waited for.
-        for executor in self._threads.values():
-            executor.shutdown(wait=False, cancel_futures=True)
-        for executor in self._threads.values():
-            executor.shutdown(wait=True)
+        self._threads.close()
 
     def close(self) -> None:
         """See `Backend.close`."""
         self.end_copies()
         if self._first_touch is None or self._first_touch.stop():
-            self._host.close()
+            self.host.close()
 
     def _run(self, copy: Copy) -> None:
         self._move(self._table.ranges(self._table.runs(copy)))
@@ -155,7 +153,7 @@ def find_move() -> Callable[[Ranges], None]:
             "engine (%s). Fix: install a C compiler, then reinstall safe-offload.",
             error,
         )
-        return _move_each
+        return move_each
     move.argtypes, move.restype = [ctypes.c_void_p] * 3 + [ctypes.c_uint64], None
 
     def move_all(ranges: Ranges) -> None:
@@ -188,7 +186,7 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(spec.origin)
 
 
-def _move_each(ranges: Ranges) -> None:
+def move_each(ranges: Ranges) -> None:
     """Copy each range by a call of its own."""
     for target, source, length in zip(
         ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True

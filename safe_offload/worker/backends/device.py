@@ -1,9 +1,4 @@
-"""One GPU as the backend uses it: torch, cupy and the driver behind one face.
-
-Streams, events, buffers and page-locking are torch's. The one kernel is compiled and launched by
-cupy, which does it for CUDA and HIP alike; without cupy there is no kernel, and copies go through
-the driver alone.
-"""
+"""One GPU as the backend uses it: torch, cupy and the driver behind one face."""
 
 from __future__ import annotations
 
@@ -18,12 +13,13 @@ from safe_offload.worker.backends import row_kernel
 from safe_offload.worker.backends.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.backends.row_kernel import RowArguments
 
-LOCK_PORTABLE_AND_MAPPED = 3
-"""cudaHostRegisterPortable and cudaHostRegisterMapped; HIP's flags are the same."""
+LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
 
 
 class Device:
     """One GPU. Every method raises `DeviceError`, or what torch or cupy raise, if it is refused.
+
+    Only `load_kernel` changes it, before the first copy.
 
     Args:
         device: of the KV cache, with its index.
@@ -34,9 +30,6 @@ class Device:
     Attributes:
         driver: what torch and cupy do not offer.
         pci_address: such as "0000:07:00.0", empty where torch does not tell it.
-
-    Raises:
-        DeviceError: its driver cannot be used.
     """
 
     def __init__(
@@ -63,10 +56,7 @@ class Device:
         self._kernel: Any = None
 
     def bind_thread(self) -> None:
-        """Let the calling thread use the device, also while another one captures a graph.
-
-        For threads of ours only: vLLM's own keep their capture mode. The second call is free.
-        """
+        """Let the calling thread, one of ours, use the device also while vLLM captures a graph."""
         if "is_bound" in vars(self._thread):
             return
         self.driver.relax_thread()
@@ -93,8 +83,7 @@ class Device:
     def make_buffer(self, num_words: int, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return page-locked host memory and device memory, each of shape (num_words,), int64.
 
-        torch's allocator hands device memory on in the order of the stream it was made on, so no
-        other stream may use it.
+        Only this stream may use it: torch's allocator hands memory on in the stream's order.
         """
         host = self._torch.empty(num_words, dtype=torch.int64, pin_memory=True)
         with self._cuda.stream(stream):
@@ -140,11 +129,7 @@ class Device:
 
 def _pci_address(properties: Any) -> str:
     try:
-        domain, bus, slot = (
-            properties.pci_domain_id,
-            properties.pci_bus_id,
-            properties.pci_device_id,
-        )
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         return ""
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

@@ -24,12 +24,9 @@ from safe_offload.worker.backends.ranges import Ranges
 DESCRIPTORS_MAX = 8192
 """Ranges of one batched copy: HIP faults beyond (vllm#43018), CUDA hung at 50,000 (vllm#49276)."""
 
-CAPTURE_RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed."""
-CAPTURE_UNSUPPORTED = 900
-"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, hipErrorStreamCaptureUnsupported."""
-COPY_ANY_TO_ANY = 4
-"""hipMemcpyDefault: the addresses say where the memory is."""
+CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
+CAPTURE_UNSUPPORTED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and HIP's
+COPY_ANY_TO_ANY = 4  # hipMemcpyDefault: the addresses say where the memory is
 
 CUDA_BATCH_VERSION = 12080
 """CUDA version whose `cuMemcpyBatchAsync` is asked for; 13.0 changed its arguments."""
@@ -39,13 +36,8 @@ Before, it only loops over single copies; later, its arguments may change (rocm-
 HIP_BATCH_CORRUPTS = ("gfx908",)
 """Batched device-to-host copies corrupt memory on an MI100 (rocm-systems#11662)."""
 
-# When a source may be read: see CUmemcpySrcAccessOrder.
-IN_STREAM_ORDER, AT_ANY_TIME = 1, 3
-SOURCE_ORDER = {
-    Direction.STORE: IN_STREAM_ORDER,
-    # Slots do not change under a load: they are leased (I1).
-    Direction.LOAD: AT_ANY_TIME,
-}
+IN_STREAM_ORDER, AT_ANY_TIME = 1, 3  # CUmemcpySrcAccessOrder; slots are leased under a load (I1)
+SOURCE_ORDER = {Direction.STORE: IN_STREAM_ORDER, Direction.LOAD: AT_ANY_TIME}
 
 HIP_NAMES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 
@@ -75,17 +67,11 @@ _BATCH_TYPE = ctypes.CFUNCTYPE(
 class Driver:
     """A driver's calls, under one name for both.
 
-    Every method raises `DeviceError` if the driver refuses the call, and its kind `CaptureError` if
-    a CUDA graph is being captured.
-
-    Args:
-        library: the loaded library.
+    Every method raises `DeviceError` if the driver lacks or refuses the call, and its kind
+    `CaptureError` if a CUDA graph is being captured.
 
     Attributes:
         has_batch: whether `copy_batch` works: not with a driver that is too old.
-
-    Raises:
-        DeviceError: the library lacks a call that is needed.
     """
 
     _copy_name: str
@@ -101,9 +87,7 @@ class Driver:
         self._first_ranges = np.zeros(DESCRIPTORS_MAX, dtype=np.uint64)
 
     def relax_thread(self) -> None:
-        """Let the calling thread call the driver while another one captures a graph.
-
-        Until then a call such as page-locking fails and can invalidate the capture of any thread.
+        """Keep the calling thread from invalidating a capture of another one by its calls.
 
         `CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)`, CUDA 10.1;
         `hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode *mode)`, ROCm 4.3.
@@ -113,8 +97,6 @@ class Driver:
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Copy one range in the stream's order. With pageable memory it may wait.
-
-        torch copies tensors, and making two for each range takes several times the call's time.
 
         `CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream
         hStream)`, CUDA 4.0.
@@ -248,10 +230,6 @@ def load_library(*, is_hip: bool, maps_path: Path = Path("/proc/self/maps")) -> 
     """Load the driver that torch uses: the file that is mapped, else by name.
 
     A second copy of HIP's runtime in the process would know nothing of torch's device.
-
-    Args:
-        is_hip: whether torch was built for HIP; CUDA otherwise.
-        maps_path: the memory map of this process.
 
     Raises:
         DeviceError: it cannot be loaded.

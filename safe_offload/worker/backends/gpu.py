@@ -1,12 +1,11 @@
 """Copies for a KV cache on a GPU, CUDA or HIP.
 
 One stream for each direction. A copy waits, on the device, for what the compute stream had been
-given when it was submitted; a fence makes the compute stream wait, on the device, for the copy. The
-host waits for neither. Loads wait for the compute stream too, which orders them after fences: a
-load is submitted after the fences on its targets.
+given when it was submitted, which orders a load after the fences on its targets. A fence makes the
+compute stream wait, on the device, for the copy.
 
-The end of a copy is an event that a thread of its own sleeps on, one for each direction. There is
-no host callback: a Python function called by the driver takes the interpreter's lock inside it.
+The end of a copy is an event that a thread of its own sleeps on, one for each direction: a Python
+function called by the driver would take the interpreter's lock inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from safe_offload.protocol import FailureReason, MemoryFacts
 from safe_offload.worker.backends import row_kernel
 from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
 from safe_offload.worker.backends.device import Device
-from safe_offload.worker.backends.ranges import RangeBuffers, RangeTable, Runs
+from safe_offload.worker.backends.ranges import RangeTable, Runs
 from safe_offload.worker.backends.row_kernel import RowArguments
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.host_memory import HostMemory
@@ -36,13 +35,11 @@ from safe_offload.worker.page_lock import PageLock
 logger = logging.getLogger(f"vllm.{__name__}")
 
 KERNEL_RANGE_BYTES = {Direction.LOAD: 28 * 1024, Direction.STORE: 0}
-"""Ranges shorter than this on average are copied by the kernel.
+"""Ranges shorter than this on average are copied by the kernel, if there are `KERNEL_RANGES_MIN`.
 
-On an H100 the kernel wins for loads below 28 KiB, and the copy engine for stores of any length.
-Source: vLLM 0.32.0, v1/kv_offload/cpu/swap_blocks_triton.py, and gpu_worker.py.
+Measured on an H100: vLLM 0.32.0, v1/kv_offload/cpu/swap_blocks_triton.py, and gpu_worker.py.
 """
 KERNEL_RANGES_MIN = 16
-"""Fewer ranges than this are not worth a launch (same source)."""
 
 
 class GpuCompletion:
@@ -61,7 +58,7 @@ class GpuCompletion:
         self.failure = failure
         self.used = used
         self.future: Future[None] = Future()
-        # From here on nobody who waits for it can cancel it.
+        # From here on it cannot be cancelled.
         self.future.set_running_or_notify_cancel()
 
     async def wait(self) -> None:
@@ -78,7 +75,6 @@ class Lane:
 
     def __init__(self, device: Device, name: str) -> None:
         self.stream = device.make_stream()
-        self.ranges = RangeBuffers()
         self._device = device
         self._issued: SimpleQueue[GpuCompletion | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"safe-offload-{name}", daemon=True)
@@ -113,7 +109,7 @@ class Lane:
 class GpuBackend:
     """See `Backend` and `ProvableBackend`.
 
-    `paths` and `num_demotions` change on the thread that issues copies.
+    `paths` and `num_demotions` change on the loop's thread, `_is_closed` when the loop has ended.
 
     Args:
         device: that the KV cache is on.
@@ -136,26 +132,24 @@ class GpuBackend:
         self.num_demotions = 0
         self._device = device
         self._layout = layout
-        self._host = host
+        self.host = host
         self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
         self._checksums = SlotChecksums(host.tensor.numpy(), layout)
         self._prefers_kernel = path is CopyPath.KERNEL
         self._is_closed = False
         self._lock = PageLock(device, host.tensor.data_ptr(), layout)
-        self._lanes = {direction: Lane(device, direction.value) for direction in Direction}
+        self.lanes = {direction: Lane(device, direction.value) for direction in Direction}
         self._segments: Any = None
         with ThreadPoolExecutor(1) as own_thread:
             self.paths = own_thread.submit(self._find_paths, path, base_address).result()
+
+    def __repr__(self) -> str:
+        return f"<GpuBackend: {self.num_slots} slots, {self._lock!r}, {self.paths}>"
 
     @property
     def num_usable_slots(self) -> int:
         """See `Backend.num_usable_slots`."""
         return self._lock.num_usable_slots
-
-    @property
-    def is_pageable(self) -> bool:
-        """Whether the driver would not page-lock host memory."""
-        return self._lock.is_pageable
 
     @property
     def memory(self) -> MemoryFacts:
@@ -175,7 +169,7 @@ class GpuBackend:
         self._table.check(copy)
         if self._is_closed or not self.paths:
             raise TransferError(FailureReason.NOT_RUNNING, "closed, or without a way to copy")
-        lane = self._lanes[copy.direction]
+        lane = self.lanes[copy.direction]
         used: list[Any] = []
         failure = None
         try:
@@ -207,26 +201,25 @@ class GpuBackend:
         """See `Backend.end_copies`; what has been issued is done."""
         if not self._is_closed:
             self._is_closed = True
-            for lane in self._lanes.values():
+            for lane in self.lanes.values():
                 lane.close()
 
     def close(self) -> None:
         """See `Backend.close`."""
         self.end_copies()
         self._lock.close()
-        self._host.close()
+        self.host.close()
 
     # ---- how to copy ---------------------------------------------------------------------------
 
     def _find_paths(self, path: CopyPath | None, base_address: int) -> tuple[CopyPath, ...]:
         """Return the ways to copy that are there, from the wanted one on.
 
-        Called on a thread of its own: vLLM may have bound the calling one to the memory that it
-        takes the KV cache from, and what a kernel needs must not lie there: it is gone in a sleep.
+        On a thread of its own: vLLM's may allocate from memory that is gone in a sleep.
         """
         self._device.bind_thread()
         paths = list(CopyPath)[list(CopyPath).index(path) if path is not None else 0 :]
-        if self.is_pageable:
+        if self._lock.is_pageable:
             return (CopyPath.EACH,)
         if CopyPath.KERNEL in paths and not self._has_kernel(base_address):
             paths.remove(CopyPath.KERNEL)
@@ -236,7 +229,7 @@ class GpuBackend:
 
     def _has_kernel(self, base_address: int) -> bool:
         """Compile the kernel and give the device its table of segments, if kernels can be used."""
-        address, stream = self._host.tensor.data_ptr(), self._lanes[Direction.LOAD].stream
+        address, stream = self.host.tensor.data_ptr(), self.lanes[Direction.LOAD].stream
         try:
             self._device.load_kernel(row_kernel.word_bytes(self._layout, base_address, address))
             if not self._device.sees(address):
@@ -247,8 +240,6 @@ class GpuBackend:
             self._device.upload(self._segments, stream)
             self._device.record(stream).synchronize()
         except Exception as error:
-            # A missing package or compiler, a driver that it does not know: all mean the same, and
-            # the copies do not depend on it.
             logger.warning(
                 "Small blocks are copied without a kernel of their own, which is slower (%s: %s). "
                 "Fix: pip install 'safe-offload[cuda12]' (or cuda13, rocm).",
@@ -269,11 +260,11 @@ class GpuBackend:
 
     def _copy(self, path: CopyPath, copy: Copy, runs: Runs, used: list[Any]) -> None:
         """Give a copy to its stream; what must stay until it has ended is put into `used`."""
-        lane, driver = self._lanes[copy.direction], self._device.driver
+        lane, driver = self.lanes[copy.direction], self._device.driver
         if path is CopyPath.KERNEL:
             self._launch(copy, lane, used)
             return
-        ranges = self._table.ranges(runs, lane.ranges)
+        ranges = self._table.ranges(runs)
         if path is CopyPath.BATCH:
             driver.copy_batch(ranges, copy.direction, lane.stream.cuda_stream)
         else:
@@ -289,12 +280,12 @@ class GpuBackend:
         segments = self._layout.geometry.segments
         row_bytes_max = max(segment.length_bytes for segment in segments)
         step = max(1, row_kernel.LAUNCH_BYTES // self.slot_bytes)
+        word_bytes = partner.element_size()
         for start in range(0, num_pairs, step):
-            block_ids = partner.data_ptr() + start * partner.element_size()
             arguments = RowArguments(
                 segments=self._segments[1].data_ptr(),
-                block_ids=block_ids,
-                slot_ids=block_ids + num_pairs * partner.element_size(),
+                block_ids=partner.data_ptr() + start * word_bytes,
+                slot_ids=partner.data_ptr() + (num_pairs + start) * word_bytes,
                 num_pairs=min(step, num_pairs - start),
                 num_segments=len(segments),
                 pieces_per_row=-(-row_bytes_max // row_kernel.PIECE_BYTES),

@@ -1,8 +1,7 @@
-"""From block and slot ids to the byte ranges of a copy.
+"""From block and slot ids to the byte ranges of a copy, in one pass of numpy over all segments.
 
-Every backend that copies ranges builds them here, in one pass of numpy over all segments: at 1,000
-blocks of a model of 32 layers that is 32,000 ranges, and the thread that builds them also serves
-every other transfer.
+1,000 blocks of a model of 32 layers are 32,000 ranges, built on the thread that serves every other
+transfer too.
 """
 
 from __future__ import annotations
@@ -22,13 +21,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What is to be copied; three arrays of shape (n,), uint64.
-
-    Attributes:
-        targets: addresses to copy to.
-        sources: addresses to copy from.
-        lengths: in bytes.
-    """
+    """What is to be copied: addresses and bytes, three arrays of shape (n,), uint64."""
 
     targets: Words
     sources: Words
@@ -43,9 +36,8 @@ class Runs:
     """Runs of blocks that go to runs of slots; arrays of shape (n,), uint64.
 
     Attributes:
-        blocks: the first block of each.
-        slots: the first slot of each.
-        counts: how many blocks each has; None if all have one.
+        blocks, slots: the first of each run.
+        counts: how many blocks each run has; None if all have one.
     """
 
     direction: Direction
@@ -57,29 +49,8 @@ class Runs:
         return len(self.blocks)
 
 
-class RangeBuffers:
-    """Memory for the ranges of one copy at a time, kept for the next."""
-
-    def __init__(self) -> None:
-        self._words: Words = np.empty((3, 0), dtype=np.uint64)
-
-    def take(self, num_segments: int, num_runs: int) -> tuple[Words, Words, Words]:
-        """Three arrays of shape (num_segments, num_runs); what they held before is lost."""
-        size = num_segments * num_runs
-        if self._words.shape[1] < size:
-            self._words = np.empty((3, size), dtype=np.uint64)
-        first, second, third = (row[:size].reshape(num_segments, num_runs) for row in self._words)
-        return first, second, third
-
-
 class RangeTable:
-    """Where the rows of blocks and slots lie.
-
-    Args:
-        base_address: of the KV cache's storage.
-        host_address: of the host memory.
-        layout: of both.
-    """
+    """Where the rows of blocks and slots lie: in a KV cache's storage, and in host memory."""
 
     def __init__(self, base_address: int, host_address: int, layout: HostLayout) -> None:
         segments = layout.geometry.segments
@@ -94,16 +65,12 @@ class RangeTable:
         self._is_dense = all(s.stride_bytes == s.length_bytes for s in segments)
 
     def check(self, copy: Copy) -> None:
-        """Make sure that every id lies inside the memory.
-
-        Raises:
-            TransferError: one does not.
-        """
+        """Raise TransferError if an id lies outside the memory."""
         _check_ids(copy.block_ids, self._layout.geometry.num_blocks, "block")
         _check_ids(copy.slot_ids, self._layout.num_slots, "slot")
 
     def runs(self, copy: Copy) -> Runs:
-        """The ids of a copy, neighbours joined; they have been checked."""
+        """Return the ids of a copy, neighbours joined; they have been checked."""
         order = np.argsort(copy.block_ids, kind="stable")
         blocks = copy.block_ids[order].astype(np.uint64)
         slots = copy.slot_ids[order].astype(np.uint64)
@@ -119,32 +86,25 @@ class RangeTable:
         counts = np.diff(starts, append=len(blocks)).astype(np.uint64)
         return Runs(copy.direction, blocks[starts], slots[starts], counts)
 
-    def ranges(self, runs: Runs, buffers: RangeBuffers | None = None) -> Ranges:
-        """The ranges of every run, those of the first segment first.
-
-        Args:
-            buffers: where the ranges are put; they are valid until its next use.
-        """
-        block_side, slot_side, lengths = (buffers or RangeBuffers()).take(
-            len(self._row_bytes), len(runs)
-        )
+    def ranges(self, runs: Runs) -> Ranges:
+        """Return the ranges of every run, those of the first segment first."""
         if self._has_one_stride:
-            np.add(self._block_bases, runs.blocks * self._block_strides[0], out=block_side)
+            block_side = self._block_bases + runs.blocks * self._block_strides[0]
         else:
-            np.multiply(self._block_strides, runs.blocks, out=block_side)
-            np.add(block_side, self._block_bases, out=block_side)
+            block_side = self._block_strides * runs.blocks
+            block_side += self._block_bases
         slabs, rows = np.divmod(runs.slots, np.uint64(self._layout.slots_per_slab))
         slabs *= np.uint64(self._layout.slab_bytes)
         if self._has_one_length:
-            np.add(self._array_bases, rows * self._row_bytes[0] + slabs, out=slot_side)
+            slot_side = self._array_bases + (rows * self._row_bytes[0] + slabs)
         else:
-            np.multiply(self._row_bytes, rows, out=slot_side)
-            np.add(slot_side, slabs, out=slot_side)
-            np.add(slot_side, self._array_bases, out=slot_side)
+            slot_side = self._row_bytes * rows
+            slot_side += slabs
+            slot_side += self._array_bases
         if runs.counts is None:
-            lengths[:] = self._row_bytes
+            lengths = np.broadcast_to(self._row_bytes, slot_side.shape)
         else:
-            np.multiply(self._row_bytes, runs.counts, out=lengths)
+            lengths = self._row_bytes * runs.counts
         if runs.direction is Direction.STORE:
             return Ranges(slot_side.ravel(), block_side.ravel(), lengths.ravel())
         return Ranges(block_side.ravel(), slot_side.ravel(), lengths.ravel())
@@ -160,5 +120,5 @@ def _check_ids(ids: npt.NDArray[np.int64], count: int, what: str) -> None:
 
 
 def _column(values: object) -> Words:
-    """One row for each segment, to be broadcast against runs."""
+    """Return one row for each segment, to be broadcast against runs."""
     return np.fromiter(values, dtype=np.uint64)[:, None]  # type: ignore[call-overload,no-any-return]

@@ -1,12 +1,9 @@
 """One kernel launch for many small ranges: rows of blocks gathered into slots, or scattered back.
 
 A copy engine spends about as long on the descriptor of a range as on 8 KiB of its bytes. The kernel
-needs no descriptors: from the ids of blocks and slots and a small table of segments it works out
-every address itself, so that 1,000 blocks of 32 layers cost 16 KB of ids instead of 768 KB.
-
-Groups of 32 threads take one piece of one row at a time and move it in words as wide as the layout
-lets them, 16 bytes as a rule. The source is in the subset that CUDA and HIP (and a C++ compiler, in
-the tests) share.
+works out every address from block and slot ids: groups of 32 threads take one piece of one row at a
+time and move it in words as wide as the layout lets them. The source is in the subset that CUDA,
+HIP and, in the tests, a C++ compiler share.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ WORDS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned s
 
 @dataclass(frozen=True, slots=True)
 class RowArguments:
-    """What a launch is told, in the kernel's order; addresses as the device sees them."""
+    """The kernel's arguments in its order; addresses as the device sees them."""
 
     segments: int
     block_ids: int
@@ -94,13 +91,13 @@ class RowArguments:
     is_store: int
 
     def as_scalars(self) -> tuple[np.generic, ...]:
-        """The same, typed for a launch."""
+        """Return the same, typed for a launch."""
         *wide, is_store = astuple(self)
         return (*(np.uint64(value) for value in wide), np.int32(is_store))
 
 
 def word_bytes(layout: HostLayout, *addresses: int) -> int:
-    """The widest word that divides every address and length of a layout."""
+    """Return the bytes of the widest word that divides every address and length of a layout."""
     numbers = [*addresses, layout.slab_bytes, *layout.array_offsets()]
     for segment in layout.geometry.segments:
         numbers += [segment.offset_bytes, segment.stride_bytes, segment.length_bytes]
@@ -108,7 +105,7 @@ def word_bytes(layout: HostLayout, *addresses: int) -> int:
 
 
 def make_source(size_bytes: int) -> str:
-    """The kernel's source for words of a size."""
+    """Return the kernel's source for words of a size."""
     return (
         f"#define GROUP_SIZE {GROUP_SIZE}\n#define PIECE_BYTES {PIECE_BYTES}ull\n"
         f"typedef {WORDS[size_bytes]} Word;\n{SOURCE}"
@@ -118,18 +115,9 @@ def make_source(size_bytes: int) -> str:
 def segment_table(
     layout: HostLayout, base_address: int, host_address: int
 ) -> npt.NDArray[np.uint64]:
-    """The kernel's `Segment` structures; shape (num_segments, 4)."""
-    return np.array(
-        [
-            (
-                base_address + segment.offset_bytes,
-                segment.stride_bytes,
-                host_address + offset,
-                segment.length_bytes,
-            )
-            for segment, offset in zip(
-                layout.geometry.segments, layout.array_offsets(), strict=True
-            )
-        ],
-        dtype=np.uint64,
-    )
+    """Return the kernel's `Segment` structures; shape (num_segments, 4)."""
+    rows = [
+        (base_address + s.offset_bytes, s.stride_bytes, host_address + offset, s.length_bytes)
+        for s, offset in zip(layout.geometry.segments, layout.array_offsets(), strict=True)
+    ]
+    return np.array(rows, dtype=np.uint64)

@@ -94,7 +94,7 @@ def scenario(job: dict[str, Any]) -> dict[str, Any]:
     engine.drain(llm)
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    host = get_kv_transfer_group().side._engine._backend._host
+    host = get_kv_transfer_group().side.opened.backend.host
     start, size_bytes = host.tensor.data_ptr(), host.size_bytes
     planner = connector.side
     report: dict[str, Any] = {

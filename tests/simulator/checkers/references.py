@@ -73,7 +73,9 @@ class ReferenceChecker:
             "loads in flight": found.loads,
             "requests that hold blocks for a load": found.holders,
             "live requests": found.requests,
-            "jobs of the ranks": sum(len(worker.engine._jobs) for worker in core.workers),
+            "transfers of the ranks": sum(
+                len(worker.transfers.statistics().pending_ids) for worker in core.workers
+            ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
         }
         if planner.has_work or any(left.values()):

@@ -1,4 +1,4 @@
-"""What every backend owes the transfer engine, as tests that a backend's module inherits.
+"""What every backend owes transfers, as tests that a backend's module inherits.
 
     class TestCpuBackend(BackendContract):
         @pytest.fixture

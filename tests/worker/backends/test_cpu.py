@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.ranges import Ranges
 from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.threads import DirectionThreads
 from tests.worker.backends.contract import (
     GEOMETRIES,
     NUM_SLOTS,
@@ -29,10 +31,43 @@ from tests.worker.backends.contract import (
     MakeSubject,
     Subject,
 )
+from tests.worker.memory import is_closed
 
 NEEDS_COMPILED = pytest.mark.skipif(
-    cpu.find_move() is cpu._move_each, reason="the loop was not compiled when this was installed"
+    cpu.find_move() is cpu.move_each, reason="the loop was not compiled when this was installed"
 )
+
+
+class HeldThreads:
+    """See `DirectionThreads`; the test keeps what they run from beginning."""
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._threads = DirectionThreads(name, num_threads)
+        self._releases: list[threading.Event] = []
+        self._held: dict[Direction, threading.Event] = {}
+        self.started = {direction: threading.Semaphore(0) for direction in Direction}
+        self.close = self._threads.close
+
+    def submit(
+        self, direction: Direction, function: Callable[..., None], *args: object
+    ) -> Future[None]:
+        return self._threads.submit(direction, self._run, direction, function, *args)
+
+    def _run(self, direction: Direction, function: Callable[..., None], *args: object) -> None:
+        if released := self._held.get(direction):
+            self.started[direction].release()
+            assert released.wait(PATIENCE_S)
+        function(*args)
+
+    def hold(self, direction: Direction) -> Callable[[], None]:
+        """Hold what begins from now on; returns what lets it go."""
+        self._held[direction] = threading.Event()
+        self._releases.append(self._held[direction])
+        return self._held[direction].set
+
+    def release_all(self) -> None:
+        for released in self._releases:
+            released.set()
 
 
 class CpuSubject(Subject):
@@ -43,10 +78,8 @@ class CpuSubject(Subject):
         self.layout = HostLayout.in_one_slab(geometry, num_slots)
         self.storage = torch.zeros(size_bytes + 64, dtype=torch.uint8)
         self.host = HostMemory.allocate(self.layout.size_bytes)
-        self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, num_threads)
-        self.started = {direction: threading.Semaphore(0) for direction in Direction}
-        self._releases: list[threading.Event] = []
-        self._run = self.backend._run
+        self.threads = HeldThreads("safe-offload", num_threads)
+        self.backend = CpuBackend(self.storage.data_ptr(), self.layout, self.host, self.threads)
 
     def read_storage(self) -> Bytes:
         return self.storage.numpy().copy()
@@ -61,29 +94,17 @@ class CpuSubject(Subject):
         self.host.tensor.numpy()[:] = content
 
     def hold(self, direction: Direction) -> Callable[[], None]:
-        released = threading.Event()
-        self._releases.append(released)
-        run = self.backend._run
-
-        def held_run(copy: cpu.Copy) -> None:
-            if copy.direction is direction:
-                self.started[direction].release()
-                assert released.wait(PATIENCE_S)
-            run(copy)
-
-        self.backend._run = held_run
-        return released.set
+        return self.threads.hold(direction)
 
     def is_host_memory_free(self) -> bool:
-        return self.host.is_closed
+        return is_closed(self.host)
 
     def wait_until_started(self, direction: Direction) -> None:
         """Wait until a thread has taken a held copy."""
-        assert self.started[direction].acquire(timeout=PATIENCE_S)
+        assert self.threads.started[direction].acquire(timeout=PATIENCE_S)
 
     def end(self) -> None:
-        for released in self._releases:
-            released.set()
+        self.threads.release_all()
         self.backend.close()
 
 
@@ -117,7 +138,7 @@ class TestInterpretedLoop(BackendContract):
     def make_subject(
         self, make_cpu_subject: Callable[..., CpuSubject], monkeypatch: pytest.MonkeyPatch
     ) -> MakeSubject:
-        monkeypatch.setattr(cpu, "find_move", lambda: cpu._move_each)
+        monkeypatch.setattr(cpu, "find_move", lambda: cpu.move_each)
         return make_cpu_subject
 
 
@@ -148,9 +169,9 @@ async def test_a_copy_that_no_thread_has_taken_is_taken_back(subject):
 
 
 async def test_runs_are_joined(make_cpu_subject, monkeypatch):
-    subject = make_cpu_subject(make_geometry([Segment(64, 0, 64)], 10, 640), 10)
     moved: list[int] = []
-    monkeypatch.setattr(subject.backend, "_move", lambda ranges: moved.extend(ranges.lengths))
+    monkeypatch.setattr(cpu, "find_move", lambda: lambda ranges: moved.extend(ranges.lengths))
+    subject = make_cpu_subject(make_geometry([Segment(64, 0, 64)], 10, 640), 10)
     await subject.copy(Direction.STORE, [0, 1, 2, 5], [0, 1, 2, 9])
     assert moved == [3 * 64, 64]
 
@@ -158,7 +179,7 @@ async def test_runs_are_joined(make_cpu_subject, monkeypatch):
 @pytest.mark.parametrize("name", ["safe_offload.worker.backends._missing", "math"])
 def test_what_was_not_compiled_is_interpreted_and_the_log_names_the_fix(monkeypatch, caplog, name):
     monkeypatch.setattr(cpu, "MOVE_MODULE", name)
-    assert cpu.find_move.__wrapped__() is cpu._move_each
+    assert cpu.find_move.__wrapped__() is cpu.move_each
     assert "Fix: install a C compiler" in caplog.text
 
 
@@ -211,11 +232,12 @@ def test_a_fence_says_no_when_the_copy_is_held_back(subject):
     assert subject.backend.fence(completion, PATIENCE_S)
 
 
-def test_a_fence_on_a_copy_that_failed_is_kept(subject):
-    def fail(copy):
+def test_a_fence_on_a_copy_that_failed_is_kept(make_cpu_subject, monkeypatch):
+    def fail(ranges):
         raise TransferError(FailureReason.COPY_FAILED, "told to")
 
-    subject.backend._run = fail
+    monkeypatch.setattr(cpu, "find_move", lambda: fail)
+    subject = make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
     completion = subject.issue(Direction.STORE, [0], [0])
     assert subject.backend.fence(completion, PATIENCE_S)
 

@@ -19,7 +19,6 @@ from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends import gpu as gpu_backend
 from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.engine import TransferEngine
 from safe_offload.worker.host_memory import HostMemory
 from tests.worker.backends.contract import (
     GEOMETRIES,
@@ -32,6 +31,8 @@ from tests.worker.backends.contract import (
     Subject,
 )
 from tests.worker.backends.fake_device import CALLS, FakeGpu
+from tests.worker.driven import DrivenTransfers
+from tests.worker.memory import is_closed
 
 SLOTS_PER_SLAB = 7
 
@@ -91,11 +92,11 @@ class FakeGpuSubject(Subject):
     def hold(self, direction: Direction) -> Callable[[], None]:
         released = threading.Event()
         self._releases.append(released)
-        self.backend._lanes[direction].stream.enqueue(lambda: released.wait(PATIENCE_S))
+        self.backend.lanes[direction].stream.enqueue(lambda: released.wait(PATIENCE_S))
         return released.set
 
     def is_host_memory_free(self) -> bool:
-        return self.host.is_closed and not self.gpu.locked
+        return is_closed(self.host) and not self.gpu.locked
 
     def end(self) -> None:
         self.gpu.may_lock.set()
@@ -356,11 +357,10 @@ def test_a_thread_that_never_used_the_device_can_close(make_gpu):
 
 def test_slow_unlocking_is_not_taken_for_a_copy_that_hangs(make_gpu):
     subject = make_gpu()
-    engine = TransferEngine(subject.backend, 1 << 20)
-    engine.start()
+    transfers = DrivenTransfers(subject.backend, 1 << 20)
     subject.gpu.may_unlock.clear()
     threading.Timer(0.3, subject.gpu.may_unlock.set).start()
-    assert engine.close(timeout_s=0.1)
+    assert transfers.close(timeout_s=0.1)
     assert subject.is_host_memory_free()
 
 

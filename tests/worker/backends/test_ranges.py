@@ -7,7 +7,7 @@ import pytest
 
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.backends.ranges import RangeBuffers, Ranges, RangeTable
+from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS, random_pairs
 
 BASE, HOST = 1 << 40, 1 << 44
@@ -69,7 +69,7 @@ def bytes_of(ranges: Ranges) -> dict[int, int]:
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_every_byte_of_every_block_goes_where_the_layout_says(geometry, slots_per_slab, direction):
     layout = HostLayout(geometry, NUM_SLOTS, slots_per_slab)
-    table, buffers = RangeTable(BASE, HOST, layout), RangeBuffers()
+    table = RangeTable(BASE, HOST, layout)
     for seed in range(6):
         blocks, slots = random_pairs(seed)
         expected = {}
@@ -82,16 +82,4 @@ def test_every_byte_of_every_block_goes_where_the_layout_says(geometry, slots_pe
                     pair = (HOST + row + i, start + i)
                     target, source = pair if direction is Direction.STORE else pair[::-1]
                     expected[target] = source
-        assert (
-            bytes_of(table.ranges(table.runs(copy_of(blocks, slots, direction)), buffers))
-            == expected
-        )
-
-
-def test_buffers_are_used_again():
-    layout = HostLayout.in_one_slab(THREE_LAYERS, NUM_SLOTS)
-    table, buffers = RangeTable(BASE, HOST, layout), RangeBuffers()
-    large = table.ranges(table.runs(copy_of([1, 3, 5, 7], [1, 2, 3, 4])), buffers)
-    small = table.ranges(table.runs(copy_of([2, 4], [1, 2])), buffers)
-    assert np.shares_memory(large.targets, small.targets)
-    assert (len(large), len(small)) == (12, 6)
+        assert bytes_of(table.ranges(table.runs(copy_of(blocks, slots, direction)))) == expected

@@ -1,10 +1,9 @@
-"""Random interleavings of everything that can happen to the transfer engine, against a model."""
+"""Random interleavings of everything that can happen to transfers, against a model."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,21 +11,10 @@ from hypothesis import strategies as st
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
-from safe_offload.worker import engine as engine_module
 from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.engine import TransferEngine
-from tests.worker.fake_backend import (
-    PATIENCE_S,
-    SLOT_BYTES,
-    FakeBackend,
-    LoopKilled,
-    flush,
-    join,
-    kill_main,
-    submit,
-    transfer,
-)
-from tests.worker.hand_clock import HandClock
+from tests.worker.driven import DrivenTransfers, flush, hurry, join, serves, submit
+from tests.worker.fake_backend import PATIENCE_S, SLOT_BYTES, FakeBackend, LoopKilled, transfer
+from tests.worker.watched_loop import HandClock
 
 MAX_BLOCKS = 4
 """The bound, in blocks; transfers have one to six."""
@@ -50,12 +38,15 @@ endings = st.sampled_from(["finish", "close", "kill the main coroutine", "kill a
 
 
 class Run:
-    """An engine, and what is expected of it."""
+    """Transfers, and what is expected of them."""
 
     def __init__(self) -> None:
         self.backend = FakeBackend()
         self.backend.on_issue = self._on_issue
-        self.engine = TransferEngine(self.backend, MAX_BLOCKS * SLOT_BYTES)
+        self.clock = HandClock()
+        self.transfers = DrivenTransfers(
+            self.backend, MAX_BLOCKS * SLOT_BYTES, make_event_loop=self.clock.new_event_loop
+        )
         self.submitted: list[int] = []
         self.num_blocks: dict[int, int] = {}
         self.urgent: set[int] = set()
@@ -65,16 +56,13 @@ class Run:
         self.reported: list[tuple[int, FailureReason | None]] = []
         self.over_bound: list[int] = []
         self.kill_next = False
-        self.clock = HandClock()
+        self.killed = threading.Event()
         self.overdue: set[int] = set()
-
-    def start(self) -> None:
-        with mock.patch.object(engine_module, "new_event_loop", self.clock.new_event_loop):
-            self.engine.start()
 
     def _on_issue(self, copy: Copy) -> None:
         name = int(copy.block_ids[0])
         if self.kill_next:
+            self.killed.set()
             raise LoopKilled
         if self.refusals:
             self.failed.add(name)
@@ -89,7 +77,7 @@ class Run:
     def submit(self, direction: Direction, num_blocks: int) -> None:
         transfer_id = 1000 * len(self.submitted)
         self.submitted.append(transfer_id)
-        self.engine.submit(direction, transfer(transfer_id, num_blocks))
+        self.transfers.submit(direction, transfer(transfer_id, num_blocks))
 
     def complete(self, index: int) -> None:
         if running := self.backend.running:
@@ -114,11 +102,9 @@ class Run:
             return is_kept
 
         self.backend.on_fence = answer
-        self.engine.fence(transfer_ids)
+        self.transfers.fence(transfer_ids)
         # What was fenced has been issued, or has settled without.
-        for transfer_id in transfer_ids:
-            job = self.engine._jobs.get(transfer_id)
-            assert job is None or job.decided.is_set()
+        assert not {*transfer_ids} & {*self.transfers.statistics().undecided_ids}
 
     def queue(self, queues: bool) -> None:
         self.backend.queues = queues
@@ -126,14 +112,14 @@ class Run:
     def pass_deadline(self) -> None:
         self.flush()
         self.overdue.update(completion.name for completion in self.backend.running)
-        self.clock.advance(self.engine, 31.0)
-        assert all(job.decided.is_set() for job in self.engine._jobs.values())
+        self.clock.advance(self.transfers.loop, 31.0)
+        assert self.transfers.statistics().undecided_ids == ()
 
     def drain(self) -> None:
-        self.reported += self.engine.drain()
+        self.reported += self.transfers.drain()
 
     def flush(self) -> None:
-        flush(self.engine)
+        flush(self.transfers)
 
     def finish(self) -> None:
         """Let every copy end well."""
@@ -145,23 +131,24 @@ class Run:
 
     def end_while_copies_run(self, ending: str) -> None:
         if ending == "close":
-            self.engine.close(timeout_s=0.0)
+            self.transfers.close(timeout_s=0.0)
         elif ending == "kill the main coroutine":
-            kill_main(self.engine)
+            self.transfers.loop.kill()
         else:
             self.kill_next = True
-            submit(self.engine, Direction.STORE, 777)
+            submit(self.transfers, Direction.STORE, 777)
             self.submitted.append(777)
-            self.engine._call(self.engine._turnstile.hurry, self.engine._jobs[777])
+            hurry(self.transfers, 777)
+            assert self.killed.wait(PATIENCE_S)
         self.flush()
         self.drain()
         early = {transfer_id for transfer_id, _ in self.reported}
         assert early.isdisjoint(completion.name for completion in self.backend.running)
         self.submit(Direction.LOAD, 1)
         self.backend.complete_all()
-        join(self.engine)
+        join(self.transfers)
         self.submit(Direction.STORE, 1)
-        self.engine.fence(tuple(self.submitted))
+        self.transfers.fence(tuple(self.submitted))
         self.drain()
 
     def check(self, ending: str) -> None:
@@ -189,30 +176,29 @@ class Run:
 @given(operations=operations, ending=endings)
 def test_every_transfer_is_reported_exactly_once_and_as_what_became_of_it(operations, ending):
     run = Run()
-    run.start()
     try:
         for name, *arguments in operations:
             getattr(run, name)(*arguments)
         if ending == "finish":
             run.finish()
-            assert run.engine.is_running
+            run.refusals.clear()
+            assert serves(run.transfers, run.backend)
         else:
             run.end_while_copies_run(ending)
         run.check(ending)
     finally:
         run.refusals.clear()
-        run.engine.close(timeout_s=0.0)
-        flush(run.engine)
+        run.transfers.close(timeout_s=0.0)
+        flush(run.transfers)
         run.backend.complete_all()
-        join(run.engine)
+        join(run.transfers)
     assert run.backend.is_closed
 
 
 @pytest.mark.parametrize("num_rounds", [300])
 def test_transfers_from_a_thread_that_never_waits_are_all_reported(num_rounds):
     backend = FakeBackend()
-    engine = TransferEngine(backend, 3 * SLOT_BYTES)
-    engine.start()
+    transfers = DrivenTransfers(backend, 3 * SLOT_BYTES)
     done = threading.Event()
 
     def end_copies() -> None:
@@ -224,15 +210,15 @@ def test_transfers_from_a_thread_that_never_waits_are_all_reported(num_rounds):
     reported: list[int] = []
     try:
         for transfer_id in range(num_rounds):
-            submit(engine, Direction.STORE if transfer_id % 3 else Direction.LOAD, transfer_id)
+            submit(transfers, Direction.STORE if transfer_id % 3 else Direction.LOAD, transfer_id)
             if transfer_id % 5 == 0:
-                engine.fence((transfer_id, transfer_id - 3))
-            reported += [i for i, failure in engine.drain() if failure is None]
-        engine.fence(tuple(range(num_rounds)))
-        flush(engine)
-        reported += [i for i, failure in engine.drain() if failure is None]
+                transfers.fence((transfer_id, transfer_id - 3))
+            reported += [i for i, failure in transfers.drain() if failure is None]
+        transfers.fence(tuple(range(num_rounds)))
+        flush(transfers)
+        reported += [i for i, failure in transfers.drain() if failure is None]
     finally:
         done.set()
         ender.join(PATIENCE_S)
-        assert engine.close(PATIENCE_S)
+        assert transfers.close(PATIENCE_S)
     assert sorted(reported) == list(range(num_rounds))

@@ -1,25 +1,18 @@
-"""The transfer engine, driven by a backend whose copies end when the test says so."""
+"""Transfers, driven by a backend whose copies end when the test says so."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.worker import engine as engine_module
+from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.backends.base import Direction
-from tests.worker.fake_backend import (
-    ONE_COPY,
-    PATIENCE_S,
-    SLOT_BYTES,
-    drained,
-    flush,
-    submit,
-)
+from tests.worker.driven import drained, flush, serves, submit
+from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, SLOT_BYTES
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -28,90 +21,90 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 def test_a_transfer_is_issued_behind_its_mark_and_settles_when_its_copy_ends(backend, start):
-    engine = start()
-    engine.submit(STORE, Transfer(7, (4, 2), (9, 1)))
+    transfers = start()
+    transfers.submit(STORE, Transfer(7, (4, 2), (9, 1)))
     completion = backend.wait_for(4)
     assert completion.copy.direction is STORE
     assert completion.copy.block_ids.tolist() == [4, 2]
     assert completion.copy.slot_ids.tolist() == [9, 1]
     assert completion.after == 0
-    assert drained(engine) == []
+    assert drained(transfers) == []
     backend.complete(4)
-    assert drained(engine) == [(7, None)]
-    assert drained(engine) == []
-    assert not engine._jobs, "what was drained is kept no longer"
+    assert drained(transfers) == [(7, None)]
+    assert drained(transfers) == []
+    assert transfers.statistics().pending_ids == (), "what was drained is kept no longer"
 
 
 def test_the_mark_is_taken_when_the_transfer_is_submitted_not_when_it_is_issued(backend, start):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2)
     assert backend.mark() == 2
     backend.complete(1)
     assert backend.wait_for(2).after == 1
 
 
 def test_loads_go_before_stores_that_wait_for_their_turn(backend, start):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2, 3)
-    submit(engine, LOAD, 4, 5)
-    flush(engine)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2, 3)
+    submit(transfers, LOAD, 4, 5)
+    flush(transfers)
     assert backend.names == [1]
     for name in (1, 4, 5, 2, 3):
         backend.complete(name)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [1, 4, 5, 2, 3]
 
 
 def test_a_store_that_would_fit_does_not_overtake_a_load_that_waits(backend, start):
-    engine = start(2 * SLOT_BYTES)
-    submit(engine, STORE, 1)
-    submit(engine, LOAD, 10, num_blocks=2)
-    submit(engine, STORE, 20)
-    flush(engine)
+    transfers = start(2 * SLOT_BYTES)
+    submit(transfers, STORE, 1)
+    submit(transfers, LOAD, 10, num_blocks=2)
+    submit(transfers, STORE, 20)
+    flush(transfers)
     assert backend.names == [1]
     backend.complete(1)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [1, 10]
 
 
 def test_bytes_in_flight_stay_within_the_bound(backend, start):
-    engine = start(5 * SLOT_BYTES)
-    submit(engine, STORE, 10, 20, 30, num_blocks=2)
-    flush(engine)
+    transfers = start(5 * SLOT_BYTES)
+    submit(transfers, STORE, 10, 20, 30, num_blocks=2)
+    flush(transfers)
     assert backend.names == [10, 20]
     backend.complete(20)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [10, 20, 30]
 
 
 def test_a_transfer_larger_than_the_bound_runs_alone(backend, start):
-    engine = start(2 * SLOT_BYTES)
-    submit(engine, STORE, 1)
-    submit(engine, STORE, 10, num_blocks=5)
-    submit(engine, STORE, 20)
-    flush(engine)
+    transfers = start(2 * SLOT_BYTES)
+    submit(transfers, STORE, 1)
+    submit(transfers, STORE, 10, num_blocks=5)
+    submit(transfers, STORE, 20)
+    flush(transfers)
     assert backend.names == [1]
     backend.complete(1)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [1, 10]
     backend.complete(10)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [1, 10, 20]
 
 
 @pytest.mark.parametrize("error", [TransferError("x", "y"), ValueError("z")])
 def test_a_copy_that_cannot_be_issued_gives_its_bytes_back(backend, start, error):
-    engine = start(ONE_COPY)
+    transfers = start(ONE_COPY)
 
     def refuse_odd(copy):
         if copy.block_ids[0] % 2:
             raise error
 
     backend.on_issue = refuse_odd
-    submit(engine, STORE, 1, 3, 4, 5, 6)
+    submit(transfers, STORE, 1, 3, 4, 5, 6)
     backend.complete(4)
     backend.complete(6)
-    outcomes = dict(drained(engine))
+    outcomes = dict(drained(transfers))
     assert {i for i, failure in outcomes.items() if failure is None} == {4, 6}
     assert outcomes[1] is outcomes[3] is outcomes[5] is FailureReason.COPY_FAILED
 
@@ -120,103 +113,103 @@ def test_a_copy_that_cannot_be_issued_gives_its_bytes_back(backend, start, error
 
 
 def test_a_fenced_store_is_issued_at_once_in_spite_of_the_bound(backend, start):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1, 2, 3)
-    flush(engine)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1, 2, 3)
+    flush(transfers)
     backend.on_fence = lambda completion: True
-    engine.fence((3,))
+    transfers.fence((3,))
     assert backend.names == [1, 3]
     assert backend.fenced == [3]
     backend.complete(1)
-    flush(engine)
+    flush(transfers)
     assert backend.names == [1, 3], "what was let in early still counts"
     backend.complete(3)
     backend.complete(2)
-    assert drained(engine) == [(1, None), (3, None), (2, None)]
+    assert drained(transfers) == [(1, None), (3, None), (2, None)]
 
 
 def test_a_store_fenced_in_the_call_after_its_submission_is_issued(backend, start):
-    engine = start(ONE_COPY)
-    submit(engine, STORE, 1)
+    transfers = start(ONE_COPY)
+    submit(transfers, STORE, 1)
     backend.on_fence = lambda completion: True
     for transfer_id in range(2, 30):
-        submit(engine, STORE, transfer_id)
-        engine.fence((transfer_id,))
+        submit(transfers, STORE, transfer_id)
+        transfers.fence((transfer_id,))
     assert sorted(backend.names) == list(range(1, 30))
 
 
 def test_a_fence_returns_when_the_copy_has_read(backend, start):
-    engine = start()
-    submit(engine, STORE, 1)
+    transfers = start()
+    submit(transfers, STORE, 1)
     backend.wait_for(1)
-    fenced = threading.Thread(target=engine.fence, args=((1,),), daemon=True)
+    fenced = threading.Thread(target=transfers.fence, args=((1,),), daemon=True)
     fenced.start()
     fenced.join(0.02)
     assert fenced.is_alive()
     backend.complete(1)
     fenced.join(PATIENCE_S)
     assert not fenced.is_alive()
-    assert drained(engine) == [(1, None)]
+    assert drained(transfers) == [(1, None)]
 
 
 def test_a_fence_on_what_has_settled_or_never_was_returns_at_once(backend, start):
-    engine = start()
-    submit(engine, STORE, 1, 2)
+    transfers = start()
+    submit(transfers, STORE, 1, 2)
     backend.complete(1)
     backend.complete(2)
-    flush(engine)
-    engine.fence((1, 2, 77))
+    flush(transfers)
+    transfers.fence((1, 2, 77))
     assert backend.fenced == []
-    assert sorted(engine.drain()) == [(1, None), (2, None)]
-    engine.fence((1, 2))
-    assert engine.drain() == []
+    assert sorted(transfers.drain()) == [(1, None), (2, None)]
+    transfers.fence((1, 2))
+    assert transfers.drain() == []
 
 
 def test_a_store_that_cannot_be_fenced_in_time_fails_though_its_copy_succeeds(
     backend, start, monkeypatch
 ):
-    monkeypatch.setattr(engine_module, "FENCE_TIMEOUT_S", 0.01)
-    engine = start()
-    submit(engine, STORE, 1, 2)
+    monkeypatch.setattr(transfers_module, "FENCE_TIMEOUT_S", 0.01)
+    transfers = start()
+    submit(transfers, STORE, 1, 2)
     backend.wait_for(2)
     backend.complete(2)
-    flush(engine)
-    engine.fence((1, 2))
+    flush(transfers)
+    transfers.fence((1, 2))
     backend.complete(1)
-    assert sorted(drained(engine)) == [(1, FailureReason.FENCE_TIMEOUT), (2, None)]
+    assert sorted(drained(transfers)) == [(1, FailureReason.FENCE_TIMEOUT), (2, None)]
 
 
 def test_a_store_that_is_not_issued_in_time_fails_though_its_copy_succeeds(
     backend, start, monkeypatch
 ):
-    monkeypatch.setattr(engine_module, "FENCE_TIMEOUT_S", 0.01)
-    engine = start()
+    monkeypatch.setattr(transfers_module, "FENCE_TIMEOUT_S", 0.01)
+    transfers = start()
     release = threading.Event()
     backend.on_issue = lambda copy: release.wait(PATIENCE_S)
-    submit(engine, STORE, 1)
-    engine.fence((1,))
+    submit(transfers, STORE, 1)
+    transfers.fence((1,))
     release.set()
     backend.complete(1)
-    assert drained(engine) == [(1, FailureReason.FENCE_TIMEOUT)]
+    assert drained(transfers) == [(1, FailureReason.FENCE_TIMEOUT)]
 
 
 def test_a_fence_that_is_not_kept_once_stays_not_kept(backend, start):
-    engine = start()
-    submit(engine, STORE, 1)
+    transfers = start()
+    submit(transfers, STORE, 1)
     backend.wait_for(1)
     answers = iter((False, True))
     backend.on_fence = lambda completion: next(answers)
-    engine.fence((1,))
-    engine.fence((1,))
+    transfers.fence((1,))
+    transfers.fence((1,))
     backend.complete(1)
-    assert drained(engine) == [(1, FailureReason.FENCE_TIMEOUT)]
+    assert drained(transfers) == [(1, FailureReason.FENCE_TIMEOUT)]
 
 
 def test_all_fences_of_a_call_share_one_deadline(backend, start, monkeypatch):
-    monkeypatch.setattr(engine_module, "FENCE_TIMEOUT_S", 5.0)
-    engine = start()
-    submit(engine, STORE, 1, 2, 3)
-    flush(engine)
+    monkeypatch.setattr(transfers_module, "FENCE_TIMEOUT_S", 5.0)
+    transfers = start()
+    submit(transfers, STORE, 1, 2, 3)
+    flush(transfers)
     now_s = [100.0]
     left_s: list[float] = []
 
@@ -225,16 +218,16 @@ def test_all_fences_of_a_call_share_one_deadline(backend, start, monkeypatch):
         now_s[0] += 3.0
         return True
 
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(transfers.loop, "now_s", lambda: now_s[0])
     monkeypatch.setattr(backend, "fence", fence_for_three_seconds)
-    engine.fence((1, 2, 3))
+    transfers.fence((1, 2, 3))
     assert left_s == [5.0, 2.0, 0.0]
 
 
 def test_a_fence_that_raises_fails_its_store_and_the_others_are_still_fenced(backend, start):
-    engine = start()
-    submit(engine, STORE, 1, 2, 3)
-    flush(engine)
+    transfers = start()
+    submit(transfers, STORE, 1, 2, 3)
+    flush(transfers)
 
     def fence(completion):
         if completion.name == 2:
@@ -242,10 +235,10 @@ def test_a_fence_that_raises_fails_its_store_and_the_others_are_still_fenced(bac
         return True
 
     backend.on_fence = fence
-    engine.fence((1, 2, 3))
+    transfers.fence((1, 2, 3))
     assert backend.fenced == [1, 2, 3]
     backend.complete_all()
-    assert sorted(drained(engine)) == [(1, None), (2, FailureReason.FENCE_TIMEOUT), (3, None)]
+    assert sorted(drained(transfers)) == [(1, None), (2, FailureReason.FENCE_TIMEOUT), (3, None)]
 
 
 # ---- failures ----------------------------------------------------------------------------------
@@ -265,41 +258,42 @@ def test_a_fence_that_raises_fails_its_store_and_the_others_are_still_fenced(bac
 def test_a_copy_that_raises_fails_with_its_reason_and_no_other_does(
     backend, start, error, reason, when
 ):
-    engine = start()
+    transfers = start()
 
     def raise_for_two(copy):
         if copy.block_ids[0] == 2 and when == "issued":
             raise error
 
     backend.on_issue = raise_for_two
-    submit(engine, LOAD, 1, 2, 3)
+    submit(transfers, LOAD, 1, 2, 3)
     backend.complete(1)
     if when == "ends":
         backend.fail(2, error)
     backend.complete(3)
-    assert sorted(drained(engine)) == [(1, None), (2, reason), (3, None)]
-    assert engine.is_running
+    assert sorted(drained(transfers)) == [(1, None), (2, reason), (3, None)]
+    assert serves(transfers, backend)
 
 
 def test_a_failure_of_the_copy_is_told_before_the_fence_that_was_not_kept(backend, start):
-    engine = start()
-    submit(engine, STORE, 1)
+    transfers = start()
+    submit(transfers, STORE, 1)
     backend.wait_for(1)
     backend.on_fence = lambda completion: False
-    engine.fence((1,))
+    transfers.fence((1,))
     backend.fail(1, TransferError(FailureReason.COPY_FAILED, "no"))
-    assert drained(engine) == [(1, FailureReason.COPY_FAILED)]
+    assert drained(transfers) == [(1, FailureReason.COPY_FAILED)]
 
 
 def test_a_mark_that_raises_leaves_nothing_behind(backend, start):
-    engine = start()
+    transfers = start()
 
     def fail() -> None:
         raise RuntimeError("no event")
 
     backend.on_mark = fail
     with pytest.raises(RuntimeError, match="no event"):
-        submit(engine, STORE, 1)
+        submit(transfers, STORE, 1)
     backend.on_mark = None
-    assert drained(engine) == []
-    assert engine.is_running
+    assert drained(transfers) == []
+    assert transfers.statistics().pending_ids == ()
+    assert serves(transfers, backend)

@@ -1,0 +1,100 @@
+"""The event loop that transfers run on, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+MakeEventLoop = Callable[[], asyncio.AbstractEventLoop]
+
+try:
+    import uvloop
+
+    new_event_loop: MakeEventLoop = uvloop.new_event_loop
+except ImportError:
+    new_event_loop = asyncio.new_event_loop
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Main = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Loop(Protocol):
+    """An event loop, its clock, and a way to wait for it from vLLM's thread, which calls this."""
+
+    def start(self, main: Main, on_end: Callable[[], None]) -> None:
+        """Run `main` up to where it first waits, and go on. Call `on_end` when the loop ends."""
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Run a function on the loop; it is not run if the loop has ended."""
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """Wait until the loop has set an event; return whether it did in time."""
+
+    def now_s(self) -> float:
+        """Return the seconds that `wait` goes by."""
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until `on_end` has returned, at most so long."""
+
+
+class LoopThread:
+    """See `Loop`: a thread that makes and runs one event loop, uvloop's where there is one."""
+
+    # Set once, by `start` and its thread before `start` returns.
+    _thread: threading.Thread
+    _event_loop: asyncio.AbstractEventLoop | None = None  # None if it could not be made
+
+    def __init__(self, make_event_loop: MakeEventLoop = new_event_loop) -> None:
+        self._make_event_loop = make_event_loop
+        self._has_begun = threading.Event()
+
+    def start(self, main: Main, on_end: Callable[[], None]) -> None:
+        """See `Loop.start`."""
+        assert not self._has_begun.is_set()
+        self._thread = threading.Thread(
+            target=self._run, args=(main, on_end), name="safe-offload-loop", daemon=True
+        )
+        self._thread.start()
+        self._has_begun.wait()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """See `Loop.call`."""
+        if self._event_loop is None:
+            return
+        try:
+            self._event_loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("The transfer loop has ended; %s is not run.", function.__name__)
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """See `Loop.wait`."""
+        return event.wait(timeout_s)
+
+    def now_s(self) -> float:
+        """See `Loop.now_s`."""
+        return time.monotonic()
+
+    def join(self, timeout_s: float) -> None:
+        """See `Loop.join`; the thread is left behind, as a daemon, if it does not end."""
+        self._thread.join(timeout_s)
+
+    def _run(self, main: Main, on_end: Callable[[], None]) -> None:
+        try:
+            with asyncio.Runner(loop_factory=self._make_event_loop) as runner:
+                self._event_loop = runner.get_loop()
+                # `main` is queued right behind this, before anything that another thread calls.
+                self._event_loop.call_soon(self._has_begun.set)
+                runner.run(main())
+        except BaseException:
+            logger.exception(
+                "The transfer loop of this worker died. The connector goes on as a cache that "
+                "always misses; restart the server to end that, and open an issue with this log."
+            )
+        finally:
+            on_end()
+            self._has_begun.set()

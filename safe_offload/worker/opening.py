@@ -1,0 +1,218 @@
+"""From vLLM's KV cache to transfers that run: host memory, backend, event loop, self-test."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safe_offload import compat
+from safe_offload.config import OffloadConfig
+from safe_offload.errors import ConfigError, DeviceError, SharingError
+from safe_offload.layout import Geometry, HostLayout, make_geometry
+from safe_offload.units import format_bytes
+from safe_offload.worker.backends.base import CopyPath, ProvableBackend
+from safe_offload.worker.backends.cpu import CpuBackend
+from safe_offload.worker.backends.device import Device
+from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
+from safe_offload.worker.loop_thread import Loop, LoopThread
+from safe_offload.worker.page_lock import SLAB_BYTES
+from safe_offload.worker.self_test import Rows, SelfTest, TorchRows
+from safe_offload.worker.shared_memory import (
+    ALONE,
+    Share,
+    checksum_table,
+    meeting_place,
+    share_memory,
+)
+from safe_offload.worker.threads import DirectionThreads, on_other_cores
+from safe_offload.worker.transfers import Transfers
+from safe_offload.worker.verify import Verifier
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+NOT_SHARED = (
+    "Ranks that hold the same KV cache cannot share one copy of it on this machine: %s. Each keeps "
+    "a copy of its own, so that the host memory holds that many times fewer tokens."
+)
+
+
+def open_backend(
+    storage: Any, device: torch.device, layout: HostLayout, host: HostMemory, config: OffloadConfig
+) -> tuple[ProvableBackend, Rows]:
+    """Return the backend for a KV cache, and the blocks that it copies."""
+    address, geometry = storage.data_ptr(), layout.geometry
+    try:
+        if device.type == "cpu":
+            threads = DirectionThreads("safe-offload", config.copy_threads)
+            return CpuBackend(address, layout, host, threads), TorchRows(storage, device, geometry)
+        if device.type == "cuda":  # torch's word for ROCm too
+            path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
+            gpu = Device(device)
+            rows = TorchRows(storage, device, geometry, gpu.bind_thread)
+            return GpuBackend(gpu, address, layout, host, path), rows
+        problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
+    except DeviceError as error:
+        problem = f"the GPU's driver cannot be used: {error}"
+    host.close()
+    raise ConfigError(f"{problem}. Fix: remove --kv-transfer-config on this machine.")
+
+
+OpenBackend = Callable[
+    [Any, "torch.device", HostLayout, HostMemory, OffloadConfig], tuple[ProvableBackend, Rows]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank copies with.
+
+    Attributes:
+        transfers: run.
+        backend: theirs.
+        share: which part of each store is this rank's.
+        storage: of the KV cache; it must stay for as long as something may be copied.
+    """
+
+    transfers: Transfers
+    backend: ProvableBackend
+    share: Share
+    storage: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What is known of a rank before vLLM has allocated its KV cache.
+
+    Attributes:
+        config: of the connector.
+        kv_cache_config: of this rank.
+        rank: from 0 to the number of ranks of this engine.
+        num_ranks_on_host: ranks that share this machine's memory.
+        is_child: vLLM has started this process for the worker.
+        open_backend: makes the copies for a KV cache.
+        make_loop: makes the event loop of the transfers.
+    """
+
+    config: OffloadConfig
+    kv_cache_config: KVCacheConfig
+    rank: int
+    num_ranks_on_host: int
+    is_child: bool = False
+    open_backend: OpenBackend = open_backend
+    make_loop: Callable[[], Loop] = LoopThread
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
+        """Take the host memory, start the transfers, and return them if a way to copy is right.
+
+        Args:
+            kv_caches: by layer name, at least one; views of one storage.
+
+        Raises:
+            ConfigError: the layout is not supported, or the memory is not to be had.
+        """
+        storage, device = storage_of(kv_caches)
+        geometry = make_geometry(
+            compat.segments(self.kv_cache_config),
+            self.kv_cache_config.num_blocks,
+            storage.nbytes(),
+        )
+        share, layout, host = self._take_host_memory(geometry, device)
+        is_bound = device.type == "cpu" and self.is_child
+        with on_other_cores() if is_bound else contextlib.nullcontext():
+            backend, rows = self.open_backend(storage, device, layout, host, self.config)
+            transfers = self._start(backend, host, layout, is_shared=share.count > 1)
+        if self.config.self_test:
+            # Other ranks of the share test in this memory too, each in slots of its own.
+            slots = share.part(layout.slots_per_slab) if share.count > 1 else None
+            if not SelfTest(transfers, backend, rows, host.tensor.numpy(), layout).run(slots=slots):
+                transfers.close()
+                return None
+        logger.info(
+            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes, %d of them "
+            "ready. Copies by %s.",
+            self.rank,
+            format_bytes(host.size_bytes),
+            f", one copy for {share.count} ranks" if share.count > 1 else "",
+            backend.num_slots,
+            backend.slot_bytes,
+            backend.num_usable_slots,
+            ", ".join(path.value for path in backend.paths),
+        )
+        return Opened(transfers, backend, share, storage)
+
+    def _start(
+        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, *, is_shared: bool
+    ) -> Transfers:
+        verifier = None
+        if self.config.verify_every:
+            threads = DirectionThreads("safe-offload-verify")
+            kept = checksum_table(host, layout) if is_shared else None
+            verifier = Verifier(backend, threads, self.config.verify_every, kept)
+        return Transfers(
+            backend,
+            self.make_loop(),
+            self.config.max_inflight_bytes,
+            timeout_s=self.config.transfer_timeout_s,
+            verifier=verifier,
+        )
+
+    def _take_host_memory(
+        self, geometry: Geometry, device: torch.device
+    ) -> tuple[Share, HostLayout, HostMemory]:
+        """Share a memory with the ranks that hold the same, or take one for this rank alone."""
+        config, share = self.config, Share.of_rank(self.rank, self.config.ranks_per_copy)
+        if share.count > 1:
+            layout = _lay_out(geometry, device, config)
+            check = functools.partial(self._check_host_bytes, share, layout)
+            try:
+                address = meeting_place(self.rank - share.index)
+                return share, layout, share_memory(share, layout, address, check)
+            except SharingError as error:
+                # Of the other ranks once is enough; each of them has a reason of its own.
+                logger.log(logging.INFO if share.index else logging.WARNING, NOT_SHARED, error)
+                config, share = dataclasses.replace(config, ranks_per_copy=1), ALONE
+        layout = _lay_out(geometry, device, config)
+        self._check_host_bytes(share, layout)
+        return share, layout, HostMemory.allocate(layout.size_bytes)
+
+    def _check_host_bytes(self, share: Share, layout: HostLayout) -> None:
+        check_host_bytes(
+            self.config,
+            # What several ranks share is there once.
+            pool_bytes_per_rank=layout.size_bytes // share.count,
+            num_ranks_on_host=self.num_ranks_on_host,
+            available_bytes=available_host_bytes(),
+        )
+
+
+def storage_of(
+    kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]],
+) -> tuple[Any, torch.device]:
+    """Return the one storage that all layers' caches are views of, and its device."""
+    tensors: list[torch.Tensor] = []
+    for cache in kv_caches.values():
+        tensors += cache if isinstance(cache, list) else [cache]
+    storage = tensors[0].untyped_storage()
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        raise ConfigError(
+            "unsupported KV cache layout: expected one backing allocation for all layers, found "
+            "several. vLLM 0.32 and later use one; open an issue that names model and vLLM version."
+        )
+    return storage, tensors[0].device
+
+
+def _lay_out(geometry: Geometry, device: torch.device, config: OffloadConfig) -> HostLayout:
+    num_slots = config.num_slots_of(geometry.slot_bytes)
+    if device.type == "cpu":
+        return HostLayout.in_one_slab(geometry, num_slots)
+    return HostLayout.in_slabs(geometry, num_slots, SLAB_BYTES)

@@ -1,0 +1,338 @@
+"""Every transfer of a rank, from vLLM's hooks to its end.
+
+A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for the
+copy, has checksums noted or compared, settles. No exception leaves it: it becomes a
+`FailureReason`. If the event loop dies, every transfer that has not settled fails, and so does
+every later one: the connector goes on as a cache that always misses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from safe_offload.config import DEFAULT_TRANSFER_TIMEOUT_S
+from safe_offload.errors import TransferError
+from safe_offload.protocol import FailureReason, Transfer
+from safe_offload.worker.backends.base import Backend, Completion, Copy, Direction
+from safe_offload.worker.loop_thread import Loop
+from safe_offload.worker.turnstile import Turn, Turnstile
+from safe_offload.worker.verify import Verifier
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+FENCE_TIMEOUT_S = 10.0
+"""A store that has not read its source by then is given up, so that vLLM is not held up."""
+FREE_TIMEOUT_S = 60.0
+"""Unlocking and freeing host memory is left to the process's end then."""
+
+
+class PendingTransfer:
+    """A transfer that has been submitted and not drained.
+
+    The loop's thread changes it; vLLM's sets `is_poisoned`, and settles it if the loop has ended.
+
+    Attributes:
+        mark: where the compute stream stood when it was submitted.
+        decided: set when its copy has been issued, or it has settled without.
+        completion: of its copy, once issued.
+        is_taken_back: its deadline has passed, its copy had not begun and never will.
+        is_settled: it has ended, as `failure` says.
+        is_poisoned: its source may have changed under it: it fails whatever the copy says.
+    """
+
+    __slots__ = (
+        *("completion", "copy", "decided", "failure", "is_poisoned", "is_settled"),
+        *("is_taken_back", "mark", "transfer_id", "turn"),
+    )
+
+    def __init__(self, transfer_id: int, copy: Copy, mark: Any, size_bytes: int) -> None:
+        self.transfer_id = transfer_id
+        self.copy = copy
+        self.mark = mark
+        self.turn = Turn(copy.direction, size_bytes)
+        self.decided = threading.Event()
+        self.completion: Completion | None = None
+        self.is_taken_back = False
+        self.is_settled = False
+        self.failure: FailureReason | None = None
+        self.is_poisoned = False
+
+    def __repr__(self) -> str:
+        state = "settled" if self.is_settled else "issued" if self.completion else "queued"
+        return f"<{self.copy.direction.value} {self.transfer_id}, {state}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """What `Transfers` holds at a moment.
+
+    Attributes:
+        pending_ids: of transfers that have not been drained.
+        unsettled_ids: of those that have not settled.
+        undecided_ids: of those whose copies have been neither issued nor given up.
+        num_overdue: copies that became overdue, since the start.
+    """
+
+    pending_ids: tuple[int, ...]
+    unsettled_ids: tuple[int, ...]
+    undecided_ids: tuple[int, ...]
+    num_overdue: int
+
+
+class Transfers:
+    """The transfers of one rank, which run from when this is made.
+
+    `submit`, `fence`, `drain`, `statistics` and `close` belong to one thread, the one that vLLM
+    calls its hooks on.
+
+    Args:
+        backend: copies and orders; closed when the loop has ended.
+        loop: runs the transfers and nothing else.
+        max_inflight_bytes: bytes of the copies that are issued at one time.
+        timeout_s: a transfer that has not been issued by then fails.
+        verifier: notes and compares checksums; closed when the loop has ended.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        loop: Loop,
+        max_inflight_bytes: int,
+        *,
+        timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self._backend = backend
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._verifier = verifier
+        # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
+        self._pending: dict[int, PendingTransfer] = {}
+        # On the loop's thread, but for the other ends of the two queues.
+        self._turnstile = Turnstile(max_inflight_bytes)
+        self._group = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._settled: deque[PendingTransfer] = deque()
+        self._bad_slot_ids: deque[int] = deque()
+        self._num_overdue = 0
+        self._ended = threading.Event()
+        loop.start(self._main, self._end)
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended.is_set() else "running"
+        return f"<Transfers {state}: {list(self._pending.values())}, {self._turnstile!r}>"
+
+    def statistics(self) -> TransferStatistics:
+        """Return what is held now."""
+        pending = self._pending.values()
+        return TransferStatistics(
+            tuple(self._pending),
+            tuple(p.transfer_id for p in pending if not p.is_settled),
+            tuple(p.transfer_id for p in pending if not p.decided.is_set()),
+            self._num_overdue,
+        )
+
+    def submit(self, direction: Direction, transfer: Transfer) -> None:
+        """Queue a transfer after what the compute stream has been given so far."""
+        copy = Copy(
+            direction,
+            np.array(transfer.block_ids, dtype=np.int64),
+            np.array(transfer.slot_ids, dtype=np.int64),
+        )
+        size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
+        assert transfer.transfer_id not in self._pending
+        pending = PendingTransfer(transfer.transfer_id, copy, self._backend.mark(), size_bytes)
+        self._pending[transfer.transfer_id] = pending
+        self._loop.call(self._spawn, pending)
+
+    def fence(self, transfer_ids: tuple[int, ...]) -> None:
+        """Order what vLLM does next after the reads of these stores, or give a late store up."""
+        fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
+        for pending in fenced:
+            if not pending.decided.is_set():
+                self._loop.call(self._turnstile.hurry, pending.turn)
+        deadline_s = self._loop.now_s() + FENCE_TIMEOUT_S
+        for pending in fenced:
+            if self._ended.is_set():
+                return
+            left_s = max(0.0, deadline_s - self._loop.now_s())
+            if not self._loop.wait(pending.decided, left_s):
+                pending.is_poisoned = True
+            elif pending.completion is not None and not pending.is_settled:
+                left_s = max(0.0, deadline_s - self._loop.now_s())
+                pending.is_poisoned |= not self._fence(pending.completion, left_s)
+
+    def drain(self) -> list[tuple[int, FailureReason | None]]:
+        """Return what has settled since the last call: transfer id, and why it failed or None."""
+        if self._ended.is_set():
+            for pending in self._pending.values():
+                if not pending.is_settled:
+                    self._settle(pending, FailureReason.NOT_RUNNING)
+        drained = []
+        while self._settled:
+            pending = self._settled.popleft()
+            del self._pending[pending.transfer_id]
+            poison = FailureReason.FENCE_TIMEOUT if pending.is_poisoned else None
+            drained.append((pending.transfer_id, pending.failure or poison))
+        return drained
+
+    def take_bad_slots(self) -> tuple[int, ...]:
+        """Return slots that were found changed: after `drain`, all that made a load of it fail."""
+        return tuple(self._bad_slot_ids.popleft() for _ in range(len(self._bad_slot_ids)))
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
+
+        Returns:
+            Whether all copies ended in time. If not, the loop goes on until they have.
+        """
+        self._loop.call(self._closing.set)
+        if not self._loop.wait(self._ended, timeout_s):
+            return False
+        self._loop.join(FREE_TIMEOUT_S)
+        return True
+
+    def _fence(self, completion: Completion, timeout_s: float) -> bool:
+        try:
+            return self._backend.fence(completion, timeout_s)
+        except Exception:
+            # Not a reason to leave the other stores of the step without their fences.
+            logger.exception("A store could not be fenced; it is given up")
+            return False
+
+    # ---- on the loop's thread ------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        async with self._group:
+            await self._closing.wait()
+            self._turnstile.cancel_waiting()
+
+    def _end(self) -> None:
+        """End the copies, then let every transfer fail: vLLM gives their blocks to others then."""
+        try:
+            if self._verifier is not None:
+                self._verifier.close()  # it reads the memory that the backend frees
+            self._backend.end_copies()
+        except Exception:
+            logger.exception("The copies of this worker did not end cleanly")
+        finally:
+            self._ended.set()
+            for pending in list(self._pending.values()):
+                pending.decided.set()
+        try:
+            self._backend.close()
+        except Exception:
+            logger.exception("The host memory of this worker was not freed cleanly")
+
+    def _spawn(self, pending: PendingTransfer) -> None:
+        if not self._closing.is_set():
+            running = self._run(pending)
+            try:
+                self._group.create_task(running)
+                return
+            except RuntimeError:  # the group is shutting down
+                running.close()
+        self._settle(pending, FailureReason.NOT_RUNNING)
+
+    async def _run(self, pending: PendingTransfer) -> None:
+        """Run a transfer from its turn to its end; no exception leaves this frame."""
+        failure: FailureReason | None = None
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            await self._enter(pending.turn, deadline_s)
+            try:
+                pending.completion = self._backend.issue(pending.copy, pending.mark)
+                pending.decided.set()
+                await self._wait_for_copy(pending, pending.completion, deadline_s)
+            finally:
+                self._turnstile.leave(pending.turn)
+            if self._verifier is not None:
+                bad = await self._verifier.check(pending.transfer_id, pending.copy)
+                self._bad_slot_ids.extend(bad)
+                if bad:
+                    detail = f"slots {bad} are not what was stored in them"
+                    raise TransferError(FailureReason.CHECKSUM_MISMATCH, detail)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # The loop dies, and the copy may go on: `drain` lets the transfer fail once the
+                # backend has ended its copies.
+                raise
+            failure = FailureReason.CANCELLED
+        except TransferError as error:
+            logger.warning("Transfer %d failed: %s", pending.transfer_id, error)
+            reason = error.reason
+            failure = reason if isinstance(reason, FailureReason) else FailureReason.COPY_FAILED
+        except Exception:
+            logger.exception("Transfer %d failed", pending.transfer_id)
+            failure = FailureReason.COPY_FAILED
+        self._settle(pending, failure)
+
+    async def _enter(self, turn: Turn, deadline_s: float) -> None:
+        """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._turnstile.enter(turn)
+        except TimeoutError:
+            raise TransferError(
+                FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
+            ) from None
+
+    async def _wait_for_copy(
+        self, pending: PendingTransfer, completion: Completion, deadline_s: float
+    ) -> None:
+        """Wait until a copy has ended, however long it takes; raise TransferError if it failed."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(deadline_s, self._pass_deadline, pending, completion)
+        try:
+            await completion.wait()
+        except TransferError:
+            if not pending.is_taken_back:
+                raise
+            raise TransferError(
+                FailureReason.TIMED_OUT, f"its copy had not begun within {self._timeout_s:g} s"
+            ) from None
+        finally:
+            timer.cancel()
+
+    def _pass_deadline(self, pending: PendingTransfer, completion: Completion) -> None:
+        """Take back an issued copy that has not ended in time, or say that it is overdue.
+
+        A copy that may have begun is never given up. A load is recomputed in the very blocks that
+        it writes, and the slots of a store would be granted to another: it would tear both (I6).
+        So it goes on until it ends, without its share of the bytes in flight: one copy that hangs
+        must not hold up all others.
+        """
+        try:
+            pending.is_taken_back = completion.cancel()
+        except Exception:
+            logger.exception("Transfer %d could not be cancelled", pending.transfer_id)
+        if pending.is_taken_back:
+            return  # `wait` ends now, and the transfer with it
+        self._num_overdue += 1
+        self._turnstile.leave(pending.turn)
+        logger.error(
+            "Transfer %d (%s, %d bytes) was started and has not ended within %g s. Until it ends, "
+            "the request or the host memory that it belongs to waits for it. If it does not end, "
+            "look for a hanging device or a machine that swaps (dmesg, nvidia-smi, vmstat) and "
+            'restart the server, on a GPU with another "copy_path"; if copies are only slow, raise '
+            '"transfer_timeout_s".',
+            pending.transfer_id,
+            pending.copy.direction.value,
+            pending.turn.size_bytes,
+            self._timeout_s,
+        )
+
+    def _settle(self, pending: PendingTransfer, failure: FailureReason | None) -> None:
+        assert not pending.is_settled
+        pending.failure = failure
+        pending.is_settled = True
+        pending.decided.set()
+        self._settled.append(pending)
