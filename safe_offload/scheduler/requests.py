@@ -245,6 +245,8 @@ class RequestBook:
         for request_id in received:
             state = self._states[request_id]
             state.announced, state.failing = True, False
+            if request_id in failed:
+                state.snapshots = []  # of a table that vLLM gives up now, for another one
         output.finished_recving = received or None
         output.finished_sending = sent or None
 

@@ -745,6 +745,15 @@ MUTANTS = (
         "I6",
         tests=("tests/scheduler/test_partial_hits.py", "-k", "ends_elsewhere"),
     ),
+    Mutant(
+        "what a load that failed left is taken for what its request has computed",
+        _REQUESTS,
+        "RequestBook.filter",
+        "if request_id in failed: ...",
+        "if False: ...",
+        "I6",
+        tests=("tests/scheduler/test_snapshots.py", "-k", "load_that_failed"),
+    ),
     # ---- I7: everything ends ----
     Mutant(
         "stores wait without end",
