@@ -10,6 +10,14 @@ from tests.simulator.earnings import Floor
 
 FLOOR_SEEDS = 5
 """Fewer say too little."""
+SWARM_SEEDS = 100
+"""The same, where each seed is another profile."""
+
+
+def num_floor_seeds(profile: str) -> int:
+    """How many seeds the floor of a profile is for, at least."""
+    return SWARM_SEEDS if profile == "swarm" else FLOOR_SEEDS
+
 
 FLOORS = {
     "plain": Floor(stored=0.83, loaded=0.75, hit=0.53),
@@ -70,4 +78,5 @@ FLOORS = {
     "shared": Floor(stored=0.72, loaded=0.75, hit=0.60),
     "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
     "costs": Floor(stored=0.74, loaded=0.75, hit=0.28),
+    "swarm": Floor(stored=0.50, loaded=0.50, hit=0.10),
 }

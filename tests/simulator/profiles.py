@@ -69,6 +69,7 @@ class Profile:
         about: one line for the documentation.
         copy_ticks_max: how late copies may end; a step is about six ticks.
         faults: most faults of each kind in one run.
+        settles: faults and aborts end with the last request, and all must settle within a bound.
     """
 
     about: str
@@ -76,6 +77,7 @@ class Profile:
     workload: Workload = field(default_factory=Workload)
     copy_ticks_max: int = 12
     faults: FaultCounts = field(default_factory=dict)
+    settles: bool = False
 
 
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
