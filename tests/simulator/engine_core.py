@@ -47,6 +47,8 @@ class EngineCore:
 
     def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
         self.shape = shape
+        extra = make_config(shape).kv_transfer_config.kv_connector_extra_config
+        self.config = OffloadConfig.from_extra_config(extra, world_size=shape.num_ranks)
         self.chance = Chance(seed)
         self.clock = Clock()
         self.findings = Findings()
@@ -80,7 +82,7 @@ class EngineCore:
         connector = SafeCPUOffloadConnector(
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
-        device, engine = self._make_engine(rank, copy_ticks_max, connector._config)
+        device, engine = self._make_engine(rank, copy_ticks_max)
         engine.start()
         assert connector._worker is not None
         connector._worker.attach(engine)
@@ -95,9 +97,7 @@ class EngineCore:
             pause=self._pause,
         )
 
-    def _make_engine(
-        self, rank: int, copy_ticks_max: int, config: OffloadConfig
-    ) -> tuple[Device, SteppedEngine]:
+    def _make_engine(self, rank: int, copy_ticks_max: int) -> tuple[Device, SteppedEngine]:
         """A device and the transfer engine that copies for it."""
         shape = self.shape
         memory = Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words)
@@ -111,7 +111,7 @@ class EngineCore:
             self.clock,
         )
         loop = VirtualLoop(self.clock)
-        return device, SteppedEngine(SimBackend(device, loop), config, loop, checksums)
+        return device, SteppedEngine(SimBackend(device, loop), self.config, loop, checksums)
 
     # ---- what clients do -----------------------------------------------------------------------
 

@@ -78,5 +78,5 @@ FLOORS = {
     "shared": Floor(stored=0.72, loaded=0.75, hit=0.60),
     "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
     "costs": Floor(stored=0.74, loaded=0.75, hit=0.28),
-    "swarm": Floor(stored=0.50, loaded=0.50, hit=0.10),
+    "swarm": Floor(stored=0.79, loaded=0.74, hit=0.15),
 }

@@ -40,5 +40,4 @@ class FinishChecker:
             **planner.gauges(),
             "leases": len(planner._leases),
             "new stores": len(planner._harvest.found),
-            "contained errors": planner._counters["contained_errors"],
         }
