@@ -956,6 +956,15 @@ MUTANTS = (
     ),
     # ---- I8: nothing is left ----
     Mutant(
+        "the engine never goes idle",
+        _PLANNER,
+        "Planner.has_work",
+        "if self._start_steps_left: ...",
+        "if True: ...",
+        "I7",
+        ("plain",),
+    ),
+    Mutant(
         "the engine goes idle while stores are in flight",
         _PLANNER,
         "Planner.has_work",

@@ -16,6 +16,7 @@ from tests.simulator.floors import FLOOR_SEEDS, FLOORS
 from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Result, Run, run
 from tests.simulator.shrink import shrink
+from tests.simulator.swarm import NAMES
 from tests.simulator.workload import make_events
 
 SEEDS = range(FLOOR_SEEDS)
@@ -64,7 +65,7 @@ def test_no_promise_is_broken_and_enough_is_earned(profile: str) -> None:
 
 
 def test_every_profile_must_store_load_and_hit() -> None:
-    assert FLOORS.keys() == PROFILES.keys()
+    assert set(FLOORS) == set(NAMES)
     for profile, floor in FLOORS.items():
         nothing = Earned(blocks_computed=1, loads=1, tokens_missing=1)
         assert nothing.what_is_below(floor).count("0.00 of at least") == 3, profile
