@@ -58,7 +58,7 @@ MUTANTS = (
         "self._leases.extend_head(state.hit_lease, new_slots)",
         "",
         "I1",
-        ("host-pressure", "priority"),
+        ("host-pressure",),
     ),
     Mutant(
         "no lease on a load",
@@ -123,7 +123,7 @@ MUTANTS = (
         "transfer.failed |= failed",
         "transfer.failed |= failed\ntransfer.ranks_left.clear()",
         "I3",
-        ("tensor-parallel", "pipeline"),
+        ("mla-shared", "swarm"),
     ),
     Mutant(
         "ids are not filtered",
@@ -161,7 +161,7 @@ MUTANTS = (
         "return Count.DROPPED_DUPLICATE_IDS if state.announced else None",
         "return None",
         "I3",
-        ("foreign-ids-queue",),
+        ("swarm",),
     ),
     Mutant(
         "ids of requests that send nothing are passed on",
@@ -179,7 +179,7 @@ MUTANTS = (
         "if state is None or state.request is not request: ...",
         "if state is None: ...",
         "I3",
-        ("foreign-ids", "aborts"),
+        ("foreign-ids",),
     ),
     Mutant(
         "a request whose load is under way counts as sent",
@@ -188,7 +188,7 @@ MUTANTS = (
         "if state.num_loads:\n    return Count.DROPPED_PREMATURE_IDS",
         "",
         "I3",
-        ("foreign-ids", "aborts"),
+        ("foreign-ids",),
     ),
     # ---- I4: finishing is idempotent ----
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = (
         "if state.phase is not Phase.RUNNING: ...",
         "if state.phase not in (Phase.RUNNING, Phase.FINISHED): ...",
         "I4",
-        ("plain", "aborts"),
+        ("plain",),
     ),
     Mutant(
         "a finished request can finish again",
@@ -217,7 +217,7 @@ MUTANTS = (
         "del self._empty[-count:]",
         "[self._empty.pop() for _ in range(count)]",
         "I5",
-        ("tiny-host",),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "a partial grant is treated as full",
@@ -226,7 +226,7 @@ MUTANTS = (
         "sources = sources.part(range(num_granted))",
         "",
         "I7",
-        ("tiny-host",),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "a partial grant to several requests is treated as full",
@@ -235,7 +235,7 @@ MUTANTS = (
         "if lease is None or len(lease.slots) < count: ...",
         "if lease is None: ...",
         "I7",
-        ("tiny-host", "host-pressure"),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "the largest rank says how many slots there are",
@@ -244,7 +244,7 @@ MUTANTS = (
         "min(self._capacities.values())",
         "max(self._capacities.values())",
         "I5",
-        ("uneven",),
+        ("swarm",),
     ),
     Mutant(
         "a pool that grows is open as a whole",
@@ -253,7 +253,7 @@ MUTANTS = (
         "range(self.num_usable, min(num_usable, self.num_slots))",
         "range(self.num_usable, self.num_slots)",
         "I5",
-        ("warming",),
+        ("swarm",),
     ),
     Mutant(
         "the pool opens when the first rank is ready",
@@ -262,7 +262,7 @@ MUTANTS = (
         "if len(self._capacities) == self._num_ranks: ...",
         "if True: ...",
         "I5",
-        ("uneven",),
+        ("swarm",),
     ),
     Mutant(
         "a slot that is granted stays among the empty ones",
@@ -281,7 +281,7 @@ MUTANTS = (
         "tuple(store.transfer_id for store in fenced)",
         "()",
         "I6",
-        ("late-copies", "back-to-back"),
+        ("late-copies",),
     ),
     Mutant(
         "a part of a store is no rank's share",
@@ -340,7 +340,7 @@ MUTANTS = (
         "self._engine.fence(plan.fences)",
         "pass",
         "I6",
-        ("late-copies", "back-to-back"),
+        ("late-copies",),
     ),
     Mutant(
         "stores that no hook has started are started behind the fences of the next plan",
@@ -359,7 +359,7 @@ MUTANTS = (
         "if self._is_forward_issued:\n"
         "    self.start_stores()",
         "I6",
-        ("pipeline-drafts",),
+        ("swarm",),
     ),
     Mutant(
         "stores that no hook has started are cancelled",
@@ -368,7 +368,7 @@ MUTANTS = (
         "self.start_stores()",
         "pass",
         "I7",
-        ("pipeline-drafts",),
+        ("swarm",),
     ),
     Mutant(
         "the hash witness is compared, not identified",
@@ -386,7 +386,7 @@ MUTANTS = (
         "return self.tables.get(self.request_id) is self.table",
         "return self.request_id in self.tables",
         "I6",
-        ("preemption", "late-copies", "back-to-back", "priority"),
+        ("late-copies", "host-pressure", "swarm"),
     ),
     Mutant(
         "a window's blocks count as kept for as long as its table is there",
@@ -395,7 +395,7 @@ MUTANTS = (
         "[type(m) is FullAttentionManager for m in self._managers]",
         "[True for _ in self._managers]",
         "I6",
-        ("hybrid", "hybrid-gpu", "chunked", "hybrid-pressure"),
+        ("hybrid-gpu", "hybrid-pressure", "swarm"),
     ),
     Mutant(
         "blocks that V2 writes early are stored",
@@ -404,7 +404,7 @@ MUTANTS = (
         "if not self._options.blocks_written_early: ...",
         "if True: ...",
         "I6",
-        ("zeroed-early",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "states that V2 moves early are forgotten",
@@ -413,7 +413,7 @@ MUTANTS = (
         "if state_group_ids: ...",
         "if False: ...",
         "I6",
-        ("mamba-v2",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "a store is published after the first rank",
@@ -422,7 +422,7 @@ MUTANTS = (
         "transfer.poisoned |= failed",
         "transfer.poisoned |= failed\ntransfer.ranks_left.clear()",
         "I6",
-        ("pipeline", "tensor-parallel"),
+        ("mla-shared", "swarm"),
     ),
     Mutant(
         "a slot is found while it is being stored",
@@ -440,7 +440,7 @@ MUTANTS = (
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
-        ("hybrid-gpu", "sparse-windows"),
+        ("hybrid-gpu",),
     ),
     Mutant(
         "a copy is done when it has been issued",
@@ -458,7 +458,7 @@ MUTANTS = (
         "job = Job(copy, self._backend.mark(), size_bytes)",
         "job = Job(copy, 0, size_bytes)",
         "I6",
-        ("streams", "gpu"),
+        ("mamba-gpu", "hybrid-gpu"),
     ),
     Mutant(
         "a store that failed is published",
@@ -491,7 +491,7 @@ MUTANTS = (
         "if load.failed: ...",
         "if False: ...",
         "I6",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a copy that failed is reported as done",
@@ -518,7 +518,7 @@ MUTANTS = (
         "given_away = [part for part in found if part.sources.given_away()]",
         "given_away = []",
         "I6",
-        ("host-pressure", "hybrid"),
+        ("host-pressure",),
     ),
     Mutant(
         "lazy: what a finished request has lost is stored behind the forward",
@@ -527,7 +527,7 @@ MUTANTS = (
         "self._add(None, self._still_wanted(sources), Found.EARLIER)",
         "self._add(None, self._still_wanted(sources), Found.NOW)",
         "I6",
-        ("lazy", "lazy-pressure"),
+        ("lazy-pressure", "swarm"),
     ),
     Mutant(
         "lazy: what a preempted request has lost is stored behind the forward",
@@ -536,7 +536,7 @@ MUTANTS = (
         "lost.append(block, _NO_WITNESS, block_hash)",
         "lost.append(block, witness, block_hash)",
         "I6",
-        ("lazy-pressure", "lazy"),
+        ("lazy-pressure",),
     ),
     Mutant(
         "lazy: what a load overwrites is stored one step too late",
@@ -563,7 +563,7 @@ MUTANTS = (
         "self.table[first:num_blocks]",
         "self.table[first:]",
         "I6",
-        ("lazy-pressure", "lazy"),
+        ("lazy-pressure",),
     ),
     Mutant(
         "a preempted request's blocks are stored with the one that it was about to fill",
@@ -572,7 +572,7 @@ MUTANTS = (
         "num_tokens: int = request.num_tokens - 1",
         "num_tokens: int = request.num_tokens",
         "I6",
-        ("preemption", "sparse-windows"),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "what finds no slot is stored later, overwritten or not",
@@ -617,7 +617,7 @@ MUTANTS = (
         "self.epoch += 1\nself.slots.forget_all()",
         "self.slots.forget(self.slots.kept())",
         "I6",
-        ("resets",),
+        ("swarm", "all-faults"),
     ),
     Mutant(
         "slots are found after a reset",
@@ -626,7 +626,7 @@ MUTANTS = (
         "self.slots.forget_all()",
         "pass",
         "I6",
-        ("resets",),
+        ("swarm", "all-faults"),
     ),
     Mutant(
         "slots are paired with blocks from the wrong end",
@@ -653,7 +653,7 @@ MUTANTS = (
         "num_tokens_max = request.num_tokens - 1",
         "num_tokens_max = request.num_tokens",
         "I6",
-        ("mamba",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "a copy that is overdue is given up",
@@ -671,7 +671,7 @@ MUTANTS = (
         "job.taken_back = job.completion.cancel()",
         "job.taken_back = True\njob.completion.ended.set_exception(TimeoutError())",
         "I6",
-        ("overdue", "overdue-gpu"),
+        ("overdue",),
     ),
     Mutant(
         "checksums are not compared",
@@ -762,7 +762,7 @@ MUTANTS = (
         "min(num_found, self._num_blocks_max - self.num_blocks)",
         "num_found",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "stores of several requests wait without end",
@@ -771,7 +771,7 @@ MUTANTS = (
         "if count > self._num_blocks_max - self.num_blocks: ...",
         "if False: ...",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "what has been stored counts as waiting",
@@ -807,7 +807,7 @@ MUTANTS = (
         "self.has_dead = True",
         "",
         "I7",
-        ("dying",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "a failed load is not announced",
@@ -816,7 +816,7 @@ MUTANTS = (
         "plan = StepPlan(self._loads.new_transfers(), before, after, fences, self._loads.failures)",
         "plan = StepPlan(self._loads.new_transfers(), before, after, fences, ())",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "the workers do not echo a failure",
@@ -825,7 +825,7 @@ MUTANTS = (
         "self._failures += plan.failures",
         "pass",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a hit whose load failed is offered again",
@@ -834,7 +834,7 @@ MUTANTS = (
         "self._index.slots.forget(load.lease.slots)",
         "",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a hit that waits is offered again although its slots were forgotten",
@@ -862,7 +862,7 @@ MUTANTS = (
         "block_hash_of(block) is self.block_hash",
         "return block is not None and block_hash_of(block) is self.block_hash",
         "I7",
-        ("lazy", "lazy-pressure"),
+        ("lazy-pressure", "swarm"),
     ),
     Mutant(
         "bytes in flight are never given back",
@@ -871,7 +871,7 @@ MUTANTS = (
         "self._bytes -= job.size_bytes",
         "",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "transfers of a dead loop are not reported",
@@ -880,7 +880,7 @@ MUTANTS = (
         "if job.state is not JobState.SETTLED: ...",
         "if False: ...",
         "I7",
-        ("dying",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "a transfer that cannot be issued ends the loop's task without a word",
@@ -907,7 +907,7 @@ MUTANTS = (
         "load.has_ended = True",
         "",
         "I7",
-        ("shared",),
+        ("shared-stalls", "swarm"),
     ),
     Mutant(
         "the load of a request that has gone is waited for",
@@ -916,7 +916,7 @@ MUTANTS = (
         "return not (self.has_ended or self.owner.finished)",
         "return not self.has_ended",
         "I7",
-        ("shared", "shared-stalls"),
+        ("shared-stalls", "swarm"),
     ),
     Mutant(
         "a load is waited for without end",
@@ -943,7 +943,7 @@ MUTANTS = (
         "load.transfer.transfer_id > wait.newest_id",
         "True",
         "I7",
-        ("shared-stalls", "shared", "overdue-gpu"),
+        ("shared-stalls",),
     ),
     Mutant(
         "a load of another prefix is waited for",
@@ -952,7 +952,7 @@ MUTANTS = (
         "if not is_brought or load.hashes[place] != hashes[place]: ...",
         "if not is_brought: ...",
         "I7",
-        ("shared",),
+        ("shared-stalls", "swarm"),
     ),
     # ---- I8: nothing is left ----
     Mutant(
@@ -980,7 +980,7 @@ MUTANTS = (
         "state.drop_hit()",
         "",
         "I8",
-        ("host-pressure", "aborts"),
+        ("host-pressure",),
     ),
     Mutant(
         "the prefix of a request that ends stays leased",
@@ -1024,7 +1024,7 @@ MUTANTS = (
         "    state.let_go_prefix()\n"
         "    state.loaded = load.lease",
         "I8",
-        ("aborts",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "the slots of a store of nobody's stay leased",
@@ -1033,7 +1033,7 @@ MUTANTS = (
         "self.release()",
         "",
         "I8",
-        ("lazy",),
+        ("lazy-pressure", "swarm"),
     ),
     # ---- the GPU backend, over the stand-in device ----
     Mutant(
