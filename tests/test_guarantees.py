@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import safe_offload
-from tests.simulator.profiles import PROFILES
+from tests.simulator.swarm import NAMES
 
 ROOT = Path(safe_offload.__file__).parent.parent
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
@@ -64,4 +64,4 @@ def test_every_profile_that_is_named_exists() -> None:
     for cell in (row.split("|")[4] for row in ROWS):
         for part in re.findall(r"profiles? ((?:`[\w-]+`(?: \([^)]*\))?(?:, )?)+)", cell):
             for name in re.findall(r"`([\w-]+)`", part):
-                assert name in PROFILES or name.startswith("test_"), name
+                assert name in NAMES or name.startswith("test_"), name

@@ -331,7 +331,8 @@ class Planner(Side):
                 self._settle_report(report, output)
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
-                self.book.filter(output, self.gpu)
+                for state in self.book.filter(output, self.gpu):
+                    self.policy.load_failed(state)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.

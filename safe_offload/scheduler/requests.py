@@ -198,11 +198,14 @@ class RequestBook:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> None:
+    def filter(self, output: KVConnectorOutput, gpu: GpuBlocks) -> list[RequestState]:
         """Keep of vLLM's finished ids only those that the scheduler can act on (I3).
 
         vLLM asserts on every other. Ids of other connectors (MultiConnector) are judged by the same
         rules and pass.
+
+        Returns:
+            The requests that vLLM recomputes now, because their load failed.
         """
         failed = output.failed_recving
         received = self._keep(
@@ -216,6 +219,7 @@ class RequestBook:
             self._states[request_id].announced()
         output.finished_recving = received or None
         output.finished_sending = sent or None
+        return [self._states[request_id] for request_id in received if request_id in failed]
 
     def _keep(
         self, request_ids: Iterable[str] | None, refuse: Callable[[str], Count | None]

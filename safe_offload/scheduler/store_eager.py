@@ -125,6 +125,10 @@ class EagerStores:
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
 
+    def load_failed(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self._snapshots.pop(state, None)
+
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; stores what the request has computed and not stored."""
         if state.phase is Phase.RUNNING:

@@ -109,6 +109,10 @@ class LazyStores:
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
 
+    def load_failed(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self._snapshots.pop(state, None)
+
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
 

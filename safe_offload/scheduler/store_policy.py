@@ -27,6 +27,9 @@ class StorePolicy(Protocol):
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
 
+    def load_failed(self, state: RequestState) -> None:
+        """vLLM recomputes a request in another block table than the one of its load."""
+
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""
 

@@ -60,7 +60,7 @@ MUTANTS = (
         "self._leases.extend_head(progress.lease, new_slots)",
         "",
         "I1",
-        ("host-pressure", "priority"),
+        ("host-pressure",),
     ),
     Mutant(
         "no lease on a load",
@@ -127,13 +127,13 @@ MUTANTS = (
         "    transfer.ranks_left &= {outcome.rank}\n"
         "if transfer is None: ...",
         "I3",
-        ("tensor-parallel", "pipeline"),
+        ("mla-shared", "swarm"),
     ),
     Mutant(
         "ids are not filtered",
         _PLANNER,
         "Planner.settle",
-        "self.book.filter(output, self.gpu)",
+        "for state in self.book.filter(output, self.gpu): ...",
         "pass",
         "I3",
         ("foreign-ids",),
@@ -165,7 +165,7 @@ MUTANTS = (
         "return Count.DROPPED_DUPLICATE_IDS if state.is_announced else None",
         "return None",
         "I3",
-        ("foreign-ids-queue",),
+        ("swarm",),
     ),
     Mutant(
         "ids of requests that send nothing are passed on",
@@ -183,7 +183,7 @@ MUTANTS = (
         "return state if state is not None and state.request is request else None",
         "return state",
         "I3",
-        ("foreign-ids", "aborts"),
+        ("foreign-ids",),
     ),
     Mutant(
         "a request whose load is under way counts as sent",
@@ -192,7 +192,7 @@ MUTANTS = (
         "if state.num_loads:\n    return Count.DROPPED_PREMATURE_IDS",
         "",
         "I3",
-        ("foreign-ids", "aborts"),
+        ("foreign-ids",),
     ),
     # ---- I4: finishing is idempotent ----
     Mutant(
@@ -202,7 +202,7 @@ MUTANTS = (
         "if state.phase is Phase.RUNNING: ...",
         "if state.phase in (Phase.RUNNING, Phase.FINISHED): ...",
         "I4",
-        ("plain", "aborts"),
+        ("plain",),
     ),
     Mutant(
         "a finished request can finish again",
@@ -221,7 +221,7 @@ MUTANTS = (
         "del self._empty[-count:]",
         "[self._empty.pop() for _ in range(count)]",
         "I5",
-        ("tiny-host",),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "a partial grant is treated as full",
@@ -230,7 +230,7 @@ MUTANTS = (
         "blocks = blocks.part(range(num_granted))",
         "",
         "I7",
-        ("tiny-host",),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "a partial grant to several requests is treated as full",
@@ -239,7 +239,7 @@ MUTANTS = (
         "if lease is None or len(lease.slots) < count: ...",
         "if lease is None: ...",
         "I7",
-        ("tiny-host", "host-pressure"),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "the largest rank says how many slots there are",
@@ -248,7 +248,7 @@ MUTANTS = (
         "min(self._capacities.values())",
         "max(self._capacities.values())",
         "I5",
-        ("uneven",),
+        ("swarm",),
     ),
     Mutant(
         "a pool that grows is open as a whole",
@@ -257,7 +257,7 @@ MUTANTS = (
         "range(self.num_usable, min(num_usable, self.num_slots))",
         "range(self.num_usable, self.num_slots)",
         "I5",
-        ("warming",),
+        ("swarm",),
     ),
     Mutant(
         "the pool opens when the first rank is ready",
@@ -266,7 +266,7 @@ MUTANTS = (
         "if len(self._capacities) == self._num_ranks: ...",
         "if True: ...",
         "I5",
-        ("uneven",),
+        ("swarm",),
     ),
     Mutant(
         "a slot that is granted stays among the empty ones",
@@ -285,7 +285,7 @@ MUTANTS = (
         "tuple(store.transfer_id for store in fenced)",
         "()",
         "I6",
-        ("late-copies", "back-to-back"),
+        ("late-copies",),
     ),
     Mutant(
         "a part of a store is no rank's share",
@@ -331,7 +331,7 @@ MUTANTS = (
         "self.opened.transfers.fence(plan.fences)",
         "pass",
         "I6",
-        ("late-copies", "back-to-back"),
+        ("late-copies",),
     ),
     Mutant(
         "stores that no hook has started are started behind the fences of the next plan",
@@ -350,7 +350,7 @@ MUTANTS = (
         "if self._is_forward_issued:\n"
         "    self.start_stores()",
         "I6",
-        ("pipeline-drafts",),
+        ("swarm",),
     ),
     Mutant(
         "stores that no hook has started are cancelled",
@@ -359,7 +359,7 @@ MUTANTS = (
         "self.start_stores()",
         "pass",
         "I7",
-        ("pipeline-drafts",),
+        ("swarm",),
     ),
     Mutant(
         "the hash witness is compared, not identified",
@@ -377,7 +377,7 @@ MUTANTS = (
         "return self.tables.get(self.request_id) is self.table",
         "return self.request_id in self.tables",
         "I6",
-        ("preemption", "late-copies", "back-to-back", "priority"),
+        ("late-copies", "host-pressure", "swarm"),
     ),
     Mutant(
         "a window's blocks count as kept for as long as its table is there",
@@ -386,7 +386,7 @@ MUTANTS = (
         "[type(m) is FullAttentionManager for m in self._managers]",
         "[True for _ in self._managers]",
         "I6",
-        ("hybrid", "hybrid-gpu", "chunked", "hybrid-pressure"),
+        ("hybrid-gpu", "hybrid-pressure", "swarm"),
     ),
     Mutant(
         "blocks that V2 writes early are stored",
@@ -395,7 +395,7 @@ MUTANTS = (
         "if not self.options.blocks_written_early: ...",
         "if True: ...",
         "I6",
-        ("zeroed-early",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "states that V2 moves early are forgotten",
@@ -404,7 +404,7 @@ MUTANTS = (
         "if state_group_ids: ...",
         "if False: ...",
         "I6",
-        ("mamba-v2",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "a store is published after the first rank",
@@ -415,7 +415,7 @@ MUTANTS = (
         "    transfer.ranks_left &= {outcome.rank}\n"
         "if transfer is None: ...",
         "I6",
-        ("pipeline", "tensor-parallel"),
+        ("mla-shared", "swarm"),
     ),
     Mutant(
         "a slot is found while it is being stored",
@@ -433,7 +433,7 @@ MUTANTS = (
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
-        ("hybrid-gpu", "sparse-windows"),
+        ("hybrid-gpu",),
     ),
     Mutant(
         "a copy is done when it has been issued",
@@ -451,7 +451,7 @@ MUTANTS = (
         "pending = PendingTransfer(transfer.transfer_id, copy, self._backend.mark(), size_bytes)",
         "pending = PendingTransfer(transfer.transfer_id, copy, 0, size_bytes)",
         "I6",
-        ("streams", "gpu"),
+        ("mamba-gpu", "hybrid-gpu"),
     ),
     Mutant(
         "a store that failed is published",
@@ -484,7 +484,7 @@ MUTANTS = (
         "if load.has_failed: ...",
         "if False: ...",
         "I6",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a copy that failed is reported as done",
@@ -511,7 +511,7 @@ MUTANTS = (
         "given_away = [part for part in exposed if part.blocks.given_away()]",
         "given_away = []",
         "I6",
-        ("host-pressure", "hybrid"),
+        ("host-pressure",),
     ),
     Mutant(
         "lazy: what a finished request has lost is stored behind the forward",
@@ -520,7 +520,7 @@ MUTANTS = (
         "self._stores.add(self._stores.missing(blocks), None, is_intact=False)",
         "self._stores.add(self._stores.missing(blocks), None, is_intact=True)",
         "I6",
-        ("lazy", "lazy-pressure"),
+        ("lazy-pressure", "swarm"),
     ),
     Mutant(
         "lazy: what a preempted request has lost is stored behind the forward",
@@ -529,7 +529,7 @@ MUTANTS = (
         "lost.append(block, _NO_WITNESS, block_hash)",
         "lost.append(block, witness, block_hash)",
         "I6",
-        ("lazy-pressure", "lazy"),
+        ("lazy-pressure",),
     ),
     Mutant(
         "lazy: what a load overwrites is stored one step too late",
@@ -556,7 +556,7 @@ MUTANTS = (
         "self.table[first : places.stop]",
         "self.table[first:]",
         "I6",
-        ("lazy-pressure", "lazy"),
+        ("lazy-pressure",),
     ),
     Mutant(
         "a preempted request's blocks are stored with the one that it was about to fill",
@@ -565,7 +565,7 @@ MUTANTS = (
         "num_tokens: int = request.num_tokens - 1",
         "num_tokens: int = request.num_tokens",
         "I6",
-        ("preemption", "sparse-windows"),
+        ("host-pressure", "swarm"),
     ),
     Mutant(
         "what finds no slot is stored later, overwritten or not",
@@ -610,7 +610,7 @@ MUTANTS = (
         "self.epoch += 1\nreturn self.forget(list(self.hashes))",
         "return self.forget(self.kept())",
         "I6",
-        ("resets",),
+        ("swarm", "all-faults"),
     ),
     Mutant(
         "slots are found after a reset",
@@ -619,7 +619,7 @@ MUTANTS = (
         "self.forget(list(self.hashes))",
         "[]",
         "I6",
-        ("resets",),
+        ("swarm", "all-faults"),
     ),
     Mutant(
         "slots are paired with blocks from the wrong end",
@@ -646,7 +646,7 @@ MUTANTS = (
         "num_tokens_max = request.num_tokens - 1",
         "num_tokens_max = request.num_tokens",
         "I6",
-        ("mamba",),
+        ("mamba-gpu", "swarm"),
     ),
     Mutant(
         "a copy that is overdue is given up",
@@ -664,7 +664,7 @@ MUTANTS = (
         "pending.is_taken_back = completion.cancel()",
         "pending.is_taken_back = True\ncompletion.ended.set_exception(TimeoutError())",
         "I6",
-        ("overdue", "overdue-gpu"),
+        ("overdue",),
     ),
     Mutant(
         "checksums are not compared",
@@ -738,6 +738,15 @@ MUTANTS = (
         "I6",
         tests=("tests/scheduler/test_partial_hits.py", "-k", "ends_elsewhere"),
     ),
+    Mutant(
+        "what a load that failed left is taken for what its request has computed",
+        _PLANNER,
+        "Planner.settle",
+        "self.policy.load_failed(state)",
+        "pass",
+        "I6",
+        tests=("tests/scheduler/test_snapshots.py", "-k", "load_that_failed"),
+    ),
     # ---- I7: everything ends ----
     Mutant(
         "stores wait without end",
@@ -746,7 +755,7 @@ MUTANTS = (
         "min(num_found, self.num_blocks_max - self.num_blocks)",
         "num_found",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "stores of several requests wait without end",
@@ -755,7 +764,7 @@ MUTANTS = (
         "count > self.num_blocks_max - self.num_blocks",
         "False",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "what has been stored counts as waiting",
@@ -791,7 +800,7 @@ MUTANTS = (
         "self.has_dead = True",
         "",
         "I7",
-        ("dying",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "a failed load is not announced",
@@ -800,7 +809,7 @@ MUTANTS = (
         "plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)",
         "plan = StepPlan(self.loads.new_transfers(), before, after, fences, ())",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "the workers do not echo a failure",
@@ -809,7 +818,7 @@ MUTANTS = (
         "self._failures += plan.failures",
         "pass",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a hit whose load failed is offered again",
@@ -818,7 +827,7 @@ MUTANTS = (
         "self._hits.slots.forget(load.lease.slots)",
         "",
         "I7",
-        ("failing", "dying"),
+        ("failing",),
     ),
     Mutant(
         "a hit that waits is offered again although its slots were forgotten",
@@ -846,7 +855,7 @@ MUTANTS = (
         "block_hash_of(block) is self.block_hash",
         "return block is not None and block_hash_of(block) is self.block_hash",
         "I7",
-        ("lazy", "lazy-pressure"),
+        ("lazy-pressure", "swarm"),
     ),
     Mutant(
         "bytes in flight are never given back",
@@ -855,7 +864,7 @@ MUTANTS = (
         "self._bytes -= turn.size_bytes",
         "",
         "I7",
-        ("tight-flight",),
+        ("swarm",),
     ),
     Mutant(
         "transfers of a dead loop are not reported",
@@ -864,7 +873,7 @@ MUTANTS = (
         "if not pending.is_settled: ...",
         "if False: ...",
         "I7",
-        ("dying",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "a transfer that cannot be issued ends the loop's task without a word",
@@ -891,7 +900,7 @@ MUTANTS = (
         "load.end()",
         "",
         "I7",
-        ("shared",),
+        ("shared-stalls", "swarm"),
     ),
     Mutant(
         "the load of a request that has gone is waited for",
@@ -900,7 +909,7 @@ MUTANTS = (
         "return not (self.has_ended or self.owner.finished)",
         "return not self.has_ended",
         "I7",
-        ("shared", "shared-stalls"),
+        ("shared-stalls", "swarm"),
     ),
     Mutant(
         "a load is waited for without end",
@@ -927,7 +936,7 @@ MUTANTS = (
         "load.transfer_id > wait.newest_id",
         "True",
         "I7",
-        ("shared-stalls", "shared", "overdue-gpu"),
+        ("shared-stalls",),
     ),
     Mutant(
         "a load of another prefix is waited for",
@@ -936,9 +945,18 @@ MUTANTS = (
         "if not is_brought or load.hashes[place] != hashes[place]: ...",
         "if not is_brought: ...",
         "I7",
-        ("shared",),
+        ("shared-stalls", "swarm"),
     ),
     # ---- I8: nothing is left ----
+    Mutant(
+        "the engine never goes idle",
+        _PLANNER,
+        "Planner.has_work",
+        "if self._start_steps_left: ...",
+        "if True: ...",
+        "I7",
+        ("plain",),
+    ),
     Mutant(
         "the engine goes idle while stores are in flight",
         _PLANNER,
@@ -955,7 +973,7 @@ MUTANTS = (
         "self.drop_hit(state)",
         "",
         "I8",
-        ("host-pressure", "aborts"),
+        ("host-pressure",),
     ),
     Mutant(
         "the prefix of a request that ends stays leased",
@@ -991,7 +1009,7 @@ MUTANTS = (
         "lease.release()",
         "pass",
         "I8",
-        ("aborts",),
+        ("all-faults", "swarm"),
     ),
     Mutant(
         "the slots of a store of nobody's stay leased",
@@ -1000,7 +1018,7 @@ MUTANTS = (
         "self.release()",
         "",
         "I8",
-        ("lazy",),
+        ("lazy-pressure", "swarm"),
     ),
     # ---- the GPU backend, over the stand-in device ----
     Mutant(

@@ -10,7 +10,7 @@ from tests.scheduler.rig import MakeRig
 from tests.simulator.run import run
 
 
-@pytest.mark.parametrize("profile", ["all-faults", "failing", "dying", "foreign-ids"])
+@pytest.mark.parametrize("profile", ["all-faults", "failing", "loads-fail", "foreign-ids"])
 def test_a_storm_of_failures_logs_no_token(
     profile: str, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:

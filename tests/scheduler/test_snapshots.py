@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,12 @@ from vllm.v1.request import Request
 from safe_offload.compat import allocated_block_ids
 from safe_offload.scheduler.snapshots import Snapshot
 from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.device import CopyFault
 from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.profiles import PROFILES
+from tests.simulator.run import Run
 from tests.simulator.words import Sequel
+from tests.simulator.workload import make_events
 
 
 def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
@@ -193,3 +198,18 @@ def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig: MakeRi
     for n in range(3):
         rig.check_tokens(f"r{n}", 12)
     rig.check_idle()
+
+
+@pytest.mark.parametrize(("is_lazy", "seed"), [(False, 4), (True, 0), (True, 9)])
+def test_nothing_is_rescued_from_the_blocks_of_a_load_that_failed(is_lazy: bool, seed: int) -> None:
+    """vLLM computes the request again in other blocks, and those of the load are anybody's."""
+    profile = PROFILES["lazy-priority"]
+    shape = replace(profile.shape, num_slots=100, extra={"lazy_offload": is_lazy})
+    profile = replace(profile, shape=shape, faults={CopyFault.FAIL: 60})
+    current = Run(profile, seed, make_events(profile, seed))
+    try:
+        current.go()
+    finally:
+        current.core.close()
+    assert current.core.counts["failed_loads"] > 0
+    assert current.core.counts["rescued_blocks"] > 0

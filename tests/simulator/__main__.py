@@ -49,17 +49,17 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tests.simulator.profiles import PROFILES
+    from tests.simulator.swarm import NAMES, profile_of
 
     if arguments.list:
-        for name, profile in PROFILES.items():
-            print(f"{name:18} {profile.about}")
+        for name in NAMES:
+            print(f"{name:24} {profile_of(name, 0).about}")
         return 0
-    names = list(PROFILES) if arguments.profile == "all" else arguments.profile.split(",")
+    names = list(NAMES) if arguments.profile == "all" else arguments.profile.split(",")
     for name in names:
-        if name not in PROFILES:
+        if name not in NAMES:
             raise ConfigError(
-                f"--profile {name}: there is no such profile. Allowed: all, {', '.join(PROFILES)}"
+                f"--profile {name}: there is no such profile. Allowed: all, {', '.join(NAMES)}"
             )
     first, end = _seed_range(arguments)
     # vLLM logs about every engine that is made; what matters here is in the trace.
@@ -85,8 +85,9 @@ def _seed_range(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool:
     from tests.simulator.earnings import Earned
-    from tests.simulator.floors import FLOOR_SEEDS, FLOORS
+    from tests.simulator.floors import FLOORS, num_floor_seeds
     from tests.simulator.run import run as run_seed
+    from tests.simulator.swarm import described
 
     only = arguments.only.split(",") if arguments.only else None
     started, num_steps, earned = time.monotonic(), 0, Earned()
@@ -97,7 +98,7 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
         earned += result.earned
         digest.update(result.digest.encode())
         if arguments.trace:
-            print("\n".join(result.trace))
+            print(*described(name, seed), *result.trace, sep="\n")
         if result.finding is not None:
             _report(result, arguments)
             return False
@@ -108,7 +109,7 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
         flush=True,
     )
     below = earned.what_is_below(FLOORS[name])
-    if below and only is None and len(seeds) >= FLOOR_SEEDS:
+    if below and only is None and len(seeds) >= num_floor_seeds(name):
         print(f"{name}: no promise is broken, and too little is earned: {below}")
         return False
     return True
@@ -117,9 +118,11 @@ def _run_profile(name: str, seeds: range, arguments: argparse.Namespace) -> bool
 def _report(failed: object, arguments: argparse.Namespace) -> None:
     from tests.simulator.run import Result
     from tests.simulator.shrink import shrink
+    from tests.simulator.swarm import described
 
     assert isinstance(failed, Result)
     print(f"profile {failed.profile}, seed {failed.seed}: {failed.finding}", flush=True)
+    print(*described(failed.profile, failed.seed), sep="\n", flush=True)
     small = shrink(
         failed,
         internal_checks=arguments.internal_checks,

@@ -149,6 +149,13 @@ class Device:
         if self.is_broken:
             raise RuntimeError(f"the device of rank {self.rank} is lost")
 
+    def recover(self) -> None:
+        """No copy fails or stands still any more, and no call raises."""
+        self.faults.clear()
+        self.is_broken = self.fails_loads = False
+        for copy in self.running:
+            copy.stalled_until_s = 0.0
+
     # ---- the compute stream --------------------------------------------------------------------
 
     def enqueue(self, operation: Callable[[], object]) -> None:

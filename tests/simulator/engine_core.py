@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 
+from safe_offload.compat import ranks_per_copy
 from safe_offload.config import OffloadConfig
 from safe_offload.worker.opening import Opened
 from safe_offload.worker.shared_memory import Share
@@ -54,6 +56,12 @@ class EngineCore(Stepper):
     """
 
     def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
+        vllm_config, kv_cache_config = make_config(shape), make_kv_cache_config(shape)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.config = replace(
+            OffloadConfig.from_extra_config(extra, world_size=shape.num_ranks),
+            ranks_per_copy=ranks_per_copy(vllm_config, kv_cache_config),
+        )
         self.clock = Clock()
         with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
             super().__init__(shape)
@@ -86,7 +94,7 @@ class EngineCore(Stepper):
             make_config(shape, rank), KVConnectorRole.WORKER, make_kv_cache_config(shape)
         )
         assert isinstance(connector.side, WorkerBridge)
-        device, loop, opened = self._open(rank, copy_ticks_max, connector._config)
+        device, loop, opened = self._open(rank, copy_ticks_max)
         connector.side.attach(opened)
         return Worker(
             rank,
@@ -100,9 +108,7 @@ class EngineCore(Stepper):
             pause=self._pause,
         )
 
-    def _open(
-        self, rank: int, copy_ticks_max: int, config: OffloadConfig
-    ) -> tuple[Device, SteppedLoop, Opened]:
+    def _open(self, rank: int, copy_ticks_max: int) -> tuple[Device, SteppedLoop, Opened]:
         """Return a device, and what copies for it on a loop that is turned by hand."""
         shape = self.shape
         memory = Memory.empty(shape.num_blocks, shape.slots_of(rank), shape.block_words)
@@ -119,16 +125,16 @@ class EngineCore(Stepper):
         backend = SimBackend(device, event_loop)
         loop = SteppedLoop(device, event_loop)
         verifier = None
-        if config.verify_every:
-            verifier = Verifier(backend, SlowThreads(), config.verify_every, checksums)
+        if self.config.verify_every:
+            verifier = Verifier(backend, SlowThreads(), self.config.verify_every, checksums)
         transfers = Transfers(
             backend,
             loop,
-            config.max_inflight_bytes,
-            timeout_s=config.transfer_timeout_s,
+            self.config.max_inflight_bytes,
+            timeout_s=self.config.transfer_timeout_s,
             verifier=verifier,
         )
-        share = Share.of_rank(rank, config.ranks_per_copy)
+        share = Share.of_rank(rank, self.config.ranks_per_copy)
         return device, loop, Opened(transfers, backend, share, storage=None)
 
     # ---- what clients do -----------------------------------------------------------------------

@@ -44,6 +44,17 @@ class Faults:
         """Whether something that was taken is still to be given back."""
         return bool(self._give_back_at)
 
+    def stop(self) -> None:
+        """Nothing goes wrong any more; what has died stays dead."""
+        self._by_step.clear()
+        self._due.clear()
+        self._withheld = {rank: (0, reports) for rank, (_, reports) in self._withheld.items()}
+        for _ in self._give_back_at:
+            self._slots.give_back()
+        self._give_back_at.clear()
+        for worker in self._core.workers:
+            worker.device.recover()
+
     def before_step(self, now: int) -> None:
         """Faults that happen between two steps."""
         if self._give_back_at and self._give_back_at[0] <= now:

@@ -31,6 +31,10 @@ class Moments:
         self._reached_at: dict[str, int] = {}
         core.before_update.append(self._while_computing)
 
+    def stop(self) -> None:
+        """No client goes any more."""
+        self._left.clear()
+
     def sent(self, send: Send, request: Any) -> None:
         """A request has been sent."""
         self._requests[send.name] = request

@@ -14,7 +14,9 @@ from tests.simulator.events import Abort, Event, Fault, Reset, Send
 from tests.simulator.faults import Faults
 from tests.simulator.findings import Finding
 from tests.simulator.moments import Moments
-from tests.simulator.profiles import PROFILES, Profile
+from tests.simulator.profiles import Profile
+from tests.simulator.settling import Settling
+from tests.simulator.swarm import profile_of
 from tests.simulator.trace import Trace
 from tests.simulator.workload import make_events
 
@@ -67,6 +69,9 @@ class Run:
         ids = sorted({send.request_id for send in self._sends})
         self._faults = Faults(self.core, self.checkers, faults, [*ids, "never-sent"])
         self._is_faultless = not profile.faults
+        self._settles = profile.settles
+        self._copy_ticks_max = profile.copy_ticks_max
+        self._settling: Settling | None = None
         self._wanted: dict[str, Send] = {}
         self._now = 0
 
@@ -93,6 +98,7 @@ class Run:
             self._now += 1
             self._send_due()
             self._reset_due()
+            self._settle()
             self._faults.before_step(self._now)
             self._abort(self._moments.before_schedule())
             if core.has_work:
@@ -140,6 +146,18 @@ class Run:
                     raise
                 self.trace.note("  refused by vLLM", "refused", reset.name)
 
+    def _settle(self) -> None:
+        """After the last request: faults and clients that go end, and what is left has a bound."""
+        if self._sends or self._resets or not (self._settles or self._is_faultless):
+            return
+        if self._settling is None:
+            if self._settles:
+                self.trace.note("no more faults, no more aborts", "calm")
+                self._faults.stop()
+                self._moments.stop()
+            self._settling = Settling(self.core, self._copy_ticks_max)
+        self._settling.check()
+
     def _abort(self, aborts: Iterable[Abort]) -> None:
         for abort in aborts:
             self.trace.note(str(abort), "client goes", abort.name)
@@ -168,12 +186,12 @@ def run(
     """Make a run and let it go to its end, or to the first finding.
 
     Args:
-        profile: see `profiles.PROFILES`.
+        profile: a name of `swarm.NAMES`.
         seed: which run.
         only: names of the events that are kept; all if not given.
         internal_checks: let our own `check_invariants` run after each step too.
     """
-    chosen = PROFILES[profile]
+    chosen = profile_of(profile, seed)
     if internal_checks:
         extra: dict[str, Any] = {**chosen.shape.extra, "check_invariants": True}
         chosen = replace(chosen, shape=replace(chosen.shape, extra=extra))

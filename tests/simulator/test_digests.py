@@ -15,7 +15,7 @@ from tests.digests import digest_of
 from tests.simulator import trace
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("all-faults", "pipeline", "mamba-gpu", "drafts-gpu", "aborts")
+PROFILES = ("all-faults", "swarm", "mamba-gpu", "hybrid-gpu", "foreign-ids")
 
 
 def _in_another_process() -> str:

@@ -159,19 +159,20 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     if shape.connector == NONE:
         config.kv_transfer_config = None
     if shape.num_draft_tokens:
-        config.speculative_config = _speculative_config(config, shape.num_draft_tokens)
+        config.speculative_config = _speculative_config(shape, config)
     return config
 
 
-def _speculative_config(config: Any, num_tokens: int) -> Any:
+def _speculative_config(shape: EngineShape, config: Any) -> Any:
     from vllm.config import SpeculativeConfig
 
     return SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=num_tokens,
+        num_speculative_tokens=shape.num_draft_tokens,
         prompt_lookup_max=2,
         target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
+        # Of one rank: the heads of the tiny model cannot be divided by every number of ranks.
+        target_parallel_config=_base_config(shape.connector).parallel_config,
     )
 
 

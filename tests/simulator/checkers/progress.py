@@ -18,10 +18,6 @@ ANNOUNCE_STEPS_MAX = 40
 """From the end of a load on all ranks to the end of its request's wait; reports may come late."""
 
 
-def _max_inflight_bytes(core: EngineCore) -> int:
-    return int(core.connector._config.max_inflight_bytes)
-
-
 class ProgressChecker:
     """Watches for errors, for loads that ended and were not told, and for standstill."""
 
@@ -30,7 +26,7 @@ class ProgressChecker:
         self._ledger = ledger
         self._seen: tuple[int, ...] = ()
         self._moved_at = 0
-        self._store_blocks_max = max(1, 4 * _max_inflight_bytes(core) // PAGE_BYTES)
+        self._store_blocks_max = max(1, 4 * core.config.max_inflight_bytes // PAGE_BYTES)
         self._dead_since: int | None = None
         ledger.on_plan.append(self._see_plan)
         for connector in [core.connector, *(worker.connector for worker in core.workers)]:

@@ -50,8 +50,7 @@ class WaitChecker:
         self._core = core
         self._ledger = ledger
         self._waiters: dict[int, _Waiter] = {}
-        timeout_s = core.connector._config.transfer_timeout_s
-        self._wait_max_s = min(WAIT_MAX_S, timeout_s)
+        self._wait_max_s = min(WAIT_MAX_S, core.config.transfer_timeout_s)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
 
     def _see_match(

@@ -1,0 +1,54 @@
+"""The last phase of a run: no request comes any more, and everything must settle within a bound."""
+
+from __future__ import annotations
+
+from tests.simulator.engine_core import EngineCore
+from tests.simulator.findings import Finding
+
+TICKS_PER_STEP = 6
+"""Of a device, about."""
+COPY_ROUNDS = 4
+"""Copies that wait for one another in turn, at most, when the last request has been computed."""
+
+
+class Settling:
+    """Bounds the steps from its making to an idle engine.
+
+    vLLM goes on with the request that it would preempt last, whatever becomes of the others. So all
+    of them take no longer than one after the other, each computed from its first token, with the
+    time of a copy for a load of each.
+
+    Args:
+        core: the engine.
+        copy_ticks_max: how late its copies may end.
+    """
+
+    def __init__(self, core: EngineCore, copy_ticks_max: int) -> None:
+        self._core = core
+        self._began_at = core.num_steps
+        copy_steps = copy_ticks_max // TICKS_PER_STEP + 2
+        requests = core.scheduler.requests.values()
+        self.steps_max = (
+            copy_steps * (COPY_ROUNDS + len(requests))
+            + sum(
+                -(-request.num_tokens // core.shape.max_batched_tokens)
+                + request.max_tokens
+                - request.num_output_tokens
+                for request in requests
+            )
+            * core.queue_size
+        )
+
+    def check(self) -> None:
+        """No more steps have passed than may.
+
+        Raises:
+            Finding: it takes too long.
+        """
+        num_steps = self._core.num_steps - self._began_at
+        if num_steps > self.steps_max:
+            raise Finding(
+                "I7",
+                f"not settled {num_steps} steps after the last request and the last fault; "
+                f"{self.steps_max} may be",
+            )

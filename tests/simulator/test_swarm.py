@@ -1,0 +1,194 @@
+"""Profiles drawn from seeds, and the last phase of their runs, which must settle within a bound."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from safe_offload.scheduler.planner import Planner
+from tests.simulator.device import CopyFault, Device
+from tests.simulator.earnings import Earned
+from tests.simulator.events import FaultKind
+from tests.simulator.findings import Finding
+from tests.simulator.floors import FLOORS, SWARM_SEEDS
+from tests.simulator.profiles import PROFILES, Profile, Workload
+from tests.simulator.run import Run, run
+from tests.simulator.swarm import (
+    RULES,
+    SWARM,
+    blocks_of_longest_request,
+    described,
+    draw,
+)
+from tests.simulator.vllm_setup import EngineShape
+from tests.simulator.workload import make_events
+
+NUM_DRAWS = 300
+NOT_DRAWN = {"connector", "max_model_len"}
+"""Fields of a shape: another connector than ours, and what follows from the workload."""
+
+
+def options(part: EngineShape | Workload) -> set[str]:
+    usual = type(part)()
+    names = [option.name for option in fields(part)]
+    return {name for name in names if getattr(part, name) != getattr(usual, name)}
+
+
+def features(profile: Profile) -> set[str]:
+    """What a profile has that the plainest one has not; sizes, which all differ, left out."""
+    shape, workload = profile.shape, profile.workload
+    sizes = {"num_blocks", "num_slots", "max_batched_tokens", "max_seqs", "groups", "extra"}
+    kinds = {f"group {group.kind}" for group in shape.parsed_groups}
+    kinds |= {f"blocks of {group.block_tokens}" for group in shape.parsed_groups}
+    return {
+        *(options(shape) - sizes - NOT_DRAWN),
+        *kinds,
+        f"{len(shape.groups)} groups",
+        *(f"{key}={value}" for key, value in shape.extra.items() if key != "transfer_timeout_s"),
+        *(kind.value for kind in profile.faults),
+        *(["salts"] if workload.num_salts > 1 else []),
+        *(["late copies"] if profile.copy_ticks_max > 12 else []),
+    }
+
+
+def pairs(profiles: Iterator[Profile]) -> set[tuple[str, str]]:
+    return {
+        pair
+        for profile in profiles
+        for pair in itertools.combinations(sorted(features(profile)), 2)
+    }
+
+
+def go(profile: Profile, seed: int) -> Run:
+    current = Run(profile, seed, make_events(profile, seed))
+    try:
+        current.go()
+    finally:
+        current.core.close()
+    return current
+
+
+# ---- what is drawn -----------------------------------------------------------------------------
+
+
+def test_a_seed_draws_one_profile_and_another_seed_another() -> None:
+    assert draw(7) == draw(7)
+    assert len({str(draw(seed)) for seed in range(50)}) == 50
+
+
+def test_every_option_is_drawn() -> None:
+    drawn = [draw(seed) for seed in range(NUM_DRAWS)]
+    shapes = set().union(*(options(profile.shape) for profile in drawn))
+    workloads = set().union(*(options(profile.workload) for profile in drawn))
+    assert {option.name for option in fields(EngineShape)} - shapes <= NOT_DRAWN
+    assert {option.name for option in fields(Workload)} == workloads
+    assert {kind for profile in drawn for kind in profile.faults} == {*CopyFault, *FaultKind}
+    keys = {key for profile in drawn for key in profile.shape.extra}
+    assert keys == {
+        "lazy_offload",
+        "eviction_policy",
+        "verify",
+        "min_load_tokens",
+        "max_inflight_bytes",
+        "transfer_timeout_s",
+        "check_invariants",
+    }
+
+
+def test_most_pairs_of_named_profiles_are_drawn_and_many_that_none_has() -> None:
+    named, drawn = pairs(iter(PROFILES.values())), pairs(draw(seed) for seed in range(NUM_DRAWS))
+    assert len(drawn) > 2 * len(named)
+
+
+def test_vllm_would_start_with_every_pool_that_is_drawn() -> None:
+    for seed in range(50):
+        shape = draw(seed).shape
+        assert shape.num_blocks > blocks_of_longest_request(shape)
+        assert all(shape.slots_of(rank) > 0 for rank in range(shape.num_ranks))
+
+
+def test_each_rule_leaves_out_what_it_says_and_no_draw_has_any() -> None:
+    refused = [
+        EngineShape(is_async=True, pipeline_ranks=2),
+        EngineShape(groups=("chunk:16", "full@8")),
+        EngineShape(groups=("mamba@8", "mamba@16")),
+        EngineShape(groups=("mamba",), num_draft_tokens=1),
+    ]
+    found = [[rule.refuses(Profile("", shape)) for rule in RULES] for shape in refused]
+    assert found == [[one is other for other in RULES] for one in RULES]
+    drawn = [draw(seed) for seed in range(50)]
+    assert not any(rule.refuses(profile) for rule in RULES for profile in drawn)
+
+
+def test_every_rule_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    for rule in RULES:
+        assert f"| {rule.what} | {rule.why} |" in text
+
+
+def test_vllm_dies_of_chunks_in_blocks_of_several_sizes() -> None:
+    profile = Profile("", EngineShape(groups=("chunk:16", "full@8"), num_blocks=60, num_slots=90))
+    with pytest.raises(Finding, match="AssertionError"):
+        go(profile, 0)
+
+
+def test_the_profile_of_a_seed_is_described() -> None:
+    assert described("plain", 0) == []
+    text = "\n".join(described(SWARM, 0))
+    assert f"groups={draw(0).shape.groups}" in text or draw(0).shape.groups == ("full",)
+    assert "faults at most" in text
+
+
+def test_no_promise_is_broken_by_what_is_drawn_and_enough_is_earned() -> None:
+    earned = Earned()
+    for seed in range(SWARM_SEEDS):
+        result = run(SWARM, seed)
+        assert result.finding is None, f"python -m tests.simulator --profile swarm --seed {seed}"
+        earned += result.earned
+    assert earned.what_is_below(FLOORS[SWARM]) == "", str(earned)
+
+
+# ---- the last phase ----------------------------------------------------------------------------
+
+SETTLES = replace(PROFILES["late-copies"], copy_ticks_max=0, settles=True)
+
+
+def test_faults_and_aborts_stop_with_the_last_request() -> None:
+    faults = {CopyFault.STALL: 200, FaultKind.SQUEEZE: 8, FaultKind.REPORT_LATE: 8}
+    profile = replace(SETTLES, faults=faults, workload=Workload(num_steps=20, num_aborts=40))
+    current = go(profile, 1)
+    calm = next(n for n, line in enumerate(current.trace.lines) if "no more faults" in line)
+    assert not any(line.endswith("later") for line in current.trace.lines[calm:])
+    assert any("step" in line for line in current.trace.lines[calm:])
+    assert all(not worker.device.faults for worker in current.core.workers)
+
+
+def test_an_engine_that_never_goes_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "has_work", True)
+    with pytest.raises(Finding, match="I7: not settled"):
+        go(SETTLES, 0)
+
+
+def test_a_copy_that_goes_on_standing_still_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "recover", lambda device: None)
+    profile = replace(SETTLES, faults={CopyFault.STALL: 200})
+    findings = []
+    for seed in range(4):
+        try:
+            go(profile, seed)
+        except Finding as finding:
+            findings.append(str(finding))
+    assert any("not settled" in finding for finding in findings)
+
+
+def test_the_bound_holds_without_faults_in_named_profiles_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Planner, "has_work", True)
+    finding = run("plain", 0).finding
+    assert finding is not None
+    assert "not settled" in str(finding)
