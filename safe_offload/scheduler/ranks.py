@@ -53,7 +53,7 @@ class Ranks:
         self._num_failed_in_a_row: Counter[int] = Counter()
 
     def add_capacity(self, capacity: Capacity) -> None:
-        """Open as many slots as every rank has (FAULTS: X1)."""
+        """Open as many slots as every rank has."""
         self._capacities[capacity.rank] = capacity.num_slots
         if len(self._capacities) == self._num_ranks:
             self._slots.open(min(self._capacities.values()))
