@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -422,9 +423,14 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) ->
 def num_instructions(name: str, trace: Trace) -> int:
     """Count what all hooks execute, on a clock that the trace alone moves."""
     counter = HookCounter()
-    engine = make_engine(name, Sizes.of(trace), COPY_STEPS)
-    engine.connector._clock = lambda: engine.num_steps * STEP_S + engine.num_computed * TOKEN_S
-    serve(engine, trace, counter)
+    engines: list[Any] = []
+
+    def now_s() -> float:
+        return sum(e.num_steps * STEP_S + e.num_computed * TOKEN_S for e in engines)
+
+    with patch("safe_offload.connector.monotonic", now_s):
+        engines.append(make_engine(name, Sizes.of(trace), COPY_STEPS))
+    serve(engines[0], trace, counter)
     return sum(counter.counts.values(), Counts()).instructions
 
 
