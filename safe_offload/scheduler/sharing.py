@@ -1,11 +1,11 @@
 """Requests that wait for a load of another request instead of loading the same blocks once more.
 
 Requests with one prefix often come together: several answers to one prompt, agents, users behind
-one system prompt. Whoever comes before the first load has landed would load a copy of its own, and
-all copies hold GPU blocks (docs/guarantees.md: P3). So it waits: vLLM's scheduler asks again in its next step,
-goes on with the requests behind meanwhile, and puts what the load brings into its own prefix cache
-before it asks. (vLLM 0.32.0, Scheduler.schedule: it looks first at the requests that hold blocks
-for a load; _update_waiting_for_remote_kv caches the blocks of each group.)
+one system prompt. If each loaded a copy of its own before the first load has landed, all copies
+would hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its
+next step, goes on with the requests after them meanwhile, and puts what the load brings into its
+own prefix cache before it asks. (vLLM 0.32.0, Scheduler.schedule: it looks first at the requests
+that hold blocks for a load; _update_waiting_for_remote_kv caches the blocks of each group.)
 
 What bounds the wait (docs/guarantees.md: H5):
 
