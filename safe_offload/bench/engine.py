@@ -113,7 +113,8 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
-    if "kv_connector" not in (arguments.kv_transfer_config or {"kv_connector": OURS}):
+    config = arguments.kv_transfer_config
+    if config is not None and "kv_connector" not in config:
         raise ConfigError("--kv-transfer-config: expected an object with the key kv_connector")
     return BenchOptions(**{one.name: getattr(arguments, one.name) for one in fields(BenchOptions)})
 

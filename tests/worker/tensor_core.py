@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from safe_offload.config import OffloadConfig
 from safe_offload.layout import Geometry, Segment, make_geometry
 from safe_offload.worker.backends.base import Backend, Direction
 from safe_offload.worker.loop_thread import LoopThread
@@ -191,13 +190,13 @@ class TensorCore(EngineCore):
         self.machines: list[Machine] = []
         super().__init__(shape, seed)
 
-    def _open(self, rank: int, copy_ticks_max: int, config: OffloadConfig) -> Any:
+    def _open(self, rank: int, copy_ticks_max: int) -> Any:
         shape = self.shape
         machine = self._make_machine(shape, geometry_of(shape), shape.slots_of(rank))
         self.machines.append(machine)
         loop = RunningLoop()
-        transfers = Transfers(machine.backend, loop, config.max_inflight_bytes)
-        share = Share.of_rank(rank, config.ranks_per_copy)
+        transfers = Transfers(machine.backend, loop, self.config.max_inflight_bytes)
+        share = Share.of_rank(rank, self.config.ranks_per_copy)
         return TensorDevice(rank, machine), loop, Opened(transfers, machine.backend, share, None)
 
     def step(self) -> Any:
