@@ -7,7 +7,7 @@ nothing moves again. vLLM 0.32.0 has a check against it, which counts too few bl
 windows: it caps what a request needs and then takes off the null blocks of its table too
 (Scheduler._inflight_prefill_reserved_blocks). So with such groups the connector reports a hit only
 if every request that holds blocks for a load could still go on were it the next, also if its load
-fails: then vLLM takes its blocks away, and it begins again at its first token, ahead of the others
+fails: then vLLM takes its blocks away, and it begins again at its first token, before the others
 in the queue.
 """
 

@@ -229,16 +229,16 @@ class GpuBlocks:
         block: KVCacheBlock = self._pool.blocks[block_id]
         return block
 
-    def free_blocks(self, count: int, behind: KVCacheBlock | None = None) -> list[KVCacheBlock]:
+    def free_blocks(self, count: int, after: KVCacheBlock | None = None) -> list[KVCacheBlock]:
         """Return the first blocks of the free queue, the next to be allocated first.
 
         Args:
             count: the most to return.
-            behind: a block of the queue to start after, rather than at the head.
+            after: a block of the queue to start after, rather than at the head.
         """
         queue = self._pool.free_block_queue
         end = queue.fake_free_list_tail
-        block = (behind or queue.fake_free_list_head).next_free_block
+        block = (after or queue.fake_free_list_head).next_free_block
         blocks: list[KVCacheBlock] = []
         while block is not end and len(blocks) < count:
             blocks.append(block)

@@ -144,7 +144,7 @@ class Directory:
         return self.forget(list(self.hashes))
 
     def mend(self, leased: Iterable[int]) -> None:
-        """After an error: make the tables anew, without what was being stored without a lease."""
+        """After an error: rebuild the tables, without what was being stored without a lease."""
         for slot in self._being_stored.difference(leased):
             self.hashes.pop(slot, None)
         self._being_stored &= self.hashes.keys()

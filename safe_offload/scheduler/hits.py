@@ -35,7 +35,7 @@ NO_SLOT = -1
 def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
     """Return the items whose marker, in the same place, is not `null`.
 
-    A window leaves thousands of nulls at the head and none behind, so that is looked at first.
+    A window leaves thousands of nulls at the head and none after it, so that is looked at first.
     """
     num_nulls = markers.count(null)
     if num_nulls and null in markers[num_nulls:]:
@@ -45,7 +45,7 @@ def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A run of tokens that the host can deliver, behind those that the GPU has.
+    """A run of tokens that the host can deliver, after those that the GPU has.
 
     Attributes:
         slots_by_group: for each KV cache group, one slot for each block of the run; `NO_SLOT`
@@ -169,7 +169,7 @@ class HostHits:
             if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
         ]
         # A chunked-local group counts its chunks from the first token, so a search that starts
-        # behind the GPU's hit is right only at a chunk boundary.
+        # after the GPU's hit is right only at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
         self.group_ids = compat.cacheable_group_ids(kv_cache_config)
         # The coordinator makes a pool of its own, which has no use: one block is the least.

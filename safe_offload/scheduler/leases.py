@@ -58,7 +58,7 @@ class Lease:
 
         Args:
             shares: how many of the first slots go to which lease, how many of the next, and so on;
-                None lets go of them, as of the slots behind the last share.
+                None lets go of them, as of the slots after the last share.
         """
         if self._book is None or any(other and other._book is None for _, other in shares):
             raise ValueError("all leases must be held")

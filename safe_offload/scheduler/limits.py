@@ -2,8 +2,8 @@
 
 A client writes `"kv_transfer_params": {"max_offload_tokens": 0, "max_load_tokens": 0}`; names and
 meanings are those of vLLM's OffloadingConnector (vLLM 0.33.0, kv_connector/v1/offloading/
-scheduler.py, RequestOffloadState). Whatever else a client writes there is junk or somebody else's:
-the request is served all the same.
+scheduler.py, RequestOffloadState). Whatever else a client writes there is junk, or another
+connector's: the request is served all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Limits:
 
     Attributes:
         store_tokens: only blocks that end within so many first tokens are stored.
-        load_tokens: at most so many tokens, behind those that the GPU has, come from the host.
+        load_tokens: at most so many tokens, after those that the GPU has, come from the host.
     """
 
     store_tokens: int | None = None

@@ -353,7 +353,7 @@ class Loads:
         """After an internal error: a load that no worker copies has failed, the others go on.
 
         Args:
-            book: the requests of vLLM; what is noted about their loads is made anew.
+            book: the requests of vLLM; what is noted about their loads is rebuilt.
         """
         states = {*book, *(load.owner for load in self._new), *self._failures}
         states.update(load.owner for load in self.in_flight.values())

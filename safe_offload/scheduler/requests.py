@@ -159,7 +159,7 @@ class RequestBook:
                     ALLOWED,
                 )
             if not isinstance(request.kv_transfer_params, dict):
-                # vLLM asks it for keys, right behind our hook and later on.
+                # vLLM asks it for keys, right after our hook and later on.
                 request.kv_transfer_params = None
         return limits
 

@@ -1,6 +1,6 @@
 """Requests that wait for a load of another request instead of loading the same blocks once more.
 
-Requests with one prefix often come together: several answers to one prompt, agents, users behind
+Requests with one prefix often come together: several answers to one prompt, agents, users with
 one system prompt. If each loaded a copy of its own before the first load has landed, all copies
 would hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its
 next step, goes on with the requests after them meanwhile, and puts what the load brings into its

@@ -170,7 +170,7 @@ class SlotPool:
         return retired
 
     def mend(self, leases: Iterable[Sequence[int]]) -> None:
-        """After an error: make all books anew from the leases that exist."""
+        """After an error: rebuild all books from the leases that exist."""
         expected = self._count(leases)
         self.directory.mend(expected)
         self._leased = set(expected)

@@ -154,7 +154,7 @@ class _Meeting:
         """Make the memory when all other ranks are here; return when all have mapped it."""
         with contextlib.ExitStack() as stack:
             with _new_socket() as listener:
-                # First of all: a rank that finds nobody here waits.
+                # First of all: a rank that finds no leader here waits.
                 listener.bind(self.address)
                 listener.listen(self.num_ranks)
                 peers = [
@@ -213,7 +213,7 @@ class _Meeting:
             try:
                 leader.connect(self.address)
                 return leader
-            except ConnectionRefusedError:  # nobody is there yet
+            except ConnectionRefusedError:  # no leader is there yet
                 leader.close()
                 if time.monotonic() > self.deadline_s:
                     raise TimeoutError from None
@@ -254,7 +254,7 @@ def _make_memory(size_bytes: int) -> int:
     descriptor = os.memfd_create("safe-offload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
-        # A memory that shrinks would end, by SIGBUS, whoever has it mapped.
+        # A memory that shrinks would end, by SIGBUS, every process that has it mapped.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:

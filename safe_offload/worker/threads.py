@@ -1,4 +1,4 @@
-"""Threads that are all there before the first work comes, on cores where they hinder nobody."""
+"""Threads that are all there before the first work comes, on cores that vLLM leaves idle."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Turnstile:
             self._grant(turn, turn.granted)
 
     def cancel_waiting(self) -> None:
-        """Cancel whoever waits."""
+        """Cancel all that wait."""
         for turn in [turn for waiting in self._waiting.values() for turn in waiting]:
             if turn.granted is not None and not turn.granted.done():
                 turn.granted.cancel()
