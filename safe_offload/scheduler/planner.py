@@ -387,10 +387,10 @@ class Planner(Side):
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
 
-        The error may have come between any two steps of the books. So they are rebuilt from what
-        is certain: a transfer that some rank has not reported goes on, and no store is published; of
-        the rest every lease is released, and a request that vLLM keeps waiting is told to recompute.
-        Hits that were reported stay until vLLM takes or drops them.
+        The error may have come between any two steps of the books. So they are rebuilt from what is
+        certain: a transfer that some rank has not reported goes on, and no store is published; of
+        the rest every lease is released, and a request that vLLM keeps waiting is told to
+        recompute. Hits that were reported stay until vLLM takes or drops them.
 
         Args:
             report: of the workers, if it was lost by the error: what it names has ended.
