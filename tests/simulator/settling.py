@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
+from tests.simulator.groups import BLOCK_TOKENS
 
 TICKS_PER_STEP = 6
 """Of a device, about."""
@@ -15,8 +16,9 @@ class Settling:
     """Bounds the steps from its making to an idle engine.
 
     vLLM goes on with the request that it would preempt last, whatever becomes of the others. So all
-    of them take no longer than one after the other, each computed from its first token, with the
-    time of a copy for a load of each.
+    of them take no longer than one after the other, each computed from its first token. But a
+    request cannot be preempted while it holds blocks for a load. In a pool that is too small for
+    two, they may so take turns with every block, and each turn takes a load.
 
     Args:
         core: the engine.
@@ -28,8 +30,12 @@ class Settling:
         self._began_at = core.num_steps
         copy_steps = copy_ticks_max // TICKS_PER_STEP + 2
         requests = core.scheduler.requests.values()
+        num_turns = sum(
+            1 + (request.max_tokens - request.num_output_tokens) // BLOCK_TOKENS
+            for request in requests
+        )
         self.steps_max = (
-            copy_steps * (COPY_ROUNDS + len(requests))
+            copy_steps * (COPY_ROUNDS + num_turns)
             + sum(
                 -(-request.num_tokens // core.shape.max_batched_tokens)
                 + request.max_tokens
