@@ -30,10 +30,13 @@ class Settling:
         self._began_at = core.num_steps
         copy_steps = copy_ticks_max // TICKS_PER_STEP + 2
         requests = core.scheduler.requests.values()
-        num_turns = sum(
-            1 + (request.max_tokens - request.num_output_tokens) // BLOCK_TOKENS
-            for request in requests
-        )
+        num_turns = len(requests)
+        ends = [request.num_prompt_tokens + request.max_tokens for request in requests]
+        if core.connector.side.hits.num_blocks_spanned(sum(ends)) > core.shape.num_blocks:
+            num_left = (
+                end - request.num_tokens for end, request in zip(ends, requests, strict=True)
+            )
+            num_turns += sum(num_left) // BLOCK_TOKENS
         self.steps_max = (
             copy_steps * (COPY_ROUNDS + num_turns)
             + sum(

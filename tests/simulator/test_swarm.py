@@ -154,7 +154,12 @@ def test_no_promise_is_broken_by_what_is_drawn_and_enough_is_earned() -> None:
 
 # ---- the last phase ----------------------------------------------------------------------------
 
-SETTLES = replace(PROFILES["late-copies"], copy_ticks_max=0, settles=True)
+SETTLES = replace(
+    PROFILES["late-copies"],
+    shape=replace(PROFILES["late-copies"].shape, num_blocks=400),  # for all at once
+    copy_ticks_max=0,
+    settles=True,
+)
 
 
 def test_faults_and_aborts_stop_with_the_last_request() -> None:
@@ -175,7 +180,8 @@ def test_an_engine_that_never_goes_idle_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_a_copy_that_goes_on_standing_still_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "recover", lambda device: None)
-    profile = replace(SETTLES, faults={CopyFault.STALL: 200})
+    shape = PROFILES["late-copies"].shape
+    profile = replace(SETTLES, shape=shape, faults={CopyFault.STALL: 200})
     findings = []
     for seed in range(4):
         try:
@@ -189,6 +195,6 @@ def test_the_bound_holds_without_faults_in_named_profiles_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Planner, "has_work", True)
-    finding = run("plain", 0).finding
-    assert finding is not None
-    assert "not settled" in str(finding)
+    plain = PROFILES["plain"]
+    with pytest.raises(Finding, match="I7: not settled"):
+        go(replace(plain, shape=replace(plain.shape, num_blocks=400)), 0)
