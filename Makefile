@@ -42,7 +42,8 @@ COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_
 	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
 
 # What matters most, within two minutes on two cores.
-QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/worker tests/test_config.py tests/test_connector.py \
+QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.py tests/test_connector.py \
+	$(addprefix tests/worker/test_,bridge.py deadlines.py shared_ranks.py transfers.py transfers_end.py verify.py) \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
