@@ -149,9 +149,9 @@ class Planner(Side):
         self.policy: StorePolicy
         if options.is_lazy:
             num_step_blocks = hits.num_blocks_in_step(options.num_step_tokens_max)
-            self.policy = LazyStores(hits, gpu, self.stores, counters, num_decoded, num_step_blocks)
+            self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
-            self.policy = EagerStores(hits, gpu, self.stores, counters, num_decoded)
+            self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
@@ -168,7 +168,7 @@ class Planner(Side):
         if state is None:
             if (namesake := self.book.get(request.request_id)) is not None:
                 self._end(namesake)
-                self._forget(namesake)
+                self.loads.forget(namesake)
             state = self.book.add(request)
         return state
 
@@ -254,10 +254,6 @@ class Planner(Side):
             self.policy.end(state)
             self.stores.end(state)
 
-    def _forget(self, state: RequestState) -> None:
-        """vLLM holds nothing of a request any more."""
-        self.loads.forget(state)
-
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
@@ -276,7 +272,7 @@ class Planner(Side):
         if self.steps is not None:
             self.steps.planned(scheduler_output, now_s)
         for state in self.book.purge(self.gpu):
-            self._forget(state)
+            self.loads.forget(state)
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.blocks import (
     BlockSet,
@@ -60,10 +58,6 @@ class EagerProgress:
     leftover: list[BlockSet]
 
 
-def _begin_progress(num_groups: int) -> EagerProgress:
-    return EagerProgress([0] * num_groups, [0] * num_groups, [])
-
-
 class EagerStores:
     """A policy that stores what requests have computed. See `StorePolicy`.
 
@@ -74,7 +68,6 @@ class EagerStores:
         hits: to skip what the host has or is about to have.
         gpu: the block tables.
         stores: takes what is found.
-        counters: what happens is counted here.
         num_decode_tokens_max: see `Agenda`.
     """
 
@@ -83,7 +76,6 @@ class EagerStores:
         hits: HostHits,
         gpu: GpuBlocks,
         stores: Stores,
-        counters: Counters,
         num_decode_tokens_max: int,
     ) -> None:
         self._hits = hits
@@ -92,7 +84,6 @@ class EagerStores:
         self._block_sizes = hits.group_block_sizes
         self._gpu = gpu
         self._stores = stores
-        self._counters = counters
         self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
@@ -102,8 +93,9 @@ class EagerStores:
         )
         self._camera = Camera(hits, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        begin = [0] * len(self._block_sizes)
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
-            partial(_begin_progress, len(self._block_sizes))
+            lambda: EagerProgress([*begin], begin, [])
         )
         self._short_of_slots: set[RequestState] = set()
 
@@ -158,8 +150,7 @@ class EagerStores:
                 first = progress.cursors_before[snapshot.group_idx]
                 rescued += self._camera.unsaved(state, snapshot, first, given_out)
             for blocks in rescued:
-                num_stored = self._stores.add(self._stores.missing(blocks), None, is_intact=False)
-                self._counters[Count.RESCUED_BLOCKS] += num_stored
+                self._stores.rescue(blocks)
 
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]

@@ -6,7 +6,6 @@ from itertools import compress
 from operator import is_not
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.agenda import Agenda
 from safe_offload.scheduler.blocks import (
     BlockSet,
@@ -44,7 +43,6 @@ class LazyStores:
         hits: to skip what the host has or is about to have.
         gpu: the free queue.
         stores: takes what is found.
-        counters: what happens is counted here.
         num_decode_tokens_max: see `Agenda`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
@@ -54,14 +52,12 @@ class LazyStores:
         hits: HostHits,
         gpu: GpuBlocks,
         stores: Stores,
-        counters: Counters,
         num_decode_tokens_max: int,
         num_step_blocks: int,
     ) -> None:
         self._hits = hits
         self._gpu = gpu
         self._stores = stores
-        self._counters = counters
         self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
         self._camera = Camera(hits, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
@@ -149,8 +145,7 @@ class LazyStores:
             self._avoid(set(uncomputed))
             for snapshot in taken:
                 lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
-                num_stored = self._stores.add(self._stores.missing(lost), None, is_intact=False)
-                self._counters[Count.RESCUED_BLOCKS] += num_stored
+                self._stores.rescue(lost)
 
     def _avoid(self, hashes: set[bytes]) -> None:
         """Never store free blocks of these hashes, the last ones of blocks that were not computed.

@@ -123,6 +123,11 @@ class Stores:
         self._begin(Part(blocks, lease, owners), is_intact=is_intact)
         return True
 
+    def rescue(self, blocks: BlockSet) -> None:
+        """Store what a request had computed that was preempted in this step, as far as it goes."""
+        num_stored = self.add(self.missing(blocks), None, is_intact=False)
+        self._counters[Count.RESCUED_BLOCKS] += num_stored
+
     def _begin(self, part: Part, *, is_intact: bool) -> None:
         """From now on a part is being stored."""
         blocks = part.blocks
