@@ -12,15 +12,32 @@ if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
 
 
+def _engine_file(nodeid: str) -> str | None:
+    """Return the name of a file of tests that run real engines."""
+    path = nodeid.partition("::")[0]
+    return path.rpartition("/")[2] if path.startswith("tests/engine/") else None
+
+
+def _is_last(nodeid: str) -> bool:
+    """Return whether it is of the second half of the engine tests."""
+    return (_engine_file(nodeid) or "") > "test_m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the second half of the engine tests last, where two processes share what is left."""
+    items.sort(key=lambda item: _is_last(item.nodeid))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`, one process runs all engines, one after the other, and both share the rest."""
+    """With `-n 2`, one process begins with the engines of the first half, one after the other."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_engine = nodeid.startswith("tests/engine/")
-            return "tests/engine" if is_engine else super()._split_scope(nodeid)
+            if _engine_file(nodeid) and not _is_last(nodeid):
+                return "tests/engine"
+            return super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # engines take longest and come early
     return Scheduling(config, log)
