@@ -71,7 +71,7 @@ demo: venv ## two long prompts back to back on a real server, the first one back
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
 
 site: $(SITE_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
-	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --config-file .ci/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
 
 $(SITE_READY): .ci/requirements-site.txt
 	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(SITE_VENV)
