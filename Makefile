@@ -48,7 +48,11 @@ QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.p
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 
-.PHONY: help venv promtool demo test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+# The site's tools are in an environment of their own, which takes seconds.
+SITE_VENV := .venv-site
+SITE_READY := $(SITE_VENV)/.ready
+
+.PHONY: help venv promtool demo site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -65,6 +69,14 @@ promtool: venv ## the checker of Prometheus rules, for the tests of examples/obs
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
+
+site: $(SITE_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml
+
+$(SITE_READY): .ci/requirements-site.txt
+	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(SITE_VENV)
+	@$(SITE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
+	@touch $@
 
 test: venv ## all tests
 	$(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
@@ -131,7 +143,8 @@ check: venv ## style, types, layering
 
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
+		-not -path './$(SITE_VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and .venv-compat too
-	rm -rf $(VENV) $(COMPAT_VENVS)
+distclean: clean ## remove .venv, .venv-compat and .venv-site too
+	rm -rf $(VENV) $(COMPAT_VENVS) $(SITE_VENV)

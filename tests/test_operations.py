@@ -1,4 +1,4 @@
-"""docs/operations.md knows everything that the package says and counts."""
+"""The reference pages know everything that the package says and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from safe_offload.observe.metrics import GAUGES
 from safe_offload.protocol import FailureReason
 
 PACKAGE = Path(safe_offload.__file__).parent
-PAGE = (PACKAGE.parent / "docs" / "operations.md").read_text()
+REFERENCE = PACKAGE.parent / "docs" / "reference"
+PAGE = (REFERENCE / "metrics.md").read_text()
+LOG_LINES = (REFERENCE / "log-lines.md").read_text()
 
 NOT_IN_SERVICE = ("bench", "config_command.py")
 LEVELS = ("warning", "error", "exception", "critical")
@@ -65,7 +67,7 @@ def test_messages_are_found() -> None:
 
 @pytest.mark.parametrize(("where", "words"), MESSAGES)
 def test_every_warning_and_error_is_explained(where: str, words: str) -> None:
-    assert words in PAGE, f"{where}: docs/operations.md does not know this message"
+    assert words in LOG_LINES, f"{where}: docs/reference/log-lines.md does not know this message"
 
 
 METRICS = [*dict.fromkeys(count.metric for count in Count), *GAUGES, "info"]
@@ -78,11 +80,15 @@ def test_every_metric_is_explained_in_a_row_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("reason", FailureReason)
 def test_every_reason_of_a_failure_is_explained(reason: FailureReason) -> None:
-    assert f"\n| `{reason.value}` |" in PAGE
+    assert f"\n| `{reason.value}` |" in LOG_LINES
 
 
 def test_no_metric_is_explained_that_does_not_exist() -> None:
-    known = {*METRICS, *(reason.value for reason in FailureReason)}
-    assert set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE)) == known
-    named = re.findall(r"vllm:safe_offload_([a-z_]+)", PAGE)
-    assert {name.removesuffix("_total") for name in named} <= known
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE)) == set(METRICS)
+    named = re.findall(r"vllm:safe_offload_([a-z_]+)", PAGE + LOG_LINES)
+    assert {name.removesuffix("_total") for name in named} <= set(METRICS)
+
+
+def test_no_reason_is_explained_that_does_not_exist() -> None:
+    rows = set(re.findall(r"^\| `([a-z_]+)` \|", LOG_LINES, re.MULTILINE))
+    assert rows == {reason.value for reason in FailureReason}

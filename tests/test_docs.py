@@ -1,0 +1,96 @@
+"""What the pages tell users to type and to compute: commands that parse, links that lead somewhere.
+
+`make site` checks the links between the pages of docs/; README.md is not one of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"(?:^(?: {4,}|\| )?|`)(safe-offload (?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE)
+IN_OTHER_BRANCHES = ("doctor", "top", "bench serve")
+"""Checked as soon as the command is there."""
+WORDS = {"JSON": '{"kv_connector":"SafeCPUOffloadConnector"}', "…": "{}"}
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each `safe-offload` command of a page, once, with what stands for a value filled in."""
+    seen = set()
+    for page in PAGES:
+        for match in COMMAND.finditer(page.read_text()):
+            command = match[1].replace("\\\n", " ").split(" | ")[0].strip()
+            if command not in seen:
+                seen.add(command)
+                yield str(page.relative_to(ROOT)), command
+
+
+def variants(command: str) -> list[list[str]]:
+    """The command with its [optional parts] and without."""
+    whole = command.replace("[", "").replace("]", "")
+    bare = re.sub(r"\[[^]]*\]", "", command)
+    split = (shlex.split(text, comments=True) for text in (whole, bare))
+    return [[WORDS.get(word, word) for word in words[1:]] for words in split]
+
+
+COMMANDS = list(commands())
+SUBCOMMANDS = re.findall(r'"(\w+)"', Path(cli.__file__).read_text())
+
+
+def test_commands_are_found() -> None:
+    found = {command for _, command in COMMANDS}
+    assert "safe-offload config --explain" in found
+    assert "safe-offload config --kv-transfer-config '…'" in found
+    assert any(command.endswith('"64GiB"}}\'') for command in found)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_of_the_docs_parses(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = [n for n in IN_OTHER_BRANCHES if command.startswith(f"safe-offload {n}")]
+    if absent and absent[0].split()[-1] not in SUBCOMMANDS:
+        pytest.skip(f"this checkout has no `safe-offload {absent[0]}`")
+    parsed: list[Any] = []
+    real = cli.Subcommand.parse_known_args
+
+    def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        result = real(self, args, namespace)
+        if self._module:
+            assert result[1] == [], f"{page}: {command}: unknown {result[1]}"
+            result[0].run = lambda _: 0
+            parsed.append(self._module)
+        return result
+
+    monkeypatch.setattr(cli.Subcommand, "parse_known_args", parse)
+    for arguments in variants(command):
+        if {"--help", "--version"} & set(arguments):
+            with pytest.raises(SystemExit) as ended:
+                cli.main(arguments)
+            assert ended.value.code == 0
+        else:
+            assert cli.main(arguments) == 0
+            assert parsed
+
+
+LINKS = re.findall(r"\]\(([^):]+)\)", PAGES[0].read_text())
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = ROOT / path
+    assert target.is_file()
+    if anchor:
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert anchor in slugs
