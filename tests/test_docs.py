@@ -1,10 +1,11 @@
-"""What the pages tell users to type and to compute: commands that parse, links that lead somewhere.
+"""What the pages tell users to type and to open: commands that parse, links and source files.
 
 `make site` checks the links between the pages of docs/; README.md is not one of them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -94,3 +95,14 @@ def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
         slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
         assert anchor in slugs
+
+
+def test_source_files_that_the_pages_name_exist() -> None:
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    folders = (ROOT / "safe_offload", ROOT / "tests", ROOT / "examples", Path(vllm.origin).parent)
+    paths = [f"/{path}" for folder in folders for path in folder.rglob("*.py")]
+    for page in PAGES:
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            assert any(path.endswith(f"/{name}") for path in paths), f"{page}: {name}"
