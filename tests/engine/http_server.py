@@ -61,7 +61,7 @@ class HttpServer:
         self._folder = folder
         self._environment = dict(environment or {})
         self._log_path = folder / "server.log"
-        self._port = _find_free_port()
+        self._port = find_free_port()
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", "model"),
@@ -212,7 +212,7 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

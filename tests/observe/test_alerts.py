@@ -18,7 +18,7 @@ PROMTOOL = shutil.which("promtool") or (str(BESIDE_PYTHON) if BESIDE_PYTHON.exis
 FILES = ["alerts.yaml", "alerts_test.yaml"]
 
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="no promtool: `make promtool`, or put one on the PATH"
+    PROMTOOL is None, reason="no promtool: `make prometheus`, or put one on the PATH"
 )
 
 
