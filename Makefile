@@ -52,7 +52,7 @@ IN_TWO := -n 2
 SITE_VENV := .venv-site
 SITE_READY := $(SITE_VENV)/.ready
 
-.PHONY: help venv promtool demo site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+.PHONY: help venv prometheus demo site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -64,8 +64,8 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-promtool: venv ## the checker of Prometheus rules, for the tests of examples/observability (a second, once)
-	@.ci/get-promtool '$(BIN)'
+prometheus: venv ## Prometheus and its checker of rules, for the tests of examples/observability (seconds, once)
+	@.ci/get-prometheus '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh

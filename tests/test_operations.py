@@ -1,4 +1,4 @@
-"""The reference pages know everything that the package says and counts."""
+"""docs/reference/log-lines.md knows everything that the package says."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 
 import safe_offload
-from safe_offload.observe.counters import Count
-from safe_offload.observe.metrics import GAUGES
 from safe_offload.protocol import FailureReason
 
 PACKAGE = Path(safe_offload.__file__).parent
-REFERENCE = PACKAGE.parent / "docs" / "reference"
-PAGE = (REFERENCE / "metrics.md").read_text()
-LOG_LINES = (REFERENCE / "log-lines.md").read_text()
+LOG_LINES = (PACKAGE.parent / "docs" / "reference" / "log-lines.md").read_text()
 
 NOT_IN_SERVICE = ("bench", "config_command.py")
 LEVELS = ("warning", "error", "exception", "critical")
@@ -70,23 +66,9 @@ def test_every_warning_and_error_is_explained(where: str, words: str) -> None:
     assert words in LOG_LINES, f"{where}: docs/reference/log-lines.md does not know this message"
 
 
-METRICS = [*dict.fromkeys(count.metric for count in Count), *GAUGES, "info"]
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_every_metric_is_explained_in_a_row_of_its_own(name: str) -> None:
-    assert f"\n| `{name}` |" in PAGE
-
-
 @pytest.mark.parametrize("reason", FailureReason)
 def test_every_reason_of_a_failure_is_explained(reason: FailureReason) -> None:
     assert f"\n| `{reason.value}` |" in LOG_LINES
-
-
-def test_no_metric_is_explained_that_does_not_exist() -> None:
-    assert set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE)) == set(METRICS)
-    named = re.findall(r"vllm:safe_offload_([a-z_]+)", PAGE + LOG_LINES)
-    assert {name.removesuffix("_total") for name in named} <= set(METRICS)
 
 
 def test_no_reason_is_explained_that_does_not_exist() -> None:
