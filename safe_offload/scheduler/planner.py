@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.compat import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import Count, Counters
@@ -126,6 +126,7 @@ class Planner(Side):
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
         self.hits = hits
         self.gpu = gpu
+        self.events = hits.directory.events
         self.options = options
         self._counters = counters
         self.leases = LeaseBook(hits.slots)
@@ -170,6 +171,7 @@ class Planner(Side):
                 self._end(namesake)
                 self.loads.forget(namesake)
             state = self.book.add(request)
+            self.events.seen(request)
         return state
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
@@ -253,6 +255,7 @@ class Planner(Side):
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)
+            self.events.ended(state.request)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -355,7 +358,7 @@ class Planner(Side):
             self._ranks.add_facts(facts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
-            self._is_disabled = True
+            self._stop()
         if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
 
@@ -371,7 +374,7 @@ class Planner(Side):
         is_last = transfer.reported(outcome.rank, has_failed=outcome.failure is not None)
         self._ranks.watch(outcome, type(transfer).__name__)
         if self._ranks.has_dead:
-            self._is_disabled = True  # the books are in order, so they stay
+            self._stop()
         return transfer if is_last else None
 
     def _find(self, transfer_id: int) -> Store | Load | None:
@@ -379,6 +382,12 @@ class Planner(Side):
         return self.stores.get(transfer_id) or self.loads.get(transfer_id)
 
     # ---- what went wrong -----------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
+        if not self._is_disabled:
+            self._is_disabled = True
+            self.events.withdraw(self.hits.directory.keys())
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -393,6 +402,7 @@ class Planner(Side):
         """
         self._is_disabled = self.has_changed = True
         self._start_steps_left = 0
+        keys = self.hits.directory.keys()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)
@@ -401,6 +411,7 @@ class Planner(Side):
         self.loads.give_up(self.book)
         self.stores.give_up()
         self.leases.keep_only({*self.loads.leases, *self.stores.leases})
+        self.events.withdraw(keys)
 
     def reset(self) -> None:
         """reset_cache: nothing stored so far is ever found again.
@@ -430,9 +441,19 @@ class Planner(Side):
     def has_work(self) -> bool:
         """Whether the engine must keep stepping.
 
-        A transfer is planned or in flight, or the ranks have not reported how many slots they have.
+        A transfer is planned or in flight, or the ranks have not reported how many slots they have,
+        or there are KV events, which vLLM takes in a step.
         """
-        return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
+        return bool(
+            self._start_steps_left
+            or self.stores.has_work
+            or self.loads.has_work
+            or self.events.is_pending
+        )
+
+    def take_events(self) -> Sequence[Any]:
+        """take_events: see `scheduler.events`."""
+        return self.events.take()
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
