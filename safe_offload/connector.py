@@ -32,7 +32,7 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.directory import Directory
-from safe_offload.scheduler.events import make_events
+from safe_offload.scheduler.events import KvEvents, make_events
 from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
@@ -104,6 +104,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
+        self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.side = Side()
         """What the connector does in its role."""
@@ -121,8 +122,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
-        events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
-        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), events)
+        self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
+        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
         policy = POLICIES[config.eviction_policy](num_slots)
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
@@ -268,10 +269,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.side.reset()
         return True
 
-    @contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See KVConnectorBase_V1; none with KV events off."""
-        return self.side.take_events()
+        """See KVConnectorBase_V1."""
+        return () if self._events is None else self._events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from safe_offload.protocol import EMPTY_PLAN, StepPlan, StepReport
@@ -57,10 +57,6 @@ class Side:
 
     def reset(self) -> None:
         """Forget what is stored."""
-
-    def take_events(self) -> Sequence[Any]:
-        """Return what KV events have come up since the last call."""
-        return ()
 
     def disable(self, report: object = None) -> None:
         """After an error inside: only finish what is in flight."""

@@ -34,38 +34,6 @@ Key = tuple[int, bytes]
 """A KV cache group and a hash: a `directory.Key`."""
 
 
-class NoEvents:
-    """Publishes nothing and looks at nothing: KV events are off."""
-
-    is_pending = False
-    """Whether there is something to take."""
-
-    def seen(self, request: Request) -> None:
-        """A request is new."""
-
-    def ended(self, request: Request) -> None:
-        """A request has ended; what it had computed may still be stored."""
-
-    def storing(self, keys: Iterable[Key]) -> None:
-        """Stores of these keys begin."""
-
-    def published(self, keys: Iterable[Key]) -> None:
-        """Stores have settled: what they stored can be hit."""
-
-    def removed(self, keys: Iterable[Key]) -> None:
-        """Keys are dropped, of stores that have not settled too."""
-
-    def withdraw(self, keys: Iterable[Key]) -> None:
-        """Nothing is hit from now on; these are all keys."""
-
-    def take(self) -> Sequence[Any]:
-        """Return what has happened since the last call, in order."""
-        return ()
-
-
-NO_EVENTS = NoEvents()
-
-
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a `BlockStored` says of a block beside its hash; the fields are vLLM's."""
@@ -167,8 +135,8 @@ class Origins:
             self._live[request] = len(hashes)
 
 
-class KvEvents(NoEvents):
-    """Makes vLLM's events of what the directory reports.
+class KvEvents:
+    """Makes vLLM's events of what the directory reports. It only exists while they are on.
 
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
     is being stored, `origins`, and whether all was withdrawn.
@@ -193,23 +161,31 @@ class KvEvents(NoEvents):
         return f"KvEvents({len(self._events)} to take, {len(self._being_stored)} being stored)"
 
     @property
-    def is_pending(self) -> bool:  # type: ignore[override]
-        """See `NoEvents`."""
+    def is_pending(self) -> bool:
+        """Whether there is something to take."""
         return bool(self._events)
 
+    # ---- the planner reports -------------------------------------------------------------------
+
     def seen(self, request: Request) -> None:
-        """See `NoEvents`."""
+        """A request is new."""
         if not self._is_withdrawn:
             self._origins.add(request)
 
     def ended(self, request: Request) -> None:
-        """See `NoEvents`."""
+        """A request has ended; lazy stores still keep what it has computed."""
         self._origins.end(request)
+
+    def withdraw(self, keys: Iterable[Key]) -> None:
+        """Nothing is hit from now on, and nothing is published after this; these are all keys."""
+        self.removed(keys)
+        self._is_withdrawn = True
+        self._being_stored.clear()
 
     # ---- the directory reports -----------------------------------------------------------------
 
     def storing(self, keys: Iterable[Key]) -> None:
-        """See `NoEvents`."""
+        """Stores of these keys begin."""
         if self._is_withdrawn:
             return
         keys = list(keys)
@@ -235,7 +211,10 @@ class KvEvents(NoEvents):
         )
 
     def published(self, keys: Iterable[Key]) -> None:
-        """See `NoEvents`; consecutive blocks of a prompt are one event, as vLLM's own are."""
+        """Stores have settled: what they stored can be hit.
+
+        Consecutive blocks of a prompt are one event, as vLLM's own are.
+        """
         run: list[tuple[Key, Description]] = []
         for key in keys:
             if key not in self._being_stored:  # forgotten meanwhile
@@ -272,7 +251,7 @@ class KvEvents(NoEvents):
         )
 
     def removed(self, keys: Iterable[Key]) -> None:
-        """See `NoEvents`."""
+        """Keys are dropped, of stores that have not settled too."""
         if self._is_withdrawn:
             return
         hashes: defaultdict[int, list[bytes | int]] = defaultdict(list)
@@ -285,22 +264,18 @@ class KvEvents(NoEvents):
         for group_idx, block_hashes in hashes.items():
             self._events.append(compat.block_removed(self._groups[group_idx], block_hashes))
 
-    def withdraw(self, keys: Iterable[Key]) -> None:
-        """See `NoEvents`; nothing is published after it."""
-        self.removed(keys)
-        self._is_withdrawn = True
-        self._being_stored.clear()
+    # ---- vLLM asks -----------------------------------------------------------------------------
 
     def take(self) -> Sequence[Any]:
-        """See `NoEvents`."""
+        """Return what has happened since the last call, in order."""
         events, self._events = self._events, []
         return events
 
 
 def make_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
-) -> NoEvents:
-    """Return what publishes KV events, if vLLM is to publish any.
+) -> KvEvents | None:
+    """Return what makes KV events; None if vLLM is to publish none.
 
     Args:
         vllm_config: the engine's configuration.
@@ -308,7 +283,7 @@ def make_events(
         is_lazy: blocks are stored after their requests have ended too.
     """
     if not compat.publishes_kv_events(vllm_config):
-        return NO_EVENTS
+        return None
     sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
     config = replace(kv_cache_config, num_blocks=1)
     coordinator = compat.make_coordinator(vllm_config, config, *sizes)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safe_offload.compat import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import Count, Counters
@@ -171,7 +171,8 @@ class Planner(Side):
                 self._end(namesake)
                 self.loads.forget(namesake)
             state = self.book.add(request)
-            self.events.seen(request)
+            if self.events is not None:
+                self.events.seen(request)
         return state
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
@@ -255,7 +256,8 @@ class Planner(Side):
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)
-            self.events.ended(state.request)
+            if self.events is not None:
+                self.events.ended(state.request)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -387,7 +389,8 @@ class Planner(Side):
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
             self._is_disabled = True
-            self.events.withdraw(self.hits.directory.keys())
+            if self.events is not None:
+                self.events.withdraw(self.hits.directory.keys())
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -411,7 +414,8 @@ class Planner(Side):
         self.loads.give_up(self.book)
         self.stores.give_up()
         self.leases.keep_only({*self.loads.leases, *self.stores.leases})
-        self.events.withdraw(keys)
+        if self.events is not None:
+            self.events.withdraw(keys)
 
     def reset(self) -> None:
         """reset_cache: nothing stored so far is ever found again.
@@ -448,12 +452,8 @@ class Planner(Side):
             self._start_steps_left
             or self.stores.has_work
             or self.loads.has_work
-            or self.events.is_pending
+            or (self.events is not None and self.events.is_pending)
         )
-
-    def take_events(self) -> Sequence[Any]:
-        """take_events: see `scheduler.events`."""
-        return self.events.take()
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
