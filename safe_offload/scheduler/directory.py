@@ -123,7 +123,7 @@ class Directory:
             if slot not in self._being_stored
         }
 
-    def keys(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         """Return all that is found, or being stored, under each of its keys."""
         return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]
 

@@ -390,7 +390,7 @@ class Planner(Side):
         if not self._is_disabled:
             self._is_disabled = True
             if self.events is not None:
-                self.events.withdraw(self.hits.directory.keys())
+                self.events.withdraw(self.hits.directory.all_keys())
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -405,7 +405,7 @@ class Planner(Side):
         """
         self._is_disabled = self.has_changed = True
         self._start_steps_left = 0
-        keys = self.hits.directory.keys()
+        keys = self.hits.directory.all_keys()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)

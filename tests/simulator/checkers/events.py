@@ -147,11 +147,12 @@ class EventChecker:
 
         size = self._core.shape.hash_tokens
         for request, num_known in list(self._num_hashes.items()):
-            hashes = [maybe_convert_block_hash(h) for h in request.block_hashes]
+            hashes = request.block_hashes
             for index in range(num_known, len(hashes)):
-                before = hashes[index - 1] if index else None
+                before = maybe_convert_block_hash(hashes[index - 1]) if index else None
                 tokens = list(request.all_token_ids[index * size : (index + 1) * size])
-                self._blocks[hashes[index]] = before, tokens, request.cache_salt
+                block_hash = maybe_convert_block_hash(hashes[index])
+                self._blocks[block_hash] = before, tokens, request.cache_salt
             self._num_hashes[request] = len(hashes)
             if request.is_finished():
                 del self._num_hashes[request]
