@@ -271,7 +271,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""
-        return () if self._events is None else self._events.take()
+        return () if self._events is None else self._take_events(self._events)
+
+    @contained(tuple)
+    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
+        return events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

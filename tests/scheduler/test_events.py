@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from safe_offload.protocol import StepReport
 from safe_offload.scheduler.events import Origins
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.device import CopyFault
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
@@ -27,19 +27,6 @@ Records = dict[tuple[type[Any], int | None, Any], Record]
 
 OF_SEVERAL_BLOCKS = {"block_hashes", "parent_block_hash", "token_ids", "extra_keys"}
 """Fields of an event that are different for each of its blocks."""
-
-
-def see_events(engine: Any) -> list[Any]:
-    """The events of an engine that say something of host memory, as they are published."""
-    seen: list[Any] = []
-    publish = engine.scheduler.kv_event_publisher.publish
-
-    def see(batch: Any) -> None:
-        publish(batch)
-        seen.extend(e for e in batch.events if getattr(e, "medium", "CPU") == "CPU")
-
-    engine.scheduler.kv_event_publisher.publish = see
-    return seen
 
 
 def by_block(events: Iterable[Any]) -> Records:

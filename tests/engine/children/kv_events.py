@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 SEED = 17
 NUM_PROMPTS = 16
-NUM_REQUESTS = 48
+NUM_REQUESTS = 36
 NUM_AT_ONCE = 8
 WAIT_MS = 60_000
 
