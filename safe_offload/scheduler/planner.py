@@ -448,12 +448,9 @@ class Planner(Side):
         A transfer is planned or in flight, or the ranks have not reported how many slots they have,
         or there are KV events, which vLLM takes in a step.
         """
-        return bool(
-            self._start_steps_left
-            or self.stores.has_work
-            or self.loads.has_work
-            or (self.events is not None and self.events.is_pending)
-        )
+        if self.events is not None and self.events.is_pending:
+            return True
+        return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
