@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.events import KvEvents, make_events
 from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
@@ -42,6 +43,7 @@ from safe_offload.start_advice import advise
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -102,6 +104,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
+        self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.side = Side()
         """What the connector does in its role."""
@@ -119,7 +122,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._config
         slot_bytes = max(1, compat.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
-        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups))
+        self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
+        directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
         policy = POLICIES[config.eviction_policy](num_slots)
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
@@ -265,6 +269,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget everything; True, because nothing that was stored can be hit any more."""
         self.side.reset()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See KVConnectorBase_V1."""
+        return () if self._events is None else self._take_events(self._events)
+
+    @contained(tuple)
+    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
+        return events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

@@ -130,7 +130,8 @@ def _problems_in_code(code: str, names: Names) -> Iterator[str]:
             if path in names["routes"] and name not in names["routes"][path]:
                 yield f"parameter {name} of {path}"
     for key in re.findall(r"\A(kv_\w+)\Z", code):
-        if key not in (*names["fields"], *names["calls"]["LLM"], *VALID_KEYS, *REQUEST_KEYS):
+        known = (*names["fields"], *names["event_fields"], *names["calls"]["LLM"])
+        if key not in (*known, *VALID_KEYS, *REQUEST_KEYS):
             yield f"key {key}"
     for config in _transfer_configs(code):
         yield from _unknown_keys(config, names)

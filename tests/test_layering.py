@@ -32,6 +32,7 @@ IMPORTS_VLLM = {
     "scheduler/requests.py": "RequestStatus",
     "scheduler/hits.py": "kinds of attention",
     "scheduler/blocks.py": "the blocks of its pool",
+    "scheduler/events.py": "hashes and extra keys as it publishes them",
     "bench/engine_process.py": "runs an engine",
 }
 """Files that import vLLM when they run, not only for types, and what for."""

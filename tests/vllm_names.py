@@ -54,6 +54,7 @@ def main() -> None:
     import vllm
     from vllm import LLM, SamplingParams, envs
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_events import BlockStored
     from vllm.engine.arg_utils import EngineArgs
 
     reset = inspect.signature(LLM.reset_prefix_cache).parameters
@@ -65,6 +66,7 @@ def main() -> None:
         "variables": sorted(envs.environment_variables),
         "metrics": metrics(),
         "fields": fields,
+        "event_fields": list(BlockStored.__struct_fields__),
         "calls": {
             "LLM": [
                 *inspect.signature(LLM).parameters,

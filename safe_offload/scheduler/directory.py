@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.events import KvEvents
 
 
 class Key(NamedTuple):
@@ -30,6 +33,7 @@ class Directory:
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
         num_groups: KV cache groups.
+        events: told what begins to be stored, can be found, and no longer can; None for nobody.
 
     Attributes:
         tables: for each group, slots by block hash: those that can be found, and those that are
@@ -40,7 +44,8 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(self, num_slots: int, num_groups: int) -> None:
+    def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
+        self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
         self.tables: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
@@ -77,11 +82,15 @@ class Directory:
             self._more_keys[slot] = free
             for key in free:
                 self.tables[key.group_idx][key.block_hash] = slot
+        if self.events is not None:
+            self.events.storing(self._keys_of(slots))
 
     def publish(self, slots: Sequence[int]) -> None:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
         self.version += 1
         self._being_stored.difference_update(slots)
+        if self.events is not None:
+            self.events.published(self._keys_of(slots))
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
         """Return the slot that holds a block, if any."""
@@ -114,11 +123,25 @@ class Directory:
             if slot not in self._being_stored
         }
 
+    def all_keys(self) -> list[Key]:
+        """Return all that is found, or being stored, under each of its keys."""
+        return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]
+
+    def _keys_of(self, slots: Iterable[int]) -> Iterator[Key]:
+        """Yield the keys of some slots, in their order; none of one that was forgotten."""
+        for slot in slots:
+            block_hash = self.hashes.get(slot)
+            if block_hash is not None:
+                yield Key(self._groups[slot], block_hash)
+                yield from self._more_keys.get(slot, ())
+
     # ---- for `SlotPool` ------------------------------------------------------------------------
 
     def remove(self, slots: Sequence[int]) -> None:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
+        if self.events is not None:
+            self.events.removed(self._keys_of(slots))
         groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
         if len(tables) == 1:
             list(map(tables[0].pop, hashes))

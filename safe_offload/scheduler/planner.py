@@ -128,6 +128,7 @@ class Planner(Side):
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
         self.hits = hits
         self.gpu = gpu
+        self.events = hits.directory.events
         self.options = options
         self._counters = counters
         self.leases = LeaseBook(hits.slots)
@@ -172,6 +173,8 @@ class Planner(Side):
                 self._end(namesake)
                 self.loads.forget(namesake)
             state = self.book.add(request)
+            if self.events is not None:
+                self.events.seen(request)
         return state
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
@@ -255,6 +258,8 @@ class Planner(Side):
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)
+            if self.events is not None:
+                self.events.ended(state.request)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -366,7 +371,7 @@ class Planner(Side):
             self._ranks.add_facts(facts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
-            self._is_disabled = True
+            self._stop()
         if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0
 
@@ -382,7 +387,7 @@ class Planner(Side):
         is_last = transfer.reported(outcome.rank, outcome.failure)
         self._ranks.watch(outcome, type(transfer).__name__)
         if self._ranks.has_dead:
-            self._is_disabled = True  # the books are in order, so they stay
+            self._stop()
         return transfer if is_last else None
 
     def _find(self, transfer_id: int) -> Store | Load | None:
@@ -390,6 +395,13 @@ class Planner(Side):
         return self.stores.get(transfer_id) or self.loads.get(transfer_id)
 
     # ---- what went wrong -----------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
+        if not self._is_disabled:
+            self._is_disabled = True
+            if self.events is not None:
+                self.events.withdraw(self.hits.directory.all_keys())
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -404,6 +416,7 @@ class Planner(Side):
         """
         self._is_disabled = self.has_changed = True
         self._start_steps_left = 0
+        keys = self.hits.directory.all_keys()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)
@@ -412,6 +425,8 @@ class Planner(Side):
         self.loads.give_up(self.book)
         self.stores.give_up()
         self.leases.keep_only({*self.loads.leases, *self.stores.leases})
+        if self.events is not None:
+            self.events.withdraw(keys)
 
     def reset(self) -> None:
         """reset_cache: nothing stored so far is ever found again.
@@ -441,8 +456,11 @@ class Planner(Side):
     def has_work(self) -> bool:
         """Whether the engine must keep stepping.
 
-        A transfer is planned or in flight, or the ranks have not reported how many slots they have.
+        A transfer is planned or in flight, or the ranks have not reported how many slots they have,
+        or there are KV events, which vLLM takes in a step.
         """
+        if self.events is not None and self.events.is_pending:
+            return True
         return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
 
     def changes_taken(self) -> None:

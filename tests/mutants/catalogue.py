@@ -35,7 +35,7 @@ _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
 _EAGER, _LAZY = "scheduler/store_eager.py", "scheduler/store_lazy.py"
 _SNAPSHOTS, _PENDING = "scheduler/snapshots.py", "scheduler/pending.py"
 _SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
-_DIRECTORY = "scheduler/directory.py"
+_DIRECTORY, _EVENTS = "scheduler/directory.py", "scheduler/events.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
 _GPU_TESTS = "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
@@ -1019,6 +1019,124 @@ MUTANTS = (
         "",
         "I8",
         ("lazy-pressure", "swarm"),
+    ),
+    # ---- I12: KV events tell what can be hit ----
+    Mutant(
+        "KV events: what is evicted or forgotten is not told",
+        _DIRECTORY,
+        "Directory.remove",
+        "self.events.removed(self._keys_of(slots))",
+        "",
+        "I12",
+        ("host-pressure",),
+    ),
+    Mutant(
+        "KV events: a reset is not told",
+        _DIRECTORY,
+        "Directory.remove",
+        "if self.events is not None: ...",
+        "if self.events is not None and len(slots) < len(self.hashes): ...",
+        "I12",
+        ("swarm",),
+    ),
+    Mutant(
+        "KV events: a block is told of when its store begins",
+        _DIRECTORY,
+        "Directory.begin_store",
+        "self.events.storing(self._keys_of(slots))",
+        "self.events.storing(self._keys_of(slots))\nself.events.published(self._keys_of(slots))",
+        "I12",
+        ("mla-shared",),
+    ),
+    Mutant(
+        "KV events: one key of a block is told, and it has several",
+        _DIRECTORY,
+        "Directory._keys_of",
+        "yield from self._more_keys.get(slot, ())",
+        "",
+        "I12",
+        ("mamba-large-lazy",),
+    ),
+    Mutant(
+        "KV events: a block that was forgotten while it was stored is told as gone",
+        _EVENTS,
+        "KvEvents.removed",
+        "if key in self._being_stored: ...",
+        "if self._being_stored.pop(key, None) and False: ...",
+        "I12",
+        ("all-faults", "swarm"),
+    ),
+    Mutant(
+        "KV events: what cannot be hit any more after a rank has died is not taken back",
+        _PLANNER,
+        "Planner._stop",
+        "self.events.withdraw(self.hits.directory.all_keys())",
+        "",
+        "I12",
+        ("all-faults",),
+    ),
+    Mutant(
+        "KV events: blocks are told as gone again after a rank has died",
+        _EVENTS,
+        "KvEvents.withdraw",
+        "self._is_withdrawn = True",
+        "",
+        "I12",
+        ("all-faults", "swarm"),
+    ),
+    Mutant(
+        "KV events: the engine goes idle before they are taken",
+        _PLANNER,
+        "Planner.has_work",
+        "self.events.is_pending",
+        "False",
+        "I12",
+        tests=("tests/scheduler/test_events.py", "-k", "idle_engine"),
+    ),
+    Mutant(
+        "KV events: they are told again and again",
+        _EVENTS,
+        "KvEvents.take",
+        "events, self._events = self._events, []",
+        "events = self._events",
+        "I12",
+        ("host-pressure",),
+    ),
+    Mutant(
+        "KV events: the tokens are those of the next block",
+        _EVENTS,
+        "KvEvents._describe",
+        "list(request.all_token_ids[start:end])",
+        "list(request.all_token_ids[start + 1 : end + 1])",
+        "I12",
+        ("host-pressure",),
+    ),
+    Mutant(
+        "KV events: a block is its own parent",
+        _EVENTS,
+        "KvEvents._describe",
+        "start // hash_block_size - 1",
+        "start // hash_block_size",
+        "I12",
+        ("host-pressure",),
+    ),
+    Mutant(
+        "KV events: blocks that do not follow each other are told as if they did",
+        _EVENTS,
+        "Description.follows",
+        "self.parent_hash == block_hash",
+        "True",
+        "I12",
+        ("host-pressure", "hybrid-gpu"),
+    ),
+    Mutant(
+        "KV events: all groups are told as the first",
+        _EVENTS,
+        "KvEvents._add_stored",
+        "self._groups[group_idx]",
+        "self._groups[0]",
+        "I12",
+        ("hybrid-gpu",),
     ),
     # ---- the GPU backend, over the stand-in device ----
     Mutant(

@@ -134,3 +134,16 @@ class Rig(EngineCore):
         """Every GPU block is free."""
         assert self.pool.get_num_free_blocks() == self.shape.num_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+
+
+def see_events(engine: Any) -> list[Any]:
+    """The events of an engine that say something of host memory, as they are published."""
+    seen: list[Any] = []
+    publish = engine.scheduler.kv_event_publisher.publish
+
+    def see(batch: Any) -> None:
+        publish(batch)
+        seen.extend(e for e in batch.events if getattr(e, "medium", None) == "CPU")
+
+    engine.scheduler.kv_event_publisher.publish = see
+    return seen

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
 
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.events import KvEvents
 from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.leases import Lease, LeaseBook
 from safe_offload.scheduler.loads import Loads
@@ -23,12 +25,13 @@ from safe_offload.scheduler.requests import RequestBook, RequestState
 from safe_offload.scheduler.slots import SlotPool
 from safe_offload.scheduler.store_eager import EagerStores
 from safe_offload.scheduler.stores import Stores
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import MakeRig, Rig, see_events
 
 PARTS: tuple[type[Any], ...] = (
     Admission,
     EagerStores,
     Directory,
+    KvEvents,
     HostHits,
     Lease,
     LeaseBook,
@@ -43,7 +46,16 @@ PARTS: tuple[type[Any], ...] = (
 STARTING = {"bind"}
 ASSIGNING = {"sent"}
 """A few assignments that make a plan count."""
-RECOVERING = {"disable", "give_up", "keep_only", "mend", "plan_nothing", "owe_failure"}
+RECOVERING = {
+    "disable",
+    "give_up",
+    "keep_only",
+    "mend",
+    "plan_nothing",
+    "owe_failure",
+    "all_keys",
+    "withdraw",
+}
 """What runs after an error."""
 ANSWER_IS_PASSED_ON = {"plan", "settle", "end_load"}
 """Behind these there is nothing that could raise before vLLM has what they answer."""
@@ -97,6 +109,7 @@ def make_busy_rig(make_rig: MakeRig) -> Rig:
         max_batched_tokens=24,
         tensor_ranks=2,
         copy_ticks_max=10,
+        has_events=True,
         extra={"check_invariants": False},  # as in production
     )
     for seed in (1, 2):
@@ -119,6 +132,15 @@ def serve(rig: Rig) -> None:
         rig.check_tokens(f"again-{seed}", 14)
 
 
+def told_as_stored(events: list[Any]) -> set[tuple[int, Any]]:
+    """What a router thinks is on the host, of what was told since."""
+    told: set[tuple[int, Any]] = set()
+    for event in events:
+        keys = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
+        told = told | keys if isinstance(event, BlockStored) else told - keys
+    return told
+
+
 @pytest.mark.parametrize(
     ("part", "name"), methods(), ids=lambda what: getattr(what, "__name__", what)
 )
@@ -129,6 +151,7 @@ def test_after_an_error_of_our_own_everything_drains(
     for is_after in (False,) if name in ANSWER_IS_PASSED_ON else (False, True):
         for call in (1, 2, 7, 20):
             rig = make_busy_rig(make_rig)
+            events = see_events(rig)
             with monkeypatch.context() as patch:
                 num_calls = raise_at(patch, part, name, call=call, is_after=is_after)
                 serve(rig)
@@ -136,5 +159,7 @@ def test_after_an_error_of_our_own_everything_drains(
             rig.check_idle()
             rig.planner.check_invariants()
             assert rig.counts["contained_errors"] == (num_calls() >= call)
+            if num_calls() >= call:
+                assert not told_as_stored(events), "which can no longer be hit"
             if num_calls() < call:
                 break

@@ -1,8 +1,9 @@
 """Run vLLM's real scheduler and this connector over simulated workers, seed by seed.
 
 Every seed is a run: its requests, aborts, resets and faults, when copies move and how far ranks lag
-behind follow from it alone. Checkers outside the connector watch the promises I1 to I8. A run that
-breaks one is made as small as possible and printed, with the command that repeats it.
+behind follow from it alone. Checkers outside the connector watch the promises of
+docs/guarantees.md. A run that breaks one is made as small as possible and printed, with the command
+that repeats it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ class Finding(Exception):
     """A promise that was seen broken.
 
     Args:
-        promise: "I1" to "I8" (docs/guarantees.md).
+        promise: its number in docs/guarantees.md, as "I1".
         detail: what was expected and what was found.
     """
 

@@ -80,9 +80,9 @@ class Profile:
     settles: bool = False
 
 
-_HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90)
+_HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90, has_events=True)
 _STRICT = {"verify": "load", "transfer_timeout_s": 10}
-_GPU = EngineShape(has_streams=True, is_v2=True, is_async=True)
+_GPU = EngineShape(has_streams=True, is_v2=True, is_async=True, has_events=True)
 _FEW_BLOCKS = EngineShape(tensor_ranks=2, num_blocks=26, is_async=True)
 _FEW_REQUESTS = Workload(
     num_requests=16, num_steps=60, num_stems=2, num_reused_ids=8, num_aborts=24
@@ -109,7 +109,12 @@ PROFILES: dict[str, Profile] = {
     "mla-shared": Profile(
         "MLA on three ranks that keep one copy and store a share of it each",
         EngineShape(
-            groups=("mla",), tensor_ranks=3, is_replicated=True, has_streams=True, is_async=True
+            groups=("mla",),
+            tensor_ranks=3,
+            is_replicated=True,
+            has_streams=True,
+            is_async=True,
+            has_events=True,
         ),
         faults=PEER_FAULTS,
     ),
@@ -124,12 +129,13 @@ PROFILES: dict[str, Profile] = {
             num_blocks=22,
             prefix_match_unit=4,
             has_streams=True,
+            has_events=True,
             extra={"lazy_offload": True},
         ),
     ),
     "host-pressure": Profile(
         "a host pool that must evict all the time, a GPU pool that makes matched requests wait",
-        EngineShape(num_slots=26, num_blocks=26),
+        EngineShape(num_slots=26, num_blocks=26, has_events=True),
         Workload(num_stems=8),
         faults=SQUEEZES,
     ),
@@ -191,7 +197,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "failing": Profile(
         "copies that fail, are refused, stand still, on three ranks",
-        EngineShape(tensor_ranks=3),
+        EngineShape(tensor_ranks=3, has_events=True),
         faults=COPY_FAULTS,
     ),
     "overdue": Profile(
@@ -202,7 +208,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "flips": Profile(
         "bits that flip in host memory, with verify on",
-        EngineShape(tensor_ranks=2, num_slots=40, extra={"verify": "load"}),
+        EngineShape(tensor_ranks=2, num_slots=40, extra={"verify": "load"}, has_events=True),
         faults={FaultKind.FLIP: 40},
     ),
     "loads-fail": Profile(

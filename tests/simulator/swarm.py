@@ -212,6 +212,7 @@ class _Draw:
             max_batched_tokens=self._one_of((16, 24, 32, 64), "batched tokens"),
             max_seqs=self._one_of((2, 4, 6, 12), "seqs"),
             failure_policy="fail" if self._is_on("fail", 0.125) else "recompute",
+            has_events=self._is_on("events"),
             extra=extra,
         )
         shape = replace(shape, **self._sparse(shape))

@@ -46,6 +46,7 @@ class EngineShape:
         extra: `kv_connector_extra_config`.
         connector: another connector of vLLM's to compare with, or `NONE`.
         failure_policy: what vLLM does with a request whose load failed.
+        has_events: KV events are on.
     """
 
     groups: tuple[str, ...] = ("full",)
@@ -70,6 +71,7 @@ class EngineShape:
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = OURS
     failure_policy: str = "recompute"
+    has_events: bool = False
 
     def holder_of(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -156,11 +158,19 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         **shape.extra,
     }
     config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
+    if shape.has_events:
+        config.kv_events_config = _events_config()
     if shape.connector == NONE:
         config.kv_transfer_config = None
     if shape.num_draft_tokens:
         config.speculative_config = _speculative_config(shape, config)
     return config
+
+
+def _events_config() -> Any:
+    from vllm.config import KVEventsConfig
+
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 
 
 def _speculative_config(shape: EngineShape, config: Any) -> Any:

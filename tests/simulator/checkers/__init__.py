@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tests.simulator.checkers.completions import CompletionChecker
 from tests.simulator.checkers.contents import ContentChecker
+from tests.simulator.checkers.events import EventChecker
 from tests.simulator.checkers.finishing import FinishChecker
 from tests.simulator.checkers.hits import HitChecker
 from tests.simulator.checkers.ledger import Ledger
@@ -32,6 +33,7 @@ class Checkers:
         self.contents = ContentChecker(core)
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
+        self.events = EventChecker(core)
 
     def after_step(self) -> None:
         """What must hold between any two steps.
@@ -41,6 +43,7 @@ class Checkers:
         """
         self.references.check()
         self.progress.check()
+        self.events.check()
 
     def after_drain(self) -> None:
         """What must hold when all work has drained.
@@ -49,6 +52,7 @@ class Checkers:
             Finding: it does not.
         """
         self.references.check_drained()
+        self.events.check_drained()
 
 
 __all__ = ["Checkers", "Ledger"]

@@ -1,0 +1,294 @@
+"""KV events: what routers are told about the blocks that can be hit on the host.
+
+With `--kv-events-config` vLLM publishes which blocks its GPU cache holds, and what its connector
+adds. Ours adds a `BlockStored` when a block can be found in the directory and a `BlockRemoved` when
+it no longer can, so that whoever replays them knows what the directory knows (I12). There is no
+`AllBlocksCleared`: it names no medium, and routers take it to mean the GPU's blocks too.
+
+A hash does not tell its tokens. They are copied from the request when a store begins, as the
+request may have gone when the store settles.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, repeat
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+
+from safe_offload import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+Key = tuple[int, bytes]
+"""A KV cache group and a hash: a `directory.Key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a `BlockStored` says of a block beside its hash; the fields are vLLM's."""
+
+    parent_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+    def follows(self, block_hash: bytes, other: Description) -> bool:
+        """Whether it can be told in one event with the block before it."""
+        return (
+            bool(other.token_ids)
+            and self.parent_hash == block_hash
+            and self.block_size == other.block_size
+            and self.lora_id == other.lora_id
+            and self.lora_name == other.lora_name
+        )
+
+
+class Origins:
+    """From which request a hash comes, and which of its hashes it is.
+
+    Its state, which nothing else changes: the places by hash, how many hashes of each live request
+    they cover, and the requests that have ended and are kept, with so many hashes each.
+
+    Args:
+        num_kept: hashes of requests that have ended that are kept, the oldest going first. Lazy
+            stores need those of blocks on the GPU, eager ones none.
+    """
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._places: dict[bytes, tuple[Request, int]] = {}
+        self._live: dict[Request, int] = {}
+        self._ended: deque[tuple[Request, int]] = deque()
+        self._num_ended = 0
+
+    def __repr__(self) -> str:
+        return f"Origins({len(self._live)} live requests, {len(self._places)} hashes)"
+
+    def add(self, request: Request) -> None:
+        """A request is new."""
+        self._live[request] = 0
+
+    def end(self, request: Request) -> None:
+        """A request has ended."""
+        num_learned = self._live.pop(request, None)
+        if num_learned is None:
+            return
+        # Images, and embeddings in place of tokens, would stay in memory with their request.
+        is_large = bool(request.mm_features) or request.prompt_embeds is not None
+        if is_large or not self._num_kept:
+            self._drop(request)
+            return
+        self._learn(request, num_learned)
+        self._ended.append((request, len(request.block_hashes)))
+        self._num_ended += len(request.block_hashes)
+        while self._num_ended > self._num_kept:
+            oldest, num_hashes = self._ended.popleft()
+            self._num_ended -= num_hashes
+            self._drop(oldest)
+
+    def _drop(self, request: Request) -> None:
+        for block_hash in request.block_hashes:
+            place = self._places.get(block_hash)
+            if place is not None and place[0] is request:
+                del self._places[block_hash]
+
+    def find(self, hashes: Sequence[bytes]) -> list[tuple[Request, int] | None]:
+        """Return for each hash its request and its number there; None if none has it."""
+        found = list(map(self._find, hashes))
+        if None in found:  # requests grow
+            for request, num_learned in self._live.items():
+                self._learn(request, num_learned)
+            found = list(map(self._find, hashes))
+        if None in found:  # of two requests that shared it the one that was learned last is gone
+            for request in self._live:
+                self._learn(request, 0)
+            found = list(map(self._find, hashes))
+        return found
+
+    def _find(self, block_hash: bytes) -> tuple[Request, int] | None:
+        place = self._places.get(block_hash)
+        if place is None:
+            return None
+        request, index = place
+        hashes = request.block_hashes  # which change if its client changes the prompt
+        return place if index < len(hashes) and hashes[index] == block_hash else None
+
+    def _learn(self, request: Request, first: int) -> None:
+        hashes = request.block_hashes
+        if first < len(hashes):
+            places = zip(repeat(request), count(first), strict=False)
+            self._places.update(zip(hashes[first:], places, strict=False))
+        if request in self._live:
+            self._live[request] = len(hashes)
+
+
+class KvEvents:
+    """Makes vLLM's events of what the directory reports. It only exists while they are on.
+
+    Its state, which nothing else changes: the events that were not taken, the descriptions of what
+    is being stored, `origins`, and whether all was withdrawn.
+
+    Args:
+        groups: what events say of each KV cache group.
+        hash_block_size: tokens of one hash of a request.
+        origins: where tokens come from.
+    """
+
+    def __init__(
+        self, groups: Sequence[compat.EventGroup], hash_block_size: int, origins: Origins
+    ) -> None:
+        self._groups = groups
+        self._hash_block_size = hash_block_size
+        self._origins = origins
+        self._being_stored: dict[Key, Description | None] = {}
+        self._events: list[Any] = []
+        self._is_withdrawn = False
+
+    def __repr__(self) -> str:
+        return f"KvEvents({len(self._events)} to take, {len(self._being_stored)} being stored)"
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._events)
+
+    # ---- the planner reports -------------------------------------------------------------------
+
+    def seen(self, request: Request) -> None:
+        """A request is new."""
+        if not self._is_withdrawn:
+            self._origins.add(request)
+
+    def ended(self, request: Request) -> None:
+        """A request has ended; lazy stores still keep what it has computed."""
+        self._origins.end(request)
+
+    def withdraw(self, keys: Iterable[Key]) -> None:
+        """Nothing is hit from now on, and nothing is published after this; these are all keys."""
+        self.removed(keys)
+        self._is_withdrawn = True
+        self._being_stored.clear()
+
+    # ---- the directory reports -----------------------------------------------------------------
+
+    def storing(self, keys: Iterable[Key]) -> None:
+        """Stores of these keys begin."""
+        if self._is_withdrawn:
+            return
+        keys = list(keys)
+        places = self._origins.find([block_hash for _, block_hash in keys])
+        for key, place in zip(keys, places, strict=True):
+            self._being_stored[key] = self._describe(key[0], *place) if place else None
+
+    def _describe(self, group_idx: int, request: Request, index: int) -> Description:
+        hash_block_size = self._hash_block_size
+        end = (index + 1) * hash_block_size
+        block_size = self._groups[group_idx].block_size
+        if end % block_size:  # vLLM finds a block by its first tokens too, in steps of one hash
+            block_size = hash_block_size
+        start = end - block_size
+        lora = request.lora_request
+        return Description(
+            parent_hash=request.block_hashes[start // hash_block_size - 1] if start else None,
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=block_size,
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+            extra_keys=generate_block_hash_extra_keys(request, start, end, 0)[0],
+        )
+
+    def published(self, keys: Iterable[Key]) -> None:
+        """Stores have settled: what they stored can be hit.
+
+        Consecutive blocks of a prompt are one event, as vLLM's own are.
+        """
+        run: list[tuple[Key, Description]] = []
+        for key in keys:
+            if key not in self._being_stored:  # forgotten meanwhile
+                continue
+            description = self._being_stored.pop(key)
+            if description is None:  # a lazy store, long after its request
+                block_size = self._groups[key[0]].block_size
+                description = Description(None, [], block_size, None, None, None)
+            if run:
+                (group_idx, block_hash), last = run[-1]
+                if key[0] != group_idx or not description.follows(block_hash, last):
+                    self._add_stored(run)
+                    run = []
+            run.append((key, description))
+        if run:
+            self._add_stored(run)
+
+    def _add_stored(self, run: Sequence[tuple[Key, Description]]) -> None:
+        (group_idx, _), first = run[0]
+        parent = first.parent_hash
+        has_extra_keys = any(description.extra_keys for _, description in run)
+        extra_keys = [description.extra_keys for _, description in run] if has_extra_keys else None
+        self._events.append(
+            compat.block_stored(
+                self._groups[group_idx],
+                block_hashes=[maybe_convert_block_hash(block_hash) for (_, block_hash), _ in run],
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                token_ids=[token for _, description in run for token in description.token_ids],
+                block_size=first.block_size,
+                lora_id=first.lora_id,
+                lora_name=first.lora_name,
+                extra_keys=to_event_extra_keys(extra_keys),
+            )
+        )
+
+    def removed(self, keys: Iterable[Key]) -> None:
+        """Keys are dropped, of stores that have not settled too."""
+        if self._is_withdrawn:
+            return
+        hashes: defaultdict[int, list[bytes | int]] = defaultdict(list)
+        for key in keys:
+            if key in self._being_stored:
+                del self._being_stored[key]
+            else:
+                group_idx, block_hash = key
+                hashes[group_idx].append(maybe_convert_block_hash(block_hash))
+        for group_idx, block_hashes in hashes.items():
+            self._events.append(compat.block_removed(self._groups[group_idx], block_hashes))
+
+    # ---- vLLM asks -----------------------------------------------------------------------------
+
+    def take(self) -> Sequence[Any]:
+        """Return what has happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+
+def make_events(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
+) -> KvEvents | None:
+    """Return what makes KV events; None if vLLM is to publish none.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: the scheduler's view of the GPU KV cache.
+        is_lazy: blocks are stored after their requests have ended too.
+    """
+    if not compat.publishes_kv_events(vllm_config):
+        return None
+    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    config = replace(kv_cache_config, num_blocks=1)
+    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
+    groups = compat.event_groups(kv_cache_config, coordinator.group_block_sizes)
+    hash_block_size = sizes[1]
+    hashes_per_block = max(group.block_size for group in groups) // hash_block_size
+    num_kept = 2 * kv_cache_config.num_blocks * hashes_per_block if is_lazy else 0
+    return KvEvents(groups, hash_block_size, Origins(num_kept))
