@@ -17,18 +17,18 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.config import OffloadConfig
 from safe_offload.doctor import configuration, copies, memory, model, versions
 from safe_offload.doctor.findings import Finding, exit_status, guarded, render
 from safe_offload.doctor.machine import Machine, read_machine
-from safe_offload.doctor.trial import Trial, run_trial, weight_seconds
 from safe_offload.doctor.vllm_facts import Probe, VllmFacts
 from safe_offload.errors import ConfigError
 from safe_offload.transfer_config import CONNECTOR_NAME
+
+if TYPE_CHECKING:
+    from safe_offload.doctor.trial import Trial
 
 _DEFAULT_CONFIG: Final = json.dumps({"kv_connector": CONNECTOR_NAME})
 _PASTED: Final = ("vllm", "serve")
@@ -89,8 +89,11 @@ def examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Run every check; return the findings by theme, and the figures."""
     found = guarded("configuration", configuration.check_written, written)
-    trials, is_gpu, found_of_copies = _try_copies(written, machine)
-    found += found_of_copies
+    trials: list[Trial] = []
+    # MultiConnector's children all copy in the same way.
+    config = written.configs()[0]
+    found += guarded("copies", _check_copies, config, machine.available_bytes, trials)
+    is_gpu = any(trial.is_gpu for trial in trials)
     vllm = probe.facts()
     configs = _configs(written, vllm)
     pools = memory.pools_of(configs, vllm.engine, vllm.model)
@@ -131,34 +134,35 @@ def _memory_findings(
     found += guarded("memory", memory.check_huge_pages, machine)
     found += guarded("memory", memory.check_numa, machine, nodes, pools)
     for trial in trials:
-        found += guarded("memory", copies.check_ready, trial, pools, is_gpu=is_gpu)
+        found += guarded("memory", copies.check_ready, trial, pools)
     return found
 
 
-def _try_copies(
-    written: configuration.Written, machine: Machine
-) -> tuple[list[Trial], bool, list[Finding]]:
-    """Return the trial of each device, whether these are GPUs, and what was found."""
-    found = guarded("copies", copies.check_room, machine.available_bytes)
-    trials: list[Trial] = []
-    is_gpu = torch.cuda.is_available()
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    for device in () if found else devices or [torch.device("cpu")]:
-        # MultiConnector's children copy in the same way.
-        trials.append(run_trial(device, written.configs()[0]))
-    for trial in trials:
-        found += guarded("copies", copies.check_copies, trial, is_gpu=is_gpu)
-    return trials, is_gpu, found
+def _check_copies(
+    config: OffloadConfig, available_bytes: int, trials: list[Trial]
+) -> Iterator[Finding]:
+    """Try the copies of every device, and put what was found into `trials` too."""
+    too_little = list(copies.check_room(available_bytes))
+    yield from too_little
+    if too_little:
+        return
+    from safe_offload.doctor.trial import devices, run_trial
+
+    for device in devices():
+        trial = run_trial(device, config)
+        trials.append(trial)
+        yield from copies.check_copies(trial)
 
 
 def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:
+    from safe_offload.doctor.trial import weight_seconds
+
     assert vllm.model is not None
     load_gbps = [rates["load"] for rates in trial.gbps.values()]
     if not load_gbps:
         return  # there is no way to load
     num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
-    device = torch.device(trial.name.partition(" ")[0])
-    seconds = weight_seconds(device, vllm.model.dtype)
+    seconds = weight_seconds(trial.device, vllm.model.dtype)
     result = model.break_even(vllm.model, num_ranks, max(load_gbps), seconds)
     measured["break_even"] = asdict(result)
     yield from model.check_break_even(result)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from safe_offload.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.doctor.memory import Pool
-from safe_offload.doctor.trial import NEEDED_BYTES, Trial
-from safe_offload.units import format_bytes
+from safe_offload.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from safe_offload.doctor.trial import Trial
+
+NEEDED_BYTES: Final = GIB
+"""Host memory that a trial takes, with room to spare."""
 
 
 def check_room(available_bytes: int) -> Iterator[Finding]:
@@ -22,10 +28,10 @@ def check_room(available_bytes: int) -> Iterator[Finding]:
         )
 
 
-def check_copies(trial: Trial, *, is_gpu: bool) -> Iterator[Finding]:
+def check_copies(trial: Trial) -> Iterator[Finding]:
     """Check that every way to copy is right, and say how fast it is."""
     where = f"on {trial.name}: "
-    yield _compiled_loop(trial, is_gpu=is_gpu)
+    yield _compiled_loop(trial)
     yield from _self_test(trial, where)
     for path, num_torn in trial.torn.items():
         if num_torn:
@@ -46,11 +52,11 @@ def check_copies(trial: Trial, *, is_gpu: bool) -> Iterator[Finding]:
         yield _failed("copies.rate", f"{where}{problem}")
 
 
-def _compiled_loop(trial: Trial, *, is_gpu: bool) -> Finding:
+def _compiled_loop(trial: Trial) -> Finding:
     id = "copies.compiled-loop"
     if trial.has_compiled_loop:
         return ok(id, "the loop that copies small blocks is compiled")
-    if is_gpu:
+    if trial.is_gpu:
         return info(id, "the loop of the CPU backend is not compiled; a GPU does not need it")
     return warning(
         id,
@@ -93,12 +99,12 @@ def _self_test(trial: Trial, where: str) -> Iterator[Finding]:
         yield ok(id, f"{where}passed by {', '.join(trial.passed)}")
 
 
-def check_ready(trial: Trial, pools: Sequence[Pool], *, is_gpu: bool) -> Iterator[Finding]:
+def check_ready(trial: Trial, pools: Sequence[Pool]) -> Iterator[Finding]:
     """Say how long it takes until the whole pool of a rank can be used."""
     id = "memory.ready"
     where = f"on {trial.name}: "
     if problem := trial.failures.get("ready"):
-        if is_gpu:
+        if trial.is_gpu:
             yield warning(
                 id,
                 f"{where}{problem}",
@@ -109,7 +115,7 @@ def check_ready(trial: Trial, pools: Sequence[Pool], *, is_gpu: bool) -> Iterato
         else:
             yield _failed(id, f"{where}{problem}")
         return
-    verb = "page-locked" if is_gpu else "touched"
+    verb = "page-locked" if trial.is_gpu else "touched"
     rate = f"{where}memory is {verb} at {trial.ready_bytes_per_s / 1e9:.1f} GB/s ({trial.pages})"
     for pool in pools:
         if pool.rank_bytes is None:

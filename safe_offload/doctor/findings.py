@@ -69,7 +69,7 @@ def error(id: str, found: str, expected: str, fix: str) -> Finding:
 def split_message(message: str) -> tuple[str, str]:
     """Return what one of our own error messages says before and after the word Fix."""
     found, _, fix = message.partition("Fix: ")
-    return found.strip(), fix.strip()
+    return found.strip().removesuffix("."), fix.strip().removesuffix(".")
 
 
 def refusal(id: str, message: str, expected: str, otherwise: str) -> Finding:
@@ -90,7 +90,8 @@ def guarded(
                 f"{theme}.{NOT_CHECKED}",
                 f"the check `{check.__name__}` failed: {type(problem).__name__}: {problem}",
                 "a check that runs",
-                "open an issue with this line; the other findings hold",
+                "if another finding explains it, fix that first; otherwise open an issue with this "
+                "line. The other findings hold",
             )
         ]
 

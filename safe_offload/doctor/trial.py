@@ -43,8 +43,6 @@ SMALL: Final = Case(4 * KIB, 16, 4)
 LARGE: Final = Case(64 * KIB, 32, 32)
 TIMED_COPIES: Final = 5
 READY_BYTES: Final = 256 << 20  # touched on trial; a GPU locks a slab of SLAB_BYTES
-NEEDED_BYTES: Final = 2 * SLAB_BYTES
-"""Host memory that the trial takes, with room to spare."""
 
 
 @dataclass(slots=True)
@@ -52,7 +50,8 @@ class Trial:
     """What the trial of one device found; `run` fills it in, and each part may fail alone.
 
     Attributes:
-        name: of the device.
+        device: "cpu", or of a GPU such as "cuda:0".
+        name: with the product's.
         node: NUMA node of a GPU.
         has_compiled_loop: of the CPU backend.
         passed: ways to copy that passed the self-test; None if there was no test.
@@ -65,6 +64,7 @@ class Trial:
         failures: parts of the trial that could not be done, by their name.
     """
 
+    device: str
     name: str
     node: int | None = None
     has_compiled_loop: bool = True
@@ -76,6 +76,17 @@ class Trial:
     ready_bytes_per_s: float = 0.0
     pages: str = ""
     failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Return whether it is one."""
+        return self.device != "cpu"
+
+
+def devices() -> list[torch.device]:
+    """Return every GPU that torch sees, else the CPU."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [torch.device("cuda", index) for index in gpus] or [torch.device("cpu")]
 
 
 def run_trial(
@@ -93,7 +104,7 @@ def run_trial(
         open: makes the backend for a KV cache.
         rounds: fenced overwrites of each way to copy.
     """
-    trial = Trial(_name_of(device), has_compiled_loop=find_move() is not move_each)
+    trial = Trial(str(device), _name_of(device), has_compiled_loop=find_move() is not move_each)
     parts: Mapping[str, Callable[[], None]] = {
         "self-test": functools.partial(_try_copies, trial, device, config, open, rounds),
         "rates": functools.partial(_measure_rates, trial, device),
@@ -262,12 +273,12 @@ def _lock(gpu: Device, address: int, size_bytes: int) -> None:
 # ---- computing, to compare with ---------------------------------------------------------------
 
 
-def weight_seconds(device: torch.device, dtype: str) -> dict[int, float]:
+def weight_seconds(device: str, dtype: str) -> dict[int, float]:
     """Return by number of tokens the seconds that computing them takes for each weight.
 
     A matrix as those of a layer is multiplied with so many rows; the time is that of the median.
     """
-    width, sizes = (1024, (1, 64, 256)) if device.type == "cpu" else (8192, (1, 256, 4096))
+    width, sizes = (1024, (1, 64, 256)) if device == "cpu" else (8192, (1, 256, 4096))
     kind = getattr(torch, dtype)
     weights = torch.ones(width, width, dtype=kind, device=device)
     found = {}
