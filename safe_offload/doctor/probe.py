@@ -35,7 +35,6 @@ def main(arguments: Sequence[str]) -> int:
         import vllm
         from vllm.plugins import load_general_plugins
 
-        # The version that this package goes by is that of the installed package.
         tell(version=vllm.__version__, torch_version=torch.__version__)
         load_general_plugins()
     except Exception as error:
@@ -44,10 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from safe_offload import compat
 
-        major, minor = compat.vllm_version()
-        if not vllm.__version__.startswith(f"{major}.{minor}"):
-            known["version"] = f"{major}.{minor}"
-        tell(tested=compat.TESTED_VERSIONS)
+        installed = compat.installed_version() or vllm.__version__
+        tell(version=installed, tested=compat.TESTED_VERSIONS)
     except Exception as error:
         tell(connector_problem=_in_words(error), is_complete=True)
         return 0
@@ -78,7 +75,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
         with contextlib.redirect_stderr(complaint):
             namespace = parser.parse_args(list(arguments))
             if namespace.model_tag is not None:
-                namespace.model = namespace.model_tag
+                vars(namespace)["model"] = namespace.model_tag
             engine_args = AsyncEngineArgs.from_cli_args(namespace)
     except SystemExit:
         tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))

@@ -194,7 +194,7 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
     assert found["configuration.plugin"]["severity"] == "error"
     assert "export VLLM_PLUGINS=mine,safe_offload" in found["configuration.plugin"]["fix"]
     assert found["versions.vllm"]["severity"] == "warning"
-    assert "vLLM 0.40 is not one" in found["versions.vllm"]["found"]
+    assert "vLLM 0.40.0 is not one" in found["versions.vllm"]["found"]
     assert document["measured"]["machine"]["memlock_bytes"] == 0
     if not torch.cuda.is_available():
         assert found["memory.memlock"]["severity"] == "info", "the CPU engine locks nothing"
