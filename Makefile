@@ -48,7 +48,7 @@ QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.p
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 
-.PHONY: help venv promtool demo test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+.PHONY: help venv prometheus demo test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -60,8 +60,8 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-promtool: venv ## the checker of Prometheus rules, for the tests of examples/observability (a second, once)
-	@.ci/get-promtool '$(BIN)'
+prometheus: venv ## Prometheus and its checker of rules, for the tests of examples/observability (seconds, once)
+	@.ci/get-prometheus '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh

@@ -128,6 +128,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
+            slot_bytes=slot_bytes * config.world_size // config.ranks_per_copy,
             is_lazy=config.lazy_offload,
             blocks_written_early=compat.uses_v2_model_runner(vllm_config),
             state_group_ids=compat.state_group_ids(kv_cache_config),

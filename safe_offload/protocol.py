@@ -31,7 +31,7 @@ from safe_offload.errors import ProtocolError
 
 
 class FailureReason(enum.Enum):
-    """Why a transfer failed on a rank."""
+    """Why a transfer failed: on a rank, which reports it, or `SOURCE_LOST`."""
 
     COPY_FAILED = "copy_failed"
     """The copy raised."""
@@ -47,6 +47,9 @@ class FailureReason(enum.Enum):
     """The copy had not begun at the deadline of the transfer, and never will."""
     CHECKSUM_MISMATCH = "checksum_mismatch"
     """A slot no longer holds what was stored in it."""
+    SOURCE_LOST = "source_lost"
+    """No rank reports this: what it copied cannot be trusted. Its blocks had to be written before
+    they were read, or another connector failed to load them, or the connector was disabled."""
 
 
 def ids_of(numbers: Iterable[int]) -> array[int]:

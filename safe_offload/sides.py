@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.protocol import EMPTY_PLAN, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from safe_offload.observe.counters import Counters
 
 NO_LABELS: Mapping[str, str] = {}
 
@@ -64,7 +67,7 @@ class Side:
     def check_invariants(self) -> None:
         """Compare all bookkeeping with itself."""
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Return how the host pool stands now."""
         return {}
 
@@ -113,6 +116,5 @@ class Side:
     def changes_taken(self) -> None:
         """What has changed was reported to vLLM."""
 
-    def take_counts(self) -> dict[str, int]:
-        """Return what no report tells of, since the last call."""
-        return {}
+    def count_into(self, counters: Counters) -> None:
+        """Count what happened since the last call and is not counted when it happens."""

@@ -1,35 +1,52 @@
-"""Counters that explain what the connector did.
+"""What is counted and observed, to explain what the connector did.
 
-`observe/metrics.py` carries them to vLLM's log line and to Prometheus.
+`observe/metrics.py` carries it to vLLM's log line and to Prometheus.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from typing import Self
+
+from safe_offload.protocol import FailureReason
+
+Label = tuple[str, str]
+"""Name and value."""
+Observed = dict[str, dict[int, tuple[int, float]]]
+"""By name of a histogram: how many values are in a bucket, by its index, and their sum."""
 
 _EVICTED = "Blocks overwritten by others, by whether they had ever been loaded."
+_DROPPED = "Finished ids kept from vLLM's scheduler, which could not have acted on them."
 
 
-class Count(enum.StrEnum):
-    """What is counted; the value is the name, and the label if there is one.
+class Series(str):
+    """A metric, or one series of it: the name, with the labels if there are any.
 
     Attributes:
         metric: the metric's name, without the prefix.
         doc: its help text.
-        label: name and value of the label that tells counts of one metric apart.
+        labels: tell series of one metric apart.
+        buckets: upper bounds of a histogram's; a value that equals one is in it.
     """
 
     metric: str
     doc: str
-    label: tuple[str, str] | None
+    labels: tuple[Label, ...]
+    buckets: tuple[float, ...]
 
-    def __new__(cls, metric: str, doc: str, label: tuple[str, str] | None = None) -> Count:
-        name = metric if label is None else f'{metric}{{{label[0]}="{label[1]}"}}'
-        member = str.__new__(cls, name)
-        member._value_ = name
-        member.metric, member.doc, member.label = metric, doc, label
-        return member
+    def __new__(
+        cls, metric: str, doc: str, *labels: Label, buckets: tuple[float, ...] = ()
+    ) -> Self:
+        inner = ",".join(f'{name}="{value}"' for name, value in labels)
+        series = super().__new__(cls, f"{metric}{{{inner}}}" if labels else metric)
+        series.metric, series.doc, series.labels, series.buckets = metric, doc, labels, buckets
+        return series
+
+
+class Count(Series, enum.ReprEnum):
+    """What is counted."""
 
     HIT_TOKENS = "hit_tokens", "Tokens found on the host whose load was begun, however it ended."
     LOADED_TOKENS = "loaded_tokens", "Tokens that came from the host: their load ended well."
@@ -43,8 +60,8 @@ class Count(enum.StrEnum):
     FENCED_STORES = "fenced_stores", "Stores whose source block was given away while they ran."
     SKIPPED_BLOCKS = "skipped_blocks", "Blocks not stored: no slot was free, or too much waits."
     UNPUBLISHED_BLOCKS = "unpublished_blocks", "Blocks stored but dropped because of a reset."
-    FAILED_STORES = "failed_stores", "Stores that failed; their blocks are not kept."
-    FAILED_LOADS = "failed_loads", "Loads that failed; their tokens are recomputed."
+    LOAD_BYTES = "load_bytes", "Bytes copied from the host to GPU blocks, by all ranks."
+    STORE_BYTES = "store_bytes", "Bytes copied from GPU blocks to the host, by all ranks."
     OVERDUE_TRANSFERS = (
         "overdue_transfers",
         "Started transfers that had not ended at their deadline.",
@@ -63,12 +80,64 @@ class Count(enum.StrEnum):
     )
     STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
     DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
-    DROPPED_UNKNOWN_IDS = "dropped_unknown_ids", "Finished ids of requests that do not exist."
-    DROPPED_PREMATURE_IDS = "dropped_premature_ids", "Finished ids of requests still being loaded."
-    DROPPED_DUPLICATE_IDS = "dropped_duplicate_ids", "Finished ids that had been reported before."
-    DROPPED_UNOWNED_IDS = "dropped_unowned_ids", "Finished ids that vLLM does not wait for."
+    DROPPED_UNKNOWN_IDS = "dropped_ids", _DROPPED, ("reason", "unknown")
+    DROPPED_PREMATURE_IDS = "dropped_ids", _DROPPED, ("reason", "premature")
+    DROPPED_DUPLICATE_IDS = "dropped_ids", _DROPPED, ("reason", "duplicate")
+    DROPPED_UNOWNED_IDS = "dropped_ids", _DROPPED, ("reason", "unowned")
     BAD_REQUEST_PARAMS = "bad_request_params", "Requests with unusable kv_transfer_params, served."
     CONTAINED_ERRORS = "contained_errors", "Errors inside a hook that were kept from the engine."
+
+
+def _failures(direction: str) -> dict[FailureReason, Series]:
+    return {
+        reason: Series(
+            "transfer_failures",
+            "Transfers that failed, each counted once, by the first reason that a rank reported.",
+            ("direction", direction),
+            ("reason", reason.value),
+        )
+        for reason in FailureReason
+    }
+
+
+FAILED_LOADS = _failures("load")
+FAILED_STORES = _failures("store")
+COUNTERS: tuple[Series, ...] = (*Count, *FAILED_LOADS.values(), *FAILED_STORES.values())
+"""Everything that is counted."""
+
+
+def _both(metric: str, doc: str, buckets: tuple[float, ...]) -> tuple[Series, Series]:
+    """Return a histogram of loads, and one of stores."""
+    load, store = (
+        Series(metric, doc, ("direction", name), buckets=buckets) for name in ("load", "store")
+    )
+    return load, store
+
+
+SECONDS = (*(n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)), 10.0, 25.0)
+TOKENS = tuple(2.0**k for k in range(4, 21))
+BYTES = tuple(n * 1e6 for n in (1, 5, 10, 20, 40, 60, 80, 100, 150, 200))
+"""vLLM's (0.32.0, distributed/kv_transfer/kv_connector/v1/offloading/metrics.py)."""
+
+LOAD_S, STORE_S = _both(
+    "transfer_seconds", "Time of one copy on one rank, without its time in the queue.", SECONDS
+)
+LOAD_QUEUED_S, STORE_QUEUED_S = _both(
+    "transfer_wait_seconds", "Time in the queue of one transfer on one rank.", SECONDS
+)
+LOAD_SIZE_BYTES, STORE_SIZE_BYTES = _both("transfer_bytes", "Bytes of one copy on one rank.", BYTES)
+LOAD_WAIT_S = Series(
+    "load_wait_seconds", "Time that a request waited for its load.", buckets=SECONDS
+)
+HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load was begun.", buckets=TOKENS)
+HISTOGRAMS = {
+    str(series): series
+    for series in (
+        *(LOAD_S, STORE_S, LOAD_QUEUED_S, STORE_QUEUED_S),
+        *(LOAD_SIZE_BYTES, STORE_SIZE_BYTES, LOAD_WAIT_S, HIT_TOKENS),
+    )
+}
+"""Everything that is observed one by one, by name."""
 
 
 def is_milestone(count: int) -> bool:
@@ -82,6 +151,7 @@ class Counters(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self._part_s: dict[str, float] = {}
+        self._observed: defaultdict[Series, list[float]] = defaultdict(list)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Count whole seconds, and carry the rest over."""
@@ -94,4 +164,23 @@ class Counters(Counter[str]):
         """Return what was counted since the last call, and start again from zero."""
         taken = {str(name): number for name, number in self.items() if number}
         self.clear()
+        return taken
+
+    def observe(self, histogram: Series, value: float) -> None:
+        """Note one value."""
+        self._observed[histogram].append(value)
+
+    def take_observed(self) -> Observed:
+        """Return what was observed since the last call, in the buckets of each histogram."""
+        if not self._observed:
+            return {}
+        taken: Observed = {}
+        for histogram, values in self._observed.items():
+            cells: dict[int, tuple[int, float]] = {}
+            for value in values:
+                bucket = bisect_left(histogram.buckets, value)
+                count, total = cells.get(bucket, (0, 0.0))
+                cells[bucket] = count + 1, total + value
+            taken[str(histogram)] = cells
+        self._observed.clear()
         return taken

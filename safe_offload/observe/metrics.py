@@ -1,12 +1,12 @@
-"""The connector's counts on their way to vLLM's log line and to Prometheus.
+"""What was counted and observed on its way to vLLM's log line and to Prometheus.
 
-Metrics are named `vllm:safe_offload_<name>`; docs/operations.md lists them. All series exist from
-startup, so that an alert can be written before the first failure.
+Metrics are named `vllm:safe_offload_<name>`; docs/reference/metrics.md lists them. All series exist
+from startup, so that an alert can be written before the first failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -14,20 +14,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import (
+    BYTES,
+    COUNTERS,
+    HISTOGRAMS,
+    LOAD_S,
+    LOAD_SIZE_BYTES,
+    STORE_S,
+    STORE_SIZE_BYTES,
+    Count,
+    Counters,
+    Observed,
+    Series,
+)
 from safe_offload.sides import Side
 
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
+    "used_slots": "Host slots that hold something or are being filled.",
+    "capacity_bytes": "Bytes that all host slots hold together, of all ranks.",
     "leased_slots": "Host slots that may not be evicted now.",
     "retired_slots": "Host slots not used any more because their bytes changed in memory.",
     "is_disabled": "1 if the connector has given up and only finishes what is in flight.",
     "stores_in_flight": "Stores that not all ranks have finished.",
     "loads_in_flight": "Loads that not all ranks have finished.",
-    "compute_tokens_per_s": "Tokens that the largest steps compute in a second, as measured.",
-    "load_tokens_per_s": "Tokens that the largest loads bring in a second, as measured.",
-    "load_latency_us": "Time of the smallest loads in microseconds, as measured.",
+    "compute_tokens_per_second": "Tokens that the largest steps compute in a second, as measured.",
+    "load_tokens_per_second": "Tokens that the largest loads bring in a second, as measured.",
+    "load_latency_seconds": "Time of the smallest loads, as measured.",
 }
+SAVED_SECONDS = "saved_seconds_total"
+SAVED_SECONDS_DOC = "Time that computing loaded_tokens would have taken at the measured speed."
 
 INFO = (
     *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
@@ -37,14 +53,30 @@ INFO = (
 )
 """Labels of the metric `info`. All ranks have reported the last four."""
 
-_COUNTS, _GAUGES, _INFO, _OLD_INFO = "counts", "gauges", "info", "old_info"
+_COUNTS, _GAUGES, _OBSERVED = "counts", "gauges", "observed"
+_INFO, _OLD_INFO = "info", "old_info"
+
+_VLLM_COUNTERS = {
+    "load_bytes": (LOAD_SIZE_BYTES, "Total bytes loaded from offload storage to GPU."),
+    "load_time": (LOAD_S, "Total load time from offload storage to GPU, in seconds."),
+    "store_bytes": (STORE_SIZE_BYTES, "Total bytes stored from GPU to offload storage."),
+    "store_time": (STORE_S, "Total store time from GPU to offload storage, in seconds."),
+}
+_VLLM_HISTOGRAMS = {
+    "load_size": (LOAD_SIZE_BYTES, "Histogram of KV offload load operation size, in bytes."),
+    "store_size": (STORE_SIZE_BYTES, "Histogram of KV offload store operation size, in bytes."),
+}
+_VLLMS = {**_VLLM_COUNTERS, **_VLLM_HISTOGRAMS}
+"""What vLLM's OffloadingConnector calls `vllm:kv_offload_<name>`: a sum of what was observed here,
+or the same histogram."""
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts of an interval and the last state.
+    """Counts of an interval, what was observed in it, and the last state.
 
-    `data` is {"counts": {...}, "gauges": {...}}. When the set-up is first known or changes, it also
-    has "info" and, if there was one, the "old_info" that it replaces.
+    `data` is {"counts": {...}, "gauges": {...}}, with "observed" if there is any. When the set-up
+    is first known or changes, it also has "info" and, if there was one, the "old_info" that it
+    replaces.
     """
 
     data: dict[str, Any]
@@ -53,14 +85,20 @@ class OffloadStats(KVConnectorStats):
     def of(
         cls,
         counts: dict[str, int],
-        gauges: dict[str, int],
+        gauges: dict[str, float],
+        observed: Observed | None = None,
         info: dict[str, str] | None = None,
         old_info: dict[str, str] | None = None,
     ) -> OffloadStats:
-        """Return the statistics of these counts, gauges and labels."""
-        labels = {_INFO: info, _OLD_INFO: old_info}
-        said = {name: values for name, values in labels.items() if values}
-        return cls(data={_COUNTS: counts, _GAUGES: gauges, **said})
+        """Return the statistics of these counts, gauges, observed values and labels."""
+        data: dict[str, Any] = {_COUNTS: counts, _GAUGES: gauges}
+        if observed:
+            data[_OBSERVED] = observed
+        if info:
+            data[_INFO] = info
+        if old_info:
+            data[_OLD_INFO] = old_info
+        return cls(data=data)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -76,18 +114,47 @@ class OffloadStats(KVConnectorStats):
         for name, number in other.data.get(_COUNTS, {}).items():
             counts[name] = counts.get(name, 0) + number
         gauges = {**self.data.get(_GAUGES, {}), **other.data.get(_GAUGES, {})}
+        observed = _added(self.data.get(_OBSERVED, {}), other.data.get(_OBSERVED, {}))
         latest = other.data if _INFO in other.data else self.data
         info, old_info = latest.get(_INFO), latest.get(_OLD_INFO)
-        self.data = OffloadStats.of(counts, gauges, info, old_info).data
+        self.data = OffloadStats.of(counts, gauges, observed, info, old_info).data
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs: every count that is not 0, and the state."""
-        return {**self.data.get(_COUNTS, {}), **self.data.get(_GAUGES, {})}
+        """Return what vLLM logs: every count that is not 0, the mean of each time, and the state.
+
+        Sizes are left out: their sums are among the counts.
+        """
+        observed = self.data.get(_OBSERVED, {}).items()
+        means = {
+            f"mean_{name}": float(f"{_mean(cells):.3g}")
+            for name, cells in observed
+            if "seconds" in name
+        }
+        return {**self.data.get(_COUNTS, {}), **means, **self.data.get(_GAUGES, {})}
 
     def is_empty(self) -> bool:
         """Return whether there is nothing to report."""
-        return not any(self.data.get(part) for part in (_COUNTS, _GAUGES, _INFO))
+        return not any(self.data.get(part) for part in (_COUNTS, _GAUGES, _OBSERVED, _INFO))
+
+
+def _added(some: Observed, more: Observed) -> Observed:
+    """Return the values of both, which are not changed."""
+    total = dict(some)
+    for name, cells in more.items():
+        sums = total[name] = dict(total.get(name, {}))
+        for bucket, (count, value) in cells.items():
+            old_count, old_value = sums.get(bucket, (0, 0.0))
+            sums[bucket] = old_count + count, old_value + value
+    return total
+
+
+def _mean(cells: Mapping[int, tuple[int, float]]) -> float:
+    return _total(cells) / sum(count for count, _ in cells.values())
+
+
+def _total(cells: Mapping[int, tuple[int, float]]) -> float:
+    return sum(total for _, total in cells.values())
 
 
 class StatsReporter:
@@ -101,7 +168,7 @@ class StatsReporter:
     def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
         self._counters = counters
         self._info = info
-        self._last_gauges: dict[str, int] = {}
+        self._last_gauges: dict[str, float] = {}
         self._last_info: dict[str, str] = {}
         self._last_host: Mapping[str, str] = {}
 
@@ -110,17 +177,19 @@ class StatsReporter:
         if not (side.has_changed or self._counters):
             return None  # most steps
         side.changes_taken()
-        counts, gauges = {**self._counters.take(), **side.take_counts()}, side.gauges()
+        side.count_into(self._counters)
+        counts, gauges = self._counters.take(), side.gauges()
+        observed = self._counters.take_observed()
         info: dict[str, str] = {}
         old_info = self._last_info
         host = side.host_labels
         if self._info and host is not self._last_host:
             self._last_host, info = host, {**self._info, **host}
             self._last_info = info
-        if not counts and gauges == self._last_gauges and not info:
+        if not (counts or observed or info) and gauges == self._last_gauges:
             return None
         self._last_gauges = gauges
-        return OffloadStats.of(counts, gauges, info, old_info if info else None)
+        return OffloadStats.of(counts, gauges, observed, info, old_info if info else None)
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
@@ -128,7 +197,11 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters: dict[str, Any] = self._make_counters()
+        self._counters = self._make_series(self._counter_cls, COUNTERS, "_total")
+        own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
+        self._histograms = self._make_series(self._histogram_cls, own)
+        saved = self._make(self._counter_cls, SAVED_SECONDS, SAVED_SECONDS_DOC)
+        self._saved_seconds = self._per_engine(saved)
         self._gauges: dict[str, Any] = {
             name: self._per_engine(
                 self._make(self._gauge_cls, name, doc, multiprocess_mode="mostrecent")
@@ -137,19 +210,21 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
         doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
         self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
+        self._vllms: dict[str, Any] | None = None
 
-    def _make_counters(self) -> dict[str, Any]:
-        """Make one metric for all counts of one name, which a label tells apart."""
+    def _make_series(self, cls: Any, kind: Iterable[Series], suffix: str = "") -> dict[str, Any]:
+        """Make one metric for all series of one name, which labels tell apart."""
         made: dict[str, Any] = {}
-        counters: dict[str, Any] = {}
-        for count in Count:
-            names, values = ([count.label[0]], [count.label[1]]) if count.label else ([], [])
-            if count.metric not in made:
-                made[count.metric] = self._make(
-                    self._counter_cls, f"{count.metric}_total", count.doc, names
-                )
-            counters[count] = self._per_engine(made[count.metric], values)
-        return counters
+        by_series: dict[str, Any] = {}
+        for series in kind:
+            if series.metric not in made:
+                labels = [name for name, _ in series.labels]
+                buckets = {"buckets": series.buckets} if series.buckets else {}
+                name = f"{series.metric}{suffix}"
+                made[series.metric] = self._make(cls, name, series.doc, labels, **buckets)
+            values = [value for _, value in series.labels]
+            by_series[str(series)] = self._per_engine(made[series.metric], values)
+        return by_series
 
     def _make(
         self, cls: Any, name: str, doc: str, more_labels: Sequence[str] = (), **kwargs: Any
@@ -168,15 +243,62 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts; unknown names are ignored."""
-        for name, number in transfer_stats_data.get(_COUNTS, {}).items():
+        """Add an interval's counts and values; unknown names are ignored."""
+        counts, gauges = (transfer_stats_data.get(part, {}) for part in (_COUNTS, _GAUGES))
+        observed: Observed = transfer_stats_data.get(_OBSERVED, {})
+        for name, number in counts.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(number)
-        for name, value in transfer_stats_data.get(_GAUGES, {}).items():
+        for name, value in gauges.items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+        for name, cells in observed.items():
+            if name in self._histograms:
+                _observe(self._histograms[name][engine_idx], cells)
+        if speed := gauges.get("compute_tokens_per_second"):
+            saved_s = counts.get(Count.LOADED_TOKENS, 0) / speed
+            self._saved_seconds[engine_idx].inc(saved_s)
         # Old labels are set to 0, not removed: another process may still have them.
         for part, value in ((_OLD_INFO, 0), (_INFO, 1)):
             if info := transfer_stats_data.get(part):
                 values = (info.get(label, "") for label in INFO)
                 self._info.labels(*self.per_engine_labelvalues[engine_idx], *values).set(value)
+        if self._vllms is None:
+            self._vllms = self._make_vllms()
+        for name, metric in self._vllms.items():
+            cells = observed.get(_VLLMS[name][0], {})
+            if name in _VLLM_HISTOGRAMS:
+                _observe(metric[engine_idx], cells)
+            else:
+                metric[engine_idx].inc(_total(cells))
+
+    def _make_vllms(self) -> dict[str, Any]:
+        """Make what vLLM's OffloadingConnector has too, unless that is there and has made it.
+
+        This is done at the first statistics, which come before the first request: by then
+        MultiConnector has made the metrics of all connectors, and it ends the start if two of them
+        make the same.
+        """
+        made: dict[str, Any] = {}
+        for name, (_, doc) in _VLLMS.items():
+            is_counter = name in _VLLM_COUNTERS
+            cls = self._counter_cls if is_counter else self._histogram_cls
+            kwargs: dict[str, Any] = {} if is_counter else {"buckets": BYTES}
+            try:
+                metric: Any = cls(
+                    name=f"vllm:kv_offload_{name}",
+                    documentation=doc,
+                    labelnames=self._labelnames,
+                    **kwargs,
+                )
+            except ValueError:
+                return {}
+            made[name] = self._per_engine(metric)
+        return made
+
+
+def _observe(metric: Any, cells: Mapping[int, tuple[int, float]]) -> None:
+    """Observe the mean of each bucket, which lies in it: counts and the sum come out right."""
+    for count, total in cells.values():
+        for _ in range(count):
+            metric.observe(total / count)

@@ -134,7 +134,11 @@ class Offer:
     loading_s: float | None = None
 
 
-NOTHING_MEASURED = {"compute_tokens_per_s": 0, "load_tokens_per_s": 0, "load_latency_us": 0}
+NOTHING_MEASURED: dict[str, float] = {
+    "compute_tokens_per_second": 0,
+    "load_tokens_per_second": 0,
+    "load_latency_seconds": 0,
+}
 
 
 class Costs:
@@ -198,7 +202,7 @@ class Costs:
         num_full, num_rest = divmod(num_tokens, self._num_step_tokens_max)
         return num_full * self.steps.at(self._num_step_tokens_max) + self.steps.at(num_rest)
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """What was measured, a few samples ago; see `observe.metrics.GAUGES`.
 
         vLLM asks after every step, most of which change nothing that shows.
@@ -208,9 +212,9 @@ class Costs:
             self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
             steps, loads = self.steps.points, self.loads.points
             self._gauges = {
-                "compute_tokens_per_s": _rate(steps),
-                "load_tokens_per_s": _rate(loads),
-                "load_latency_us": round(loads[0][1] * 1e6) if loads else 0,
+                "compute_tokens_per_second": _rate(steps),
+                "load_tokens_per_second": _rate(loads),
+                "load_latency_seconds": round(loads[0][1], 6) if loads else 0,
             }
         return self._gauges
 

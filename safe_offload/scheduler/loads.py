@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
@@ -243,6 +243,7 @@ class Loads:
             )
             self._new.append(load)
             self._counters[Count.HIT_TOKENS] += num_tokens
+            self._counters.observe(HIT_TOKENS, num_tokens)
             self._hits.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
@@ -347,7 +348,6 @@ class Loads:
             progress.num_failed += 1
             if progress.num_failed == FAILED_LOADS_MAX:
                 self._counters[Count.GIVEN_UP_REQUESTS] += 1
-        self._counters[Count.FAILED_LOADS] += len(failures)
 
     def give_up(self, book: Iterable[RequestState]) -> None:
         """After an internal error: a load that no worker copies has failed, the others go on.
@@ -381,7 +381,8 @@ class Loads:
         del self.in_flight[load.transfer_id]
         load.end()
         state = load.owner
-        if load.has_failed:
+        if load.failure is not None:
+            self._counters[FAILED_LOADS[load.failure]] += 1
             # The same hit must not be offered again.
             self._hits.slots.forget(load.lease.slots)
             self._failures.append(state)
@@ -389,7 +390,7 @@ class Loads:
             return False
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
-        if self._costs.is_measuring and load.sent_s is not None and not state.finished:
+        if load.sent_s is not None and not state.finished:
             self._costs.landed.append((load.num_tokens, load.sent_s))
         state.end_load(has_failed=False)
         return True

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from safe_offload.protocol import FailureReason
+
 if TYPE_CHECKING:
     from safe_offload.protocol import Transfer
     from safe_offload.scheduler.blocks import BlockSet
@@ -19,22 +21,24 @@ class Pending:
 
     Attributes:
         ranks_left: ranks that have not reported it.
-        has_failed: a rank reported that it failed, or its bytes cannot be trusted.
+        failure: the first reason that a rank reported, or that its bytes cannot be trusted.
     """
 
     transfer_id: int
     ranks_left: set[int]
-    has_failed: bool = False
+    failure: FailureReason | None = None
 
-    def reported(self, rank: int, *, has_failed: bool) -> bool:
+    def reported(self, rank: int, failure: FailureReason | None) -> bool:
         """Note what a rank has reported; return whether it was the last one."""
         self.ranks_left.discard(rank)
-        self.has_failed |= has_failed
+        if self.failure is None:
+            self.failure = failure
         return not self.ranks_left
 
     def fail(self) -> None:
         """Its bytes are not to be used, whatever the ranks report."""
-        self.has_failed = True
+        if self.failure is None:
+            self.failure = FailureReason.SOURCE_LOST
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,7 +82,7 @@ class Load(Pending):
     @property
     def has_landed(self) -> bool:
         """Whether the owner has got what it brings."""
-        return self.has_ended and not (self.has_failed or self.owner.finished)
+        return self.has_ended and self.failure is None and not self.owner.finished
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import allocated_block_ids, early_written_block_ids
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
     Outcome,
@@ -56,6 +56,7 @@ class PlannerOptions:
     Attributes:
         num_ranks: worker processes that report.
         num_store_blocks_max: blocks of all stores in flight together.
+        slot_bytes: of one slot, on all ranks together.
         is_lazy: store only what is about to be evicted, not everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
             (see `compat.early_written_block_ids`).
@@ -68,6 +69,7 @@ class PlannerOptions:
 
     num_ranks: int
     num_store_blocks_max: int
+    slot_bytes: int = 0
     is_lazy: bool = False
     blocks_written_early: bool = False
     state_group_ids: tuple[int, ...] = ()
@@ -269,6 +271,8 @@ class Planner(Side):
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
+        if self.costs.landed:
+            self._count_waits(now_s)
         if self.steps is not None:
             self.steps.planned(scheduler_output, now_s)
         for state in self.book.purge(self.gpu):
@@ -285,6 +289,13 @@ class Planner(Side):
         self.loads.sent(now_s)
         self.has_changed = True
         return plan
+
+    def _count_waits(self, now_s: float) -> None:
+        """Requests whose loads have landed since the last plan may run from now on."""
+        for _, sent_s in self.costs.landed:
+            self._counters.observe(LOAD_WAIT_S, now_s - sent_s)
+        if self.steps is None:
+            self.costs.landed.clear()
 
     def _early_written(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Return blocks that are written before the workers can honour a fence of this step."""
@@ -341,7 +352,7 @@ class Planner(Side):
         complete = [self._note(outcome) for outcome in report.outcomes]
         for load in complete:
             if isinstance(load, Load):
-                if not load.has_failed:
+                if load.failure is None:
                     self.stores.load_landed(load.owner, load.lease)
                 if self.loads.settle(load):  # nothing may fail from here to the next line
                     received = output.finished_recving or ()
@@ -368,7 +379,7 @@ class Planner(Side):
         if outcome.rank not in transfer.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
             return None
-        is_last = transfer.reported(outcome.rank, has_failed=outcome.failure is not None)
+        is_last = transfer.reported(outcome.rank, outcome.failure)
         self._ranks.watch(outcome, type(transfer).__name__)
         if self._ranks.has_dead:
             self._is_disabled = True  # the books are in order, so they stay
@@ -397,7 +408,7 @@ class Planner(Side):
             for outcome in report.outcomes:
                 transfer = self._find(outcome.transfer_id)
                 if transfer is not None:
-                    transfer.reported(outcome.rank, has_failed=False)
+                    transfer.reported(outcome.rank, None)
         self.loads.give_up(self.book)
         self.stores.give_up()
         self.leases.keep_only({*self.loads.leases, *self.stores.leases})
@@ -452,12 +463,15 @@ class Planner(Side):
             contained_errors=self._counters[Count.CONTAINED_ERRORS],
         )
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
+        slots = self.hits.slots
         return {
-            "slots": self.hits.slots.num_usable,
-            "leased_slots": self.hits.slots.num_leased,
-            "retired_slots": self.hits.slots.num_retired,
+            "slots": slots.num_usable,
+            "used_slots": slots.num_used,
+            "leased_slots": slots.num_leased,
+            "retired_slots": slots.num_retired,
+            "capacity_bytes": slots.num_usable * self.options.slot_bytes,
             "is_disabled": int(self._is_disabled),
             "stores_in_flight": len(self.stores),
             "loads_in_flight": len(self.loads),

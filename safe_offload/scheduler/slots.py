@@ -65,6 +65,11 @@ class SlotPool:
         return len(self._leased) - len(self._retired)
 
     @property
+    def num_used(self) -> int:
+        """Slots that hold something, are being filled or are retired."""
+        return self.num_usable - len(self._empty)
+
+    @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import FAILED_STORES, Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.pending import Part, Store
@@ -252,14 +252,14 @@ class Stores:
     def settle(self, store: Store) -> None:
         """Every rank has reported a store: publish it if it went well."""
         self._remove(store)
-        if store.has_failed:
-            self._counters[Count.FAILED_STORES] += 1
+        if store.failure is not None:
+            self._counters[FAILED_STORES[store.failure]] += 1
         elif store.epoch == self._hits.directory.epoch:
             self._counters[Count.STORED_BLOCKS] += store.num_blocks
         else:
             self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
-            if store.has_failed:
+            if store.failure is not None:
                 self._hits.slots.forget(part.lease.slots)
             elif store.epoch == self._hits.directory.epoch:
                 self._hits.directory.publish(part.lease.slots)

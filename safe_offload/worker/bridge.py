@@ -19,7 +19,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import TransferError
-from safe_offload.observe.counters import Count
+from safe_offload.observe.counters import (
+    LOAD_QUEUED_S,
+    LOAD_S,
+    LOAD_SIZE_BYTES,
+    STORE_QUEUED_S,
+    STORE_S,
+    STORE_SIZE_BYTES,
+    Count,
+    Counters,
+)
 from safe_offload.protocol import (
     BadSlots,
     Capacity,
@@ -43,6 +52,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SLEEP_TIMEOUT_S = 30.0
 """vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
 POLL_S = 0.001
+_SERIES = {
+    Direction.LOAD: (Count.LOAD_BYTES, LOAD_S, LOAD_QUEUED_S, LOAD_SIZE_BYTES),
+    Direction.STORE: (Count.STORE_BYTES, STORE_S, STORE_QUEUED_S, STORE_SIZE_BYTES),
+}
 
 
 class WorkerBridge(Side):
@@ -77,7 +90,7 @@ class WorkerBridge(Side):
         # What has been reported.
         self._reported_num_slots = 0
         self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...]] | None = None
-        self._reported_counts: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         state = "asleep" if self._is_asleep else "open" if self.opened else "closed"
@@ -109,6 +122,7 @@ class WorkerBridge(Side):
     def attach(self, opened: Opened) -> None:
         """Use transfers that run."""
         assert self.opened is None
+        opened.transfers.take_copied()  # of the self-test
         self.opened = opened
 
     def unregister(self) -> None:
@@ -206,16 +220,22 @@ class WorkerBridge(Side):
         self._outcomes, self._bad_slots = [], []
         return report
 
-    def take_counts(self) -> dict[str, int]:
-        """Return what happened on this rank since the last call that no report tells."""
+    def count_into(self, counters: Counters) -> None:
+        """Count what happened on this rank since the last call and what its copies took."""
         if self.opened is None:
-            return {}
+            return
+        transfers = self.opened.transfers
         counts = Counter[str]()
-        counts[Count.OVERDUE_TRANSFERS] = self.opened.transfers.statistics().num_overdue
+        counts[Count.OVERDUE_TRANSFERS] = transfers.statistics().num_overdue
         counts[Count.COPY_PATH_DEMOTIONS] = self.opened.backend.num_demotions
-        new = counts - self._reported_counts
-        self._reported_counts = counts
-        return dict(new)
+        counters.update(counts - self._counted)
+        self._counted = counts
+        for copied in transfers.take_copied():
+            count, seconds, queued_s, size_bytes = _SERIES[copied.direction]
+            counters[count] += copied.size_bytes
+            counters.observe(seconds, copied.copying_s)
+            counters.observe(queued_s, copied.queued_s)
+            counters.observe(size_bytes, copied.size_bytes)
 
     def end(self) -> None:
         """clear_connector_metadata: give up what no hook has started."""

@@ -31,6 +31,25 @@ FENCE_TIMEOUT_S = 10.0
 """A store that has not read its source by then is given up, so that vLLM is not held up."""
 FREE_TIMEOUT_S = 60.0
 """Unlocking and freeing host memory is left to the process's end then."""
+COPIED_MAX = 10_000
+"""Copies whose times are kept until they are taken; vLLM asks after every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What one copy took.
+
+    Attributes:
+        queued_s: from `submit` until it could begin: it was issued, and the copy before it in the
+            same direction had ended.
+        copying_s: from then until it had ended; on a GPU a store may wait in this time for the
+            forward whose results it copies.
+    """
+
+    direction: Direction
+    size_bytes: int
+    queued_s: float
+    copying_s: float
 
 
 class PendingTransfer:
@@ -45,17 +64,21 @@ class PendingTransfer:
         is_taken_back: its deadline has passed, its copy had not begun and never will.
         is_settled: it has ended, as `failure` says.
         is_poisoned: its source may have changed under it: it fails whatever the copy says.
+        submitted_s: when it was submitted, by the clock of the loop.
     """
 
     __slots__ = (
         *("completion", "copy", "decided", "failure", "is_poisoned", "is_settled"),
-        *("is_taken_back", "mark", "transfer_id", "turn"),
+        *("is_taken_back", "mark", "submitted_s", "transfer_id", "turn"),
     )
 
-    def __init__(self, transfer_id: int, copy: Copy, mark: Any, size_bytes: int) -> None:
+    def __init__(
+        self, transfer_id: int, copy: Copy, mark: Any, size_bytes: int, submitted_s: float
+    ) -> None:
         self.transfer_id = transfer_id
         self.copy = copy
         self.mark = mark
+        self.submitted_s = submitted_s
         self.turn = Turn(copy.direction, size_bytes)
         self.decided = threading.Event()
         self.completion: Completion | None = None
@@ -121,6 +144,8 @@ class Transfers:
         self._closing = asyncio.Event()
         self._settled: deque[PendingTransfer] = deque()
         self._bad_slot_ids: deque[int] = deque()
+        self._copied: deque[Copied] = deque(maxlen=COPIED_MAX)
+        self._last_end_s = dict.fromkeys(Direction, 0.0)
         self._num_overdue = 0
         self._ended = threading.Event()
         loop.start(self._main, self._end)
@@ -148,7 +173,8 @@ class Transfers:
         )
         size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
         assert transfer.transfer_id not in self._pending
-        pending = PendingTransfer(transfer.transfer_id, copy, self._backend.mark(), size_bytes)
+        mark, now_s = self._backend.mark(), self._loop.now_s()
+        pending = PendingTransfer(transfer.transfer_id, copy, mark, size_bytes, now_s)
         self._pending[transfer.transfer_id] = pending
         self._loop.call(self._spawn, pending)
 
@@ -186,6 +212,10 @@ class Transfers:
     def take_bad_slots(self) -> tuple[int, ...]:
         """Return slots that were found changed: after `drain`, all that made a load of it fail."""
         return tuple(self._bad_slot_ids.popleft() for _ in range(len(self._bad_slot_ids)))
+
+    def take_copied(self) -> list[Copied]:
+        """Return what copies took that have ended well since the last call."""
+        return [self._copied.popleft() for _ in range(len(self._copied))]
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
@@ -250,7 +280,9 @@ class Transfers:
             try:
                 pending.completion = self._backend.issue(pending.copy, pending.mark)
                 pending.decided.set()
+                issued_s = self._loop.now_s()
                 await self._wait_for_copy(pending, pending.completion, deadline_s)
+                self._note_copied(pending, issued_s)
             finally:
                 self._turnstile.leave(pending.turn)
             if self._verifier is not None:
@@ -301,6 +333,14 @@ class Transfers:
             ) from None
         finally:
             timer.cancel()
+
+    def _note_copied(self, pending: PendingTransfer, issued_s: float) -> None:
+        """A copy has ended; those of one direction run one after the other."""
+        now_s, direction = self._loop.now_s(), pending.copy.direction
+        begin_s = max(issued_s, self._last_end_s[direction])
+        self._last_end_s[direction] = now_s
+        queued_s = begin_s - pending.submitted_s
+        self._copied.append(Copied(direction, pending.turn.size_bytes, queued_s, now_s - begin_s))
 
     def _pass_deadline(self, pending: PendingTransfer, completion: Completion) -> None:
         """Take back an issued copy that has not ended in time, or say that it is overdue.

@@ -314,7 +314,7 @@ def run_watched(engine: Any, workload: Workload) -> EngineRun:
     counters = {
         metric.name.removeprefix(_COUNTER_PREFIX): metric.value
         for metric in engine.get_metrics()
-        if metric.name.startswith(_COUNTER_PREFIX)
+        if metric.name.startswith(_COUNTER_PREFIX) and hasattr(metric, "value")
     }
     return EngineRun(
         num_steps=ledger.num_steps,

@@ -52,18 +52,14 @@ ENVIRONMENT = {
 
 TROUBLE = (
     "contained_errors",
-    "failed_loads",
+    "transfer_failures",
     "overdue_transfers",
     "checksum_mismatches",
     "given_up_requests",
-    "failed_stores",
     "unusable_hits",
     "stale_reports",
     "duplicate_reports",
-    "dropped_unknown_ids",
-    "dropped_premature_ids",
-    "dropped_duplicate_ids",
-    "dropped_unowned_ids",
+    "dropped_ids",
 )
 """Counters that stay 0 as long as nothing goes wrong."""
 

@@ -61,7 +61,7 @@ class HttpServer:
         self._folder = folder
         self._environment = dict(environment or {})
         self._log_path = folder / "server.log"
-        self._port = _find_free_port()
+        self._port = find_free_port()
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", "model"),
@@ -149,13 +149,17 @@ class HttpServer:
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says now: each sample's values summed over its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
-            text = response.read().decode()
         totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families(self.metrics_text()):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+    def metrics_text(self) -> str:
+        """What /metrics says now."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
+            text: str = response.read().decode()
+        return text
 
     def log(self) -> str:
         """What the server has written so far."""
@@ -208,7 +212,7 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -66,14 +66,10 @@ FAILURES = tuple(
     f"vllm:safe_offload_{name}_total"
     for name in (
         "contained_errors",
-        "failed_loads",
-        "failed_stores",
+        "transfer_failures",
         "stale_reports",
         "duplicate_reports",
-        "dropped_unknown_ids",
-        "dropped_premature_ids",
-        "dropped_duplicate_ids",
-        "dropped_unowned_ids",
+        "dropped_ids",
     )
 )
 """What only a fault makes; there is none in this storm."""

@@ -116,7 +116,7 @@ def hits(server: HttpServer, name: str, **more: Any) -> float:
 
 def check_well(server: HttpServer) -> None:
     """Nothing has gone wrong so far."""
-    for name in ("contained_errors", "failed_loads", "failed_stores", "stale_reports"):
+    for name in ("contained_errors", "transfer_failures", "stale_reports"):
         assert count(server, f"{name}_total") == 0, (name, server.log_tail())
 
 

@@ -448,8 +448,8 @@ MUTANTS = (
         "a copy does not wait for the compute stream",
         _TRANSFERS,
         "Transfers.submit",
-        "pending = PendingTransfer(transfer.transfer_id, copy, self._backend.mark(), size_bytes)",
-        "pending = PendingTransfer(transfer.transfer_id, copy, 0, size_bytes)",
+        "self._backend.mark()",
+        "0",
         "I6",
         ("mamba-gpu", "hybrid-gpu"),
     ),
@@ -457,7 +457,7 @@ MUTANTS = (
         "a store that failed is published",
         _STORES,
         "Stores.settle",
-        "if store.has_failed:\n"
+        "if store.failure is not None:\n"
         "    self._hits.slots.forget(part.lease.slots)\n"
         "elif store.epoch == self._hits.directory.epoch:\n"
         "    self._hits.directory.publish(part.lease.slots)",
@@ -481,7 +481,7 @@ MUTANTS = (
         "a load that failed counts as done",
         _LOADS,
         "Loads.settle",
-        "if load.has_failed: ...",
+        "if load.failure is not None: ...",
         "if False: ...",
         "I6",
         ("failing",),

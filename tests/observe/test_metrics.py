@@ -5,15 +5,35 @@ from __future__ import annotations
 import functools
 import pickle
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
 from safe_offload.connector import SafeCPUOffloadConnector
-from safe_offload.observe.counters import Count, Counters
-from safe_offload.observe.metrics import GAUGES, INFO, OffloadPromMetrics, OffloadStats
-from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind, StepReport
+from safe_offload.observe.counters import (
+    BYTES,
+    COUNTERS,
+    FAILED_LOADS,
+    FAILED_STORES,
+    HISTOGRAMS,
+    LOAD_S,
+    LOAD_WAIT_S,
+    SECONDS,
+    Count,
+    Counters,
+)
+from safe_offload.observe.metrics import (
+    GAUGES,
+    INFO,
+    SAVED_SECONDS,
+    SAVED_SECONDS_DOC,
+    OffloadPromMetrics,
+    OffloadStats,
+)
+from safe_offload.protocol import FailureReason, HostFacts, MemoryFacts, MemoryKind, StepReport
 from tests.simulator.vllm_setup import EngineShape, make_config
 
 LABELS = ["model_name", "engine"]
@@ -25,9 +45,9 @@ LABELS = ["model_name", "engine"]
 def test_what_is_taken_is_not_taken_again():
     counters = Counters()
     counters[Count.HIT_TOKENS] += 5
-    counters[Count.FAILED_LOADS] += 1
+    counters[Count.RESETS] += 1
     counters[Count.HIT_TOKENS] += 2
-    assert counters.take() == {"hit_tokens": 7, "failed_loads": 1}
+    assert counters.take() == {"hit_tokens": 7, "resets": 1}
     assert counters.take() == {}
     counters[Count.HIT_TOKENS] += 1
     assert counters.take() == {"hit_tokens": 1}
@@ -47,7 +67,7 @@ def test_seconds_are_counted_whole_and_none_is_lost():
 def test_what_was_counted_as_zero_is_not_told():
     counters = Counters()
     counters[Count.STORED_BLOCKS] += 0
-    assert counters[Count.FAILED_STORES] == 0
+    assert counters[Count.RESETS] == 0
     assert counters.take() == {}
 
 
@@ -59,16 +79,41 @@ def test_what_is_taken_is_plain_so_that_every_process_can_read_it():
     assert [type(name) for name in taken] == [str]
 
 
-@pytest.mark.parametrize("count", Count)
-def test_a_count_has_a_metric_name_and_a_sentence(count):
-    if count.label is None:
-        assert str(count) == count.metric == count.name.lower()
-    else:
-        label, label_value = count.label
-        assert str(count) == f'{count.metric}{{{label}="{label_value}"}}'
+@pytest.mark.parametrize("series", [*COUNTERS, *HISTOGRAMS.values()])
+def test_a_series_has_a_name_and_a_sentence(series):
+    labels = ",".join(f'{name}="{value}"' for name, value in series.labels)
+    assert str(series) == (f"{series.metric}{{{labels}}}" if labels else series.metric)
+    assert series.doc[0].isupper()
+    assert series.doc.endswith(".")
+
+
+@pytest.mark.parametrize("count", [count for count in Count if not count.labels])
+def test_a_count_without_labels_is_called_as_its_metric(count):
+    assert str(count) == count.metric == count.name.lower()
     assert Count(str(count)) is count
-    assert count.doc[0].isupper()
-    assert count.doc.endswith(".")
+
+
+def test_a_failure_is_counted_by_direction_and_reason():
+    assert set(FAILED_LOADS) == set(FAILED_STORES) == set(FailureReason)
+    assert FAILED_LOADS[FailureReason.COPY_FAILED] == (
+        'transfer_failures{direction="load",reason="copy_failed"}'
+    )
+    assert not set(FAILED_LOADS.values()) & set(FAILED_STORES.values())
+
+
+def test_values_are_put_into_buckets_and_not_taken_again():
+    counters = Counters()
+    for seconds in (0.05, 0.06, 0.1, 99.0):
+        counters.observe(LOAD_WAIT_S, seconds)
+    tenth = SECONDS.index(0.1)
+    assert counters.take_observed() == {
+        "load_wait_seconds": {
+            tenth - 1: (1, 0.05),
+            tenth: (2, pytest.approx(0.16)),
+            len(SECONDS): (1, 99.0),
+        }
+    }
+    assert counters.take_observed() == {}
 
 
 # ---- statistics --------------------------------------------------------------------------------
@@ -137,8 +182,37 @@ def test_a_reset_forgets_everything():
     assert total.aggregate(stats({"a": 2})).reduce() == {"a": 2}
 
 
+OBSERVED = {"load_wait_seconds": {9: (2, 0.16)}}
+
+
+def test_observed_values_of_later_intervals_are_added_and_none_is_changed():
+    some = OffloadStats.of({}, {}, {"load_wait_seconds": {9: (2, 0.16), 1: (1, 0.0002)}})
+    more = OffloadStats.of({}, {}, {"load_wait_seconds": {9: (1, 0.07)}, "b": {0: (1, 1.0)}})
+    total = OffloadStats().aggregate(some).aggregate(more)
+    assert total.data["observed"] == {
+        "load_wait_seconds": {9: (3, pytest.approx(0.23)), 1: (1, 0.0002)},
+        "b": {0: (1, 1.0)},
+    }
+    assert some.data["observed"]["load_wait_seconds"] == {9: (2, 0.16), 1: (1, 0.0002)}
+    assert more.data["observed"]["load_wait_seconds"] == {9: (1, 0.07)}
+
+
+def test_the_log_has_the_mean_of_each_time_and_no_sizes():
+    seconds = {str(LOAD_S): {9: (2, 0.16)}, "hit_length_tokens": {3: (1, 40.0)}}
+    assert OffloadStats.of({"load_bytes": 7}, {"slots": 3}, seconds).reduce() == {
+        "load_bytes": 7,
+        'mean_transfer_seconds{direction="load"}': 0.08,
+        "slots": 3,
+    }
+    assert not OffloadStats.of({}, {}, seconds).is_empty()
+
+
 def test_statistics_survive_the_way_between_processes():
-    sent = stats({"a": 1}, {"slots": 3})
+    sent = stats({"a": 1}, {"slots": 3}).aggregate(OffloadStats.of({}, {}, OBSERVED))
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict()))
+    assert OffloadStats(data=packed).aggregate(sent).data["observed"] == {
+        "load_wait_seconds": {9: (4, 0.32)}
+    }
     assert pickle.loads(pickle.dumps(sent)) == sent
     rebuilt = SafeCPUOffloadConnector.build_kv_connector_stats(sent.to_dict())
     assert isinstance(rebuilt, OffloadStats)
@@ -173,18 +247,21 @@ def value(
 
 def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry):
     for engine in (0, 3):
-        for count in Count:
-            labels = dict([count.label] if count.label else [])
-            assert value(registry, f"{count.metric}_total", engine, **labels) == 0.0
-        for name in GAUGES:
+        for count in COUNTERS:
+            assert value(registry, f"{count.metric}_total", engine, **dict(count.labels)) == 0.0
+        for name in (*GAUGES, SAVED_SECONDS):
             assert value(registry, name, engine) == 0.0
+        for histogram in HISTOGRAMS.values():
+            if histogram.buckets is not BYTES:
+                labels = dict(histogram.labels)
+                assert value(registry, f"{histogram.metric}_count", engine, **labels) == 0.0
 
 
 def test_every_metric_says_what_it_is(metrics, registry):
     text = generate_latest(registry).decode()
-    for count in Count:
+    for count in COUNTERS:
         assert f"# HELP vllm:safe_offload_{count.metric}_total {count.doc}" in text
-    for name, doc in GAUGES.items():
+    for name, doc in {**GAUGES, SAVED_SECONDS: SAVED_SECONDS_DOC}.items():
         assert f"# HELP vllm:safe_offload_{name} {doc}" in text
 
 
@@ -258,18 +335,22 @@ def test_what_the_ranks_report_of_their_memory_stands_in_labels(make_rig, metric
 
 
 def test_each_engine_has_its_own(metrics, registry):
-    metrics.observe({"counts": {"failed_loads": 2}}, engine_idx=3)
-    assert value(registry, "failed_loads_total", 3) == 2
-    assert value(registry, "failed_loads_total", 0) == 0
+    metrics.observe({"counts": {"resets": 2}}, engine_idx=3)
+    assert value(registry, "resets_total", 3) == 2
+    assert value(registry, "resets_total", 0) == 0
 
 
 def test_names_of_another_version_are_left_out(metrics, registry):
-    metrics.observe({"counts": {"no_such_count": 5, "hit_tokens": 1}, "gauges": {"no_such": 1}})
+    unknown = {"no_such_count": 5, "hit_tokens": 1}
+    metrics.observe(
+        {"counts": unknown, "gauges": {"no_such": 1}, "observed": {"no_such": {0: (1, 1.0)}}}
+    )
     assert value(registry, "hit_tokens_total") == 1
     assert "no_such" not in generate_latest(registry).decode()
 
 
 def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry):
+    metrics.observe({})
     before = generate_latest(registry)
     metrics.observe({})
     assert generate_latest(registry) == before
@@ -277,3 +358,92 @@ def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry
 
 def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
     assert set(make_rig().planner.gauges()) == set(GAUGES)
+
+
+def test_a_histogram_has_the_values_in_their_buckets_and_their_sum(metrics, registry):
+    counters = Counters()
+    for seconds in (0.05, 0.06, 0.1, 99.0):
+        counters.observe(LOAD_S, seconds)
+    metrics.observe({"observed": counters.take_observed()}, engine_idx=3)
+
+    def at(name: str, **more: str) -> float | None:
+        return value(registry, f"transfer_seconds_{name}", 3, direction="load", **more)
+
+    assert [at("bucket", le=le) for le in ("0.025", "0.05", "0.1", "25.0")] == [0, 1, 3, 3]
+    assert (at("count"), at("sum")) == (4, pytest.approx(99.21))
+    assert value(registry, "transfer_seconds_count", 3, direction="store") == 0
+
+
+def test_what_hits_saved_is_what_computing_their_tokens_would_have_taken(metrics, registry):
+    metrics.observe({"counts": {"loaded_tokens": 100}, "gauges": {"compute_tokens_per_second": 0}})
+    assert value(registry, SAVED_SECONDS) == 0, "the speed has not been measured"
+    gauges = {"compute_tokens_per_second": 200}
+    metrics.observe({"counts": {"loaded_tokens": 100}, "gauges": gauges})
+    metrics.observe({"counts": {"loaded_tokens": 300}, "gauges": gauges})
+    metrics.observe({"gauges": gauges})
+    assert value(registry, SAVED_SECONDS) == 2.0
+
+
+# ---- names of vLLM's own -----------------------------------------------------------------------
+
+
+SIZES = {
+    'transfer_bytes{direction="load"}': {0: (2, 1.5e6), 3: (1, 2e7)},
+    'transfer_seconds{direction="load"}': {9: (3, 0.25)},
+}
+
+
+def vllms(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    labels = {"model_name": "m", "engine": "0", **labels}
+    return registry.get_sample_value(f"vllm:kv_offload_{name}", labels)
+
+
+def test_what_vllms_offloading_counts_too_has_its_name_as_well(metrics, registry):
+    metrics.observe({"gauges": {"slots": 0}})
+    assert vllms(registry, "load_bytes_total") == vllms(registry, "store_size_count") == 0
+    metrics.observe({"observed": SIZES})
+    assert vllms(registry, "load_bytes_total") == 2.15e7
+    assert vllms(registry, "load_time_total") == 0.25
+    assert vllms(registry, "load_size_count") == 3
+    assert vllms(registry, "load_size_sum") == 2.15e7
+    assert vllms(registry, "load_size_bucket", le="1e+06") == 2
+    assert vllms(registry, "store_bytes_total") == 0
+
+
+def test_vllms_names_and_buckets_are_as_in_vllm():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics as theirs
+    from vllm.v1.kv_offload.base import OffloadingHistogramMetadata
+
+    definitions = theirs.get_connector_metric_definitions()
+    for name in ("load_bytes", "load_time", "store_bytes", "store_time", "load_size", "store_size"):
+        metadata = definitions[f"vllm:kv_offload_{name}"]
+        assert isinstance(metadata, OffloadingHistogramMetadata) == name.endswith("size")
+        if isinstance(metadata, OffloadingHistogramMetadata):
+            assert metadata.buckets == BYTES
+
+
+OURS = {"kv_connector": "SafeCPUOffloadConnector", "kv_role": "kv_both"}
+THEIRS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}
+
+
+@pytest.mark.parametrize("children", [[OURS, THEIRS], [THEIRS, OURS]])
+def test_beside_vllms_offloading_its_names_are_left_to_it(children, registry):
+    """MultiConnector makes the metrics of all its connectors, and none may be made twice."""
+    config = make_config(EngineShape())
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+    )
+    types = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    both = MultiConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"]})
+    both.observe({"SafeCPUOffloadConnector": {"counts": {"resets": 1}, "observed": SIZES}})
+    assert value(registry, "resets_total") == 1
+    assert value(registry, "transfer_seconds_count", direction="load") == 3
+    assert not vllms(registry, "load_bytes_total"), "that is not of OffloadingConnector"

@@ -338,15 +338,15 @@ def test_the_gauges_follow_what_is_measured() -> None:
     costs = Costs(None, STEP_TOKENS)
     assert set(costs.gauges().values()) == {0}
     costs.loads.add(100, 0.5)
-    assert costs.gauges()["load_latency_us"] == 500_000
+    assert costs.gauges()["load_latency_seconds"] == 0.5
     for _ in range(4 * GAUGES_EVERY_MAX):
         costs.loads.add(100, 0.25)
         costs.steps.add(100, 0.5)
         costs.gauges()
     assert costs.gauges() == {
-        "compute_tokens_per_s": 200,
-        "load_tokens_per_s": 400,
-        "load_latency_us": 250_000,
+        "compute_tokens_per_second": 200,
+        "load_tokens_per_second": 400,
+        "load_latency_seconds": 0.25,
     }
 
 

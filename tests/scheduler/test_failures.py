@@ -13,6 +13,7 @@ from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
 from safe_offload.scheduler import ranks
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.loads import FAILED_LOADS_MAX
+from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.device import CopyFault
 
@@ -46,7 +47,7 @@ def test_with_recompute_a_failed_load_costs_nothing_but_time(
     rig.forget_gpu_cache()
     rig.fail_copies()
     rig.run_alone("a2", a)
-    assert rig.counts["failed_loads"] == 1
+    assert num_failed(rig.counts, "load") == 1
     assert rig.finish_reasons["a2"].name == "LENGTH"
     rig.check_idle()
 
@@ -63,7 +64,7 @@ def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else
     rig.add("a2", a)
     rig.add("b", rig.prompt(30, 2))
     rig.drain()
-    assert rig.counts["failed_loads"] == 1
+    assert num_failed(rig.counts, "load") == 1
     assert rig.finish_reasons["a2"].name == "ERROR"
     assert not rig.answers.get("a2")
     rig.check_tokens("b", 4)
@@ -90,11 +91,11 @@ def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: Ma
         # It computes what it lost, stores it, and is preempted again.
         rig.step_until(lambda: request.num_output_tokens > before)  # noqa: B023
         rig.step_until(lambda: not len(rig.planner.stores))
-    num_failed = rig.planner.loads.progress[rig.planner.book.get("a2")].num_failed
-    assert num_failed == num_begun == FAILED_LOADS_MAX
+    progress = rig.planner.loads.progress[rig.planner.book.get("a2")]
+    assert progress.num_failed == num_begun == FAILED_LOADS_MAX
     rig.drain()
     rig.check_tokens("a2", 40)
-    assert rig.counts["failed_loads"] == FAILED_LOADS_MAX
+    assert num_failed(rig.counts, "load") == FAILED_LOADS_MAX
     assert rig.counts["given_up_requests"] == 1
     rig.forget_gpu_cache()
     assert rig.run_alone("a3", a) == 40, "others are served from the host"
@@ -120,7 +121,7 @@ def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
     rig.forget_gpu_cache()
     flip(rig, bad, rank=1)
     rig.run_alone("a2", a)
-    assert rig.counts["failed_loads"] == 1
+    assert num_failed(rig.counts, "load") == 1
     assert rig.counts["checksum_mismatches"] == 1
     assert rig.planner.gauges()["retired_slots"] == 1
     (message,) = errors
@@ -306,7 +307,7 @@ def test_copies_that_fail_now_and_then_do_not_end_the_cache(
         fail_next_copy(rig)
         rig.run_alone(f"r{index}", rig.prompt(41, index))
         rig.run_alone(f"s{index}", rig.prompt(41, 10 + index))
-    assert rig.counts["failed_stores"] == 6
+    assert num_failed(rig.counts, "store") == 6
     assert rig.planner.gauges()["is_disabled"] == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from safe_offload.scheduler.sharing import WAIT_MAX_S
+from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
@@ -227,11 +228,11 @@ def test_a_load_that_fails_wakes_all_at_once(make_rig: MakeRig) -> None:
     rig = make_shared(make_rig)
     rig.fail_copies()
     names = send(rig, 1 + NUM_OTHERS)
-    rig.step_until(lambda: rig.counts["failed_loads"] > 0)
+    rig.step_until(lambda: num_failed(rig.counts, "load") > 0)
     states = {status(rig, name) for name in names if name in rig.scheduler.requests}
     assert "WAITING" not in states, "each computes, or waits for its own"
     finish(rig, names)
-    assert rig.counts["failed_loads"] == 1, "nobody tried the same again"
+    assert num_failed(rig.counts, "load") == 1, "nobody tried the same again"
 
 
 def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig: MakeRig) -> None:

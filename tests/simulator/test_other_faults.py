@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.counts import num_failed
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.scenes import (
     Engines,
@@ -98,7 +99,7 @@ def test_h4_a_load_that_failed_is_not_offered_again(engines: Engines) -> None:
     engine.mutate_outputs.append(fail)
     run_alone(engine, "again", random_prompt(41, 1), 3)
     assert [n for n in offered["again"] if n] == [40], "once"
-    assert engine.counts["failed_loads"] == 1
+    assert num_failed(engine.counts, "load") == 1
     check_answers(engine, again=3)
     check_idle(engine)
 

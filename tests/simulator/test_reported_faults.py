@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.counts import num_failed
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.host_pool import OtherEngine, contested, evict_host, watch_grants
 from tests.simulator.peers import PeerEngine, peer_shape
@@ -58,7 +59,7 @@ def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
     run_alone(engine, "a2", prompt, max_tokens=4)
     assert offered["a2"] == [40]
     assert engine.counts["hit_tokens"] == 40, "all that was offered is loaded"
-    assert engine.counts["failed_loads"] == engine.counts["unusable_hits"] == 0
+    assert num_failed(engine.counts, "load") == engine.counts["unusable_hits"] == 0
     check_answers(engine, a=1, a2=4)
     check_idle(engine)
 
@@ -154,12 +155,12 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
 
 
 KINDS = {
-    "run": "dropped_unowned_ids",
-    "were freed": "dropped_unknown_ids",
-    "never existed": "dropped_unknown_ids",
-    "were reported": "dropped_unowned_ids",
-    "are loading": "dropped_premature_ids",
-    "were aborted while loading": "dropped_premature_ids",
+    "run": 'dropped_ids{reason="unowned"}',
+    "were freed": 'dropped_ids{reason="unknown"}',
+    "never existed": 'dropped_ids{reason="unknown"}',
+    "were reported": 'dropped_ids{reason="unowned"}',
+    "are loading": 'dropped_ids{reason="premature"}',
+    "were aborted while loading": 'dropped_ids{reason="premature"}',
 }
 """Ids that are stale in some way, and under what they are counted in finished_recving."""
 

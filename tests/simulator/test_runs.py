@@ -10,6 +10,7 @@ import pytest
 
 from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores import Stores
+from tests.counts import num_failed
 from tests.simulator.earnings import Earned
 from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS
@@ -99,21 +100,21 @@ def test_every_kind_of_event_happens() -> None:
         "loaded_blocks",
         "hit_tokens",
         "fenced_stores",
-        "failed_stores",
-        "failed_loads",
         "unpublished_blocks",
         "skipped_blocks",
         "rescued_blocks",
         "duplicate_reports",
-        "dropped_unknown_ids",
-        "dropped_unowned_ids",
-        "dropped_premature_ids",
+        'dropped_ids{reason="unknown"}',
+        'dropped_ids{reason="unowned"}',
+        'dropped_ids{reason="premature"}',
         "overdue_transfers",
         "checksum_mismatches",
         "given_up_requests",
         "skipped_stores",
     ):
         assert totals[name] > 0, name
+    assert num_failed(totals, "load") > 0
+    assert num_failed(totals, "store") > 0
     assert totals["contained_errors"] == 0
 
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
-from safe_offload.observe.counters import Count
+from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
     BadSlots,
@@ -254,8 +254,32 @@ def test_ways_to_copy_that_were_left_are_counted_once(make_worker, monkeypatch):
     worker = make_worker()
     backend = faked(worker, monkeypatch)
     backend.num_demotions = 2
-    assert worker.bridge.take_counts() == {Count.COPY_PATH_DEMOTIONS: 2}
-    assert worker.bridge.take_counts() == {}
+    assert counted(worker) == {Count.COPY_PATH_DEMOTIONS: 2}
+    assert counted(worker) == {}
+
+
+def counted(worker: Worker) -> dict[str, int]:
+    """What the worker has counted since the last call."""
+    counters = Counters()
+    worker.bridge.count_into(counters)
+    return counters.take()
+
+
+def test_bytes_and_times_of_copies_are_counted_by_direction(make_worker):
+    worker = make_worker().register()
+    worker.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([1, 2]), ids_of([1, 2])),)))
+    worker.settle()
+    worker.step(StepPlan(loads=(Transfer(2, ids_of([3]), ids_of([1])),)))
+    assert worker.settle() == {1: None, 2: None}
+    counters = Counters()
+    worker.bridge.count_into(counters)
+    assert counters.take() == {"store_bytes": 2 * SLOT_BYTES, "load_bytes": SLOT_BYTES}
+    observed = counters.take_observed()
+    for direction in ("store", "load"):
+        for metric in ("transfer_seconds", "transfer_wait_seconds", "transfer_bytes"):
+            cells = observed[f'{metric}{{direction="{direction}"}}']
+            assert [count for count, _ in cells.values()] == [1]
+    assert counted(worker) == {}
 
 
 # ---- a step ------------------------------------------------------------------------------------
@@ -522,13 +546,13 @@ def looked_at(worker: Worker) -> None:
 def test_overdue_copies_are_counted_once(make_worker, monkeypatch):
     clock = HandClock()
     worker = make_worker(make_event_loop=clock.new_event_loop)
-    assert worker.bridge.take_counts() == {}
+    assert counted(worker) == {}
     backend = faked(worker, monkeypatch)
     worker.step(StepPlan(loads=(transfer(1),)))
     backend.wait_for(1)
     clock.advance(worker.loop, 31.0)
-    assert worker.bridge.take_counts() == {Count.OVERDUE_TRANSFERS: 1}
-    assert worker.bridge.take_counts() == {}
+    assert counted(worker) == {Count.OVERDUE_TRANSFERS: 1}
+    assert counted(worker) == {}
     backend.complete_all()
 
 

@@ -11,6 +11,7 @@ from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.transfers import Copied
 from tests.worker.driven import drained, flush, serves, submit
 from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, SLOT_BYTES
 
@@ -297,3 +298,49 @@ def test_a_mark_that_raises_leaves_nothing_behind(backend, start):
     assert drained(transfers) == []
     assert transfers.statistics().pending_ids == ()
     assert serves(transfers, backend)
+
+
+# ---- what copies take --------------------------------------------------------------------------
+
+
+def complete_at(backend, transfers, clock, name, seconds):
+    """End a copy at a time."""
+    clock[0] = seconds
+    backend.complete(name)
+    flush(transfers)
+
+
+def test_a_copy_waits_for_its_turn_and_for_the_one_before_it(backend, start, monkeypatch):
+    """The queue ends where a copy could begin; from there on it copies."""
+    transfers, clock = start(2 * SLOT_BYTES), [100.0]
+    monkeypatch.setattr(transfers.loop, "now_s", lambda: clock[0])
+    submit(transfers, LOAD, 1, 2, 3)
+    flush(transfers)
+    complete_at(backend, transfers, clock, 1, 103.0)
+    complete_at(backend, transfers, clock, 2, 104.0)
+    complete_at(backend, transfers, clock, 3, 109.0)
+    assert transfers.take_copied() == [
+        Copied(LOAD, SLOT_BYTES, queued_s=0.0, copying_s=3.0),
+        Copied(LOAD, SLOT_BYTES, queued_s=3.0, copying_s=1.0),
+        Copied(LOAD, SLOT_BYTES, queued_s=4.0, copying_s=5.0),
+    ]
+    assert transfers.take_copied() == []
+
+
+def test_the_copies_of_one_direction_do_not_wait_for_the_other(backend, start, monkeypatch):
+    transfers, clock = start(), [100.0]
+    monkeypatch.setattr(transfers.loop, "now_s", lambda: clock[0])
+    submit(transfers, STORE, 1)
+    submit(transfers, LOAD, 2)
+    flush(transfers)
+    complete_at(backend, transfers, clock, 1, 102.0)
+    complete_at(backend, transfers, clock, 2, 104.0)
+    assert [(c.queued_s, c.copying_s) for c in transfers.take_copied()] == [(0.0, 2.0), (0.0, 4.0)]
+
+
+def test_a_copy_that_failed_is_not_timed(backend, start):
+    transfers = start()
+    submit(transfers, LOAD, 1)
+    backend.fail(1, RuntimeError("injected"))
+    assert drained(transfers) == [(1, FailureReason.COPY_FAILED)]
+    assert transfers.take_copied() == []

@@ -96,12 +96,12 @@ def count_prompt_tokens(llm: Any) -> dict[str, int]:
 
 
 def connector_metrics(llm: Any) -> dict[str, float]:
-    """Counters and gauges of the connector."""
-    return {
-        metric.name: metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:safe_offload_")
-    }
+    """Counters and gauges of the connector, each the sum over its labels."""
+    totals: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:safe_offload_") and hasattr(metric, "value"):
+            totals[metric.name] = totals.get(metric.name, 0.0) + metric.value
+    return totals
 
 
 def connector_info(llm: Any) -> list[dict[str, str]]:

@@ -1,0 +1,109 @@
+"""A real Prometheus that scrapes a server once a second."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.engine.http_server import find_free_port
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
+START_TIMEOUT_S = 60.0
+
+
+def find_program(name: str) -> str | None:
+    """Return a program of Prometheus': on the PATH, or beside python (`make prometheus`)."""
+    beside = Path(sys.executable).with_name(name)
+    return shutil.which(name) or (str(beside) if beside.exists() else None)
+
+
+class Prometheus:
+    """What a running Prometheus answers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """Return the data of an answer of its API."""
+        query = urllib.parse.urlencode(parameters)
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30.0) as response:
+            return json.load(response)["data"]
+
+    def query(self, expression: str) -> list[float]:
+        """Return the values of an expression now; those that are not numbers are left out."""
+        values = (
+            float(series["value"][1]) for series in self.get("query", query=expression)["result"]
+        )
+        return [value for value in values if not math.isnan(value)]
+
+    def names(self) -> set[str]:
+        """Return the names of all series."""
+        return set(self.get("label/__name__/values"))
+
+    def wait_for(self, is_met: Callable[[], bool], what: str) -> None:
+        """Poll a condition; Prometheus itself may not answer yet."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with suppress(OSError):
+                if is_met():
+                    return
+            assert time.monotonic() < deadline_s, f"waited for {what}"
+            time.sleep(0.2)
+
+
+@contextmanager
+def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
+    """Run the example's configuration against a server, with an interval of a second."""
+    program = find_program("prometheus")
+    assert program is not None
+    text = (EXAMPLES / "prometheus.yml").read_text()
+    text, num_targets = re.subn("localhost:8000", target, text)
+    text, num_intervals = re.subn(r"(scrape|evaluation)_interval: \w+", r"\1_interval: 1s", text)
+    assert (num_targets, num_intervals) == (1, 2)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prometheus.yml").write_text(text)
+    shutil.copy(EXAMPLES / "alerts.yaml", folder)
+    address = f"127.0.0.1:{find_free_port()}"
+    command = [
+        program,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield Prometheus(f"http://{address}")
+    finally:
+        process.terminate()
+        process.wait(30.0)
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    """Yield every query of the dashboard, with the title of its panel."""
+    dashboard = json.loads((EXAMPLES / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def as_asked(expression: str, interval: str = "5m") -> str:
+    """Return a query of the dashboard as Grafana would ask it, for everything there is."""
+    expression = re.sub(r"\$(__rate_interval|__range)", interval, expression)
+    return re.sub(r'"\$\w+"', '".*"', expression)
+
+
+def without_comparisons(expression: str) -> str:
+    """Return an alert's expression as it would be if everything were above its limits."""
+    return re.sub(r"\s*(?:==|!=|[<>]=?)\s*[\d.]+", "", expression)

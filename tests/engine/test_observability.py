@@ -1,0 +1,168 @@
+"""Dashboard, alerts and the page on metrics: a real Prometheus scrapes a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import yaml
+
+from tests.engine.conftest import GetModel
+from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.http_server import HttpServer
+from tests.engine.prometheus import (
+    EXAMPLES,
+    Prometheus,
+    as_asked,
+    dashboard_queries,
+    find_program,
+    prometheus,
+    without_comparisons,
+)
+from tests.observe.reference_page import rows
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        None in (find_program("prometheus"), find_program("promtool")),
+        reason="no prometheus or promtool: `make prometheus`, or put them on the PATH",
+    ),
+]
+
+NAMES = "ABCDEFGH"
+PROMPTS = make_prompts(321, NAMES)
+NUM_SLOTS = 90
+"""The prompts have 80 blocks, their answers some more, and other prompts follow."""
+CONFIG = {
+    "kv_connector": "SafeCPUOffloadConnector",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"num_cpu_blocks": NUM_SLOTS},
+}
+ARGUMENTS = (
+    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
+    *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
+    *("--num-gpu-blocks-override", "100", "--kv-transfer-config", json.dumps(CONFIG)),
+)
+PREFIX = "vllm:safe_offload_"
+
+
+@pytest.fixture(scope="module")
+def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}.items():
+            patch.setenv(name, value)
+        with HttpServer(model("llama"), ARGUMENTS, tmp_path_factory.mktemp("server")) as made:
+            made.wait_until_healthy()
+            yield made
+
+
+@pytest.fixture(scope="module")
+def scraped(server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has seen the server before, during and after its load."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus(server.url.removeprefix("http://"), folder) as found:
+        found.wait_for(lambda: bool(found.query(f"{PREFIX}slots")), "the first scrape")
+        serve_load(server)
+        total = f"{PREFIX}resets_total"
+        found.wait_for(lambda: found.query(total) == [1.0], "a scrape after the load")
+        yield found
+
+
+def post(server: HttpServer, path: str, body: dict[str, object] | None = None) -> None:
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(
+        f"{server.url}{path}", data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120.0) as response:
+        response.read()
+
+
+def ask(server: HttpServer, prompt: list[int]) -> None:
+    body = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    post(server, "/v1/completions", body | {"ignore_eos": True, "detokenize": False})
+
+
+def serve_load(server: HttpServer) -> None:
+    """Prompts, the same from the host, others that evict them, a reset, and one more."""
+    others = make_prompts(321, "IJKLMNOP").values()
+    with ThreadPoolExecutor(2) as clients:
+        for prompts in (PROMPTS.values(), PROMPTS.values(), others):
+            list(clients.map(lambda prompt: ask(server, prompt), prompts))
+            post(server, "/reset_prefix_cache")
+    post(server, "/reset_prefix_cache?reset_external=true")
+    ask(server, PROMPTS["A"])
+
+
+def test_every_query_of_the_dashboard_returns_something(scraped: Prometheus) -> None:
+    queries = list(dashboard_queries())
+    assert len(queries) > 40
+    silent = [(title, q) for title, q in queries if not scraped.query(as_asked(q))]
+    assert silent == []
+
+
+def test_a_misspelt_query_would_be_found(scraped: Prometheus) -> None:
+    query = next(query for _, query in dashboard_queries() if "loaded_tokens_total" in query)
+    assert scraped.query(as_asked(query))
+    assert not scraped.query(as_asked(query.replace("loaded_tokens", "loaded_token")))
+
+
+def test_every_rule_would_fire_if_its_limits_were_passed(scraped: Prometheus) -> None:
+    (group,) = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
+    rules = {rule.get("alert", rule.get("record")): rule["expr"] for rule in group["rules"]}
+    silent = [name for name, expr in rules.items() if not scraped.query(without_comparisons(expr))]
+    assert silent == []
+    states = {rule["name"]: rule["health"] for rule in scraped.get("rules")["groups"][0]["rules"]}
+    assert states == dict.fromkeys(rules, "ok")
+
+
+def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped: Prometheus) -> None:
+    expected = {f"{name}_total" for name in rows("counter")} | rows("gauge")
+    for histogram in rows("histogram"):
+        expected |= {f"{histogram}_{part}" for part in ("bucket", "count", "sum")}
+    found = {name.removeprefix(PREFIX) for name in scraped.names() if name.startswith(PREFIX)}
+    assert {name for name in found if not name.endswith("_created")} == expected
+
+
+def test_vllms_names_have_what_ours_have(scraped: Prometheus) -> None:
+    for ours, theirs in (
+        (f"{PREFIX}load_bytes_total", "vllm:kv_offload_load_bytes_total"),
+        (f"{PREFIX}store_bytes_total", "vllm:kv_offload_store_size_sum"),
+        (f'{PREFIX}transfer_seconds_sum{{direction="store"}}', "vllm:kv_offload_store_time_total"),
+    ):
+        (value,) = scraped.query(theirs)
+        assert value > 0
+        assert scraped.query(ours) == [pytest.approx(value)]
+
+
+def test_what_was_counted_adds_up(server: HttpServer, scraped: Prometheus) -> None:
+    now = {name.removeprefix(PREFIX): n for name, n in server.metrics().items()}
+    assert 0 < now["loaded_tokens_total"] <= now["hit_tokens_total"]
+    assert now["hit_length_tokens_sum"] == now["hit_tokens_total"]
+    slot_bytes = now["capacity_bytes"] / NUM_SLOTS
+    assert now["load_bytes_total"] == now["loaded_blocks_total"] * slot_bytes
+    assert now["load_wait_seconds_count"] <= now["hit_length_tokens_count"]
+    assert now["transfer_seconds_count"] == now["transfer_wait_seconds_count"] > 0
+    assert 0 < now["used_slots"] <= now["slots"] == NUM_SLOTS
+    assert now["evicted_blocks_total"] > 0
+    assert now["transfer_failures_total"] == now["dropped_ids_total"] == 0
+
+
+def test_promtool_finds_nothing_but_the_colon_of_vllm(server: HttpServer) -> None:
+    program = find_program("promtool")
+    assert program is not None
+    lines = server.metrics_text().splitlines(keepends=True)
+    ours = [line for line in lines if re.search(rf"^(# \w+ )?{PREFIX}", line)]
+    assert len(ours) > 200
+    result = subprocess.run(
+        [program, "check", "metrics"], input="".join(ours), capture_output=True, text=True
+    )
+    found = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+    assert found, "not even the colon"
+    other = [line for line in found if not line.endswith("metric names should not contain ':'")]
+    assert other == []

@@ -1,0 +1,22 @@
+"""What docs/reference/metrics.md explains, and what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safe_offload.observe.counters import BYTES, COUNTERS, HISTOGRAMS
+from safe_offload.observe.metrics import GAUGES, SAVED_SECONDS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+
+COUNTER_NAMES = {*(series.metric for series in COUNTERS), SAVED_SECONDS.removesuffix("_total")}
+HISTOGRAM_NAMES = {s.metric for s in HISTOGRAMS.values() if s.buckets is not BYTES}
+GAUGE_NAMES = {*GAUGES, "info"}
+NAMES = COUNTER_NAMES | HISTOGRAM_NAMES | GAUGE_NAMES
+
+
+def rows(kind: str) -> set[str]:
+    """Return the names in the first columns of the page's tables of this kind."""
+    tables = re.findall(rf"^\| {kind} \|.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    return {name for table in tables for name in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
