@@ -120,15 +120,16 @@ def break_even(
         return costs.load_s(offer) <= costs.compute_s(offer)
 
     gauges = costs.gauges()
+    rates = [round(gauges[f"{what}_tokens_per_second"]) for what in ("compute", "load")]
     low, high = 0, 1
     while not pays(high):
         low, high = high, high * 2
         if high > BREAK_EVEN_TOKENS_MAX:
-            return BreakEven(None, gauges["compute_tokens_per_s"], gauges["load_tokens_per_s"])
+            return BreakEven(None, *rates)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
-    return BreakEven(high, gauges["compute_tokens_per_s"], gauges["load_tokens_per_s"])
+    return BreakEven(high, *rates)
 
 
 def check_break_even(found: BreakEven) -> Iterator[Finding]:
