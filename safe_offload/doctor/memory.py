@@ -52,12 +52,10 @@ def pools_of(
 def check_pool(machine: Machine, pools: Sequence[Pool]) -> Iterator[Finding]:
     """Compare the pools of all ranks with what the machine and the cgroups leave."""
     id = "memory.pool"
-    limited = (
-        f"; of the machine, {format_bytes(machine.machine_available_bytes)} is available: the "
-        "cgroup of this process has a lower limit"
-        if machine.available_bytes < machine.machine_available_bytes
-        else ""
-    )
+    limit = ""
+    if machine.available_bytes < machine.machine_available_bytes:
+        size = format_bytes(machine.machine_available_bytes)
+        limit = f" (the cgroup of this process allows that much; the machine has {size})"
     for pool in pools:
         if pool.rank_bytes is None:
             yield info(id, 'only with MODEL is known how many bytes "num_cpu_blocks" are')
@@ -70,16 +68,14 @@ def check_pool(machine: Machine, pools: Sequence[Pool]) -> Iterator[Finding]:
                 available_bytes=machine.available_bytes,
             )
         except ConfigError as problem:
-            found, fix = str(problem).split(" Fix: ")
-            yield refusal(
-                id, f"{found}{limited} Fix: {fix}", "a pool that fits", "give a smaller pool"
-            )
+            expected = f"a pool that fits{limit}"
+            yield refusal(id, str(problem), expected, "give a smaller pool")
             continue
         ranks = f" for {pool.num_ranks} ranks" if pool.num_ranks > 1 else ""
         yield ok(
             id,
             f"{format_bytes(pool.bytes or 0)}{ranks} of {format_bytes(machine.available_bytes)} "
-            f"that is available{limited}",
+            f"that is available{limit}",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -34,7 +34,6 @@ from safe_offload.worker.transfers import Transfers
 
 ROUNDS: Final = 1000
 """Fenced overwrites of each way to copy."""
-STORES_PER_ROUND: Final = 4  # keep the device busy: without a fence, the overwrite comes first
 ORDER_S_MAX: Final = 20.0
 """After so long no further round is begun."""
 COPY_TIMEOUT_S: Final = 30.0
@@ -163,59 +162,51 @@ class Order:
         self._rows = rows
         self._host = host
         self._layout = layout
-        self._random = np.random.default_rng(0)
         self._last_id = 1 << 40  # beyond those of the self-test
 
     def count_torn(self, rounds: int, *, is_fenced: bool = True) -> tuple[int, int]:
         """Return how many rounds there was time for, and in how many of them a store was torn.
 
-        It is torn if its slot got what its block held only after the fence.
+        It is torn if a slot got what its block held only after the fence.
         """
         self._rows.bind_thread()
         end_s = time.monotonic() + ORDER_S_MAX
-        num_blocks = self._layout.geometry.num_blocks
+        count = min(self._layout.geometry.num_blocks, self._layout.num_slots)
+        blocks, slots = list(range(count)), list(range(count))
         num_torn = 0
         for index in range(rounds):
             if time.monotonic() > end_s:
                 return index, num_torn
-            block = 1 + index % (num_blocks - 1)
-            slots = [(index + k) % self._layout.num_slots for k in range(STORES_PER_ROUND)]
-            before, after = self._noise(), self._noise()
-            self._rows.prepare([block], before)()
-            overwrite = self._rows.prepare([block], after)
-            ids = [self._store(block, slot) for slot in slots]
+            slots.append(slots.pop(0))
+            before, after = 2 * index % 256, (2 * index + 1) % 256
+            self._rows.prepare(blocks, self._filled(count, before))()
+            overwrite = self._rows.prepare(blocks, self._filled(count, after))
+            self._last_id += 1
+            store = Transfer(self._last_id, ids_of(blocks), ids_of(slots))
+            self._transfers.submit(Direction.STORE, store)
             if is_fenced:
-                self._transfers.fence(tuple(ids))
+                self._transfers.fence((self._last_id,))
             overwrite()
-            self._wait(ids)
-            num_torn += any(not np.array_equal(self._slot(s), before[0]) for s in slots)
+            self._wait()
+            num_torn += any(np.any(part != before) for slot in slots for part in self._parts(slot))
         return rounds, num_torn
 
-    def _noise(self) -> Any:
-        size = (1, self._layout.geometry.slot_bytes)
-        return self._random.integers(0, 256, size, dtype=np.uint8)
+    def _filled(self, count: int, value: int) -> Any:
+        return np.full((count, self._layout.geometry.slot_bytes), value, dtype=np.uint8)
 
-    def _store(self, block: int, slot: int) -> int:
-        self._last_id += 1
-        transfer = Transfer(self._last_id, ids_of([block]), ids_of([slot]))
-        self._transfers.submit(Direction.STORE, transfer)
-        return self._last_id
-
-    def _wait(self, transfer_ids: Sequence[int]) -> None:
-        deadline_s = time.monotonic() + COPY_TIMEOUT_S
-        left = set(transfer_ids)
-        while left:
-            for transfer_id, failure in self._transfers.drain():
-                left.discard(transfer_id)
-                if failure is not None:
-                    raise TransferError(failure, "a store on trial failed")
-            if time.monotonic() > deadline_s:
+    def _wait(self) -> None:
+        end_s = time.monotonic() + COPY_TIMEOUT_S
+        while not (drained := self._transfers.drain()):
+            if time.monotonic() > end_s:
                 raise TransferError(FailureReason.TIMED_OUT, "a store on trial did not end")
             time.sleep(POLL_S)
+        for _, failure in drained:
+            if failure is not None:
+                raise TransferError(failure, "a store on trial failed")
 
-    def _slot(self, slot: int) -> Any:
-        ranges = self._layout.ranges_of(slot)
-        return np.concatenate([self._host[start : start + length] for start, length in ranges])
+    def _parts(self, slot: int) -> Iterator[Any]:
+        for start, length in self._layout.ranges_of(slot):
+            yield self._host[start : start + length]
 
 
 # ---- fast -------------------------------------------------------------------------------------
@@ -224,6 +215,7 @@ class Order:
 def _measure_rates(trial: Trial, device: torch.device) -> None:
     """Time every sound way to copy in each direction, and in both at once."""
     with closing(_make_rig(device)) as rig:
+        rig.storage.fill_(1)  # pages that were never written are all one page of zeros
         if isinstance(rig, GpuRig):
             trial.node = placement.numa_node_of(rig.device.pci_address)
         for path in trial.passed or ():

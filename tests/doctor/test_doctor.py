@@ -224,7 +224,7 @@ def test_a_small_cgroup(examine, tmp_path, version):
     problem = found["memory.pool"]
     assert problem.severity is Severity.ERROR
     assert "3.00 GiB of host memory is available" in problem.found
-    assert "the cgroup of this process has a lower limit" in problem.found
+    assert "the cgroup of this process allows that much" in problem.expected
     assert 'at most "2560MiB"' in problem.fix
 
 
