@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -446,3 +447,13 @@ def test_a_check_that_fails_is_a_finding(examine):
     problem = only(examine(machine=broken))
     assert problem.id == "configuration.not-checked"
     assert "AttributeError" in problem.found
+
+
+def test_every_id_is_explained_and_no_other() -> None:
+    root = Path(__file__).parents[2]
+    themes = "configuration|versions|memory|copies|model"
+    sources = [path.read_text() for path in (root / "safe_offload/doctor").glob("*.py")]
+    used = set(re.findall(rf'"((?:{themes})\.[a-z-]+)"', "\n".join(sources)))
+    page = (root / "docs/operate/doctor.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(rf"`((?:{themes})\.[a-z-]+)`", rows)) == used
