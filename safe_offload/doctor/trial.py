@@ -5,6 +5,7 @@ The same code runs on the CPU backend and, where torch sees a GPU, on the GPU ba
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -109,9 +110,11 @@ def run_trial(
         "rates": functools.partial(_measure_rates, trial, device),
         "ready": functools.partial(_make_ready, trial, device),
     }
+    is_cpu = device.type == "cpu"
     for name, part in parts.items():
         try:
-            part()
+            with contextlib.nullcontext() if is_cpu else torch.cuda.device(device):
+                part()
         except Exception as problem:
             trial.failures[name] = f"{type(problem).__name__}: {problem}"
     return trial

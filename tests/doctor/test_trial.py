@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from safe_offload.config import OffloadConfig
+from safe_offload.doctor import trial
 from safe_offload.doctor.model import BreakEven, break_even, check_break_even
 from safe_offload.doctor.trial import SMALL, Order, devices, run_trial, weight_seconds
 from safe_offload.worker import placement
@@ -86,6 +88,24 @@ def test_a_way_of_a_gpu_that_corrupts_is_told_from_those_that_do_not(gpu):
     assert tried.passed == ("batch", "each")
     assert "COPY_FAILED: store" in tried.problems["kernel"]
     assert tried.torn == {"batch": 0, "each": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="mixes threads with the GPU that is here")
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_slab_is_locked_on_trial_for_a_gpu(gpu, monkeypatch, is_refused):
+    monkeypatch.setattr(trial, "Device", lambda _: gpu.open())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU of threads")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    if is_refused:
+        gpu.refused["lock"] = 2
+    tried = run_trial(torch.device("cuda", 1), CONFIG, open=open_on(gpu))
+    assert tried.name == "cuda:1 (a GPU of threads)"
+    assert tried.failures.keys() - {"ready"} == {"self-test", "rates"}, "torch has no CUDA here"
+    if is_refused:
+        assert "the driver did not page-lock a slab" in tried.failures["ready"]
+    else:
+        assert tried.ready_bytes_per_s > 0
+    assert not gpu.locked
 
 
 def test_a_part_of_the_trial_that_fails_leaves_the_others(gpu):
