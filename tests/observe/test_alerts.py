@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.engine.prometheus import find_program
 from tests.observe.reference_page import NAMES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "observability"
-BESIDE_PYTHON = Path(sys.executable).with_name("promtool")
-PROMTOOL = shutil.which("promtool") or (str(BESIDE_PYTHON) if BESIDE_PYTHON.exists() else None)
+PROMTOOL = find_program("promtool")
 FILES = ["alerts.yaml", "alerts_test.yaml"]
 
 needs_promtool = pytest.mark.skipif(
@@ -31,9 +29,14 @@ def check(command: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 @needs_promtool
 @pytest.mark.parametrize(
-    ("command", "name"), [("check rules", "alerts.yaml"), ("test rules", "alerts_test.yaml")]
+    ("command", "name"),
+    [
+        ("check config", "prometheus.yml"),
+        ("check rules", "alerts.yaml"),
+        ("test rules", "alerts_test.yaml"),
+    ],
 )
-def test_prometheus_accepts_the_rules_and_their_tests_pass(command: str, name: str) -> None:
+def test_prometheus_accepts_the_files_and_their_tests_pass(command: str, name: str) -> None:
     result = check(command, FOLDER / name)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -47,6 +50,10 @@ def test_prometheus_accepts_the_rules_and_their_tests_pass(command: str, name: s
         ("min_over_time", "max_over_time"),
         ("or vllm:safe_offload_is_disabled > 0", ""),
         ("sum without (hit)", "sum"),
+        ('{direction="load"}', ""),
+        ("sum without (reason)", "max without (reason)"),
+        ("overdue_transfers_total[10m]) > 0", "overdue_transfers_total[10m]) >= 0"),
+        ("retired_slots > 0", "retired_slots >= 0"),
     ],
 )
 def test_the_tests_of_the_rules_notice_a_wrong_one(tmp_path: Path, right: str, wrong: str) -> None:
