@@ -302,7 +302,8 @@ def worth(view: View) -> list[Row]:
         view.counter("hits", "hit_length_tokens_count"),
         view.mean("tokens of a hit", "hit_length_tokens", _number),
         view.mean("a request waits for a load", "load_wait_seconds", _seconds),
-        ("tokens/s of large steps and loads", speeds, ""),
+        view.counter("hits that would not pay", "unpaid_hits_total"),
+        ("tokens a second", speeds, ""),
     ]
 
 

@@ -69,9 +69,9 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
 
     from safe_offload import compat
 
-    parser = compat.make_serve_parser()
     complaint = io.StringIO()
     try:
+        parser = compat.make_serve_parser()
         with contextlib.redirect_stderr(complaint):
             namespace = parser.parse_args(list(arguments))
             if namespace.model_tag is not None:

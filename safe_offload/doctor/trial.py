@@ -111,12 +111,16 @@ def run_trial(
         "ready": functools.partial(_make_ready, trial, device),
     }
     is_cpu = device.type == "cpu"
+    # Torch's threads wait for one another in a loop, which takes long where others use the cores.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for name, part in parts.items():
         try:
             with contextlib.nullcontext() if is_cpu else torch.cuda.device(device):
                 part()
         except Exception as problem:
             trial.failures[name] = f"{type(problem).__name__}: {problem}"
+    torch.set_num_threads(num_threads)
     return trial
 
 

@@ -147,9 +147,9 @@ def test_on_a_sound_machine_there_is_nothing_to_change(examine):
 def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The real command, started where vLLM is too new and may load no plugin and lock nothing."""
     folder = tmp_path_factory.mktemp("site")
-    metadata = folder / "vllm-0.40.0.dist-info"
+    metadata = folder / "vllm-0.40.0+cpu.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0+cpu\n")
     paths = [str(folder), str(Path(__file__).parents[2])]
     command_line = [sys.executable, "-m", "safe_offload", "doctor", "--json"]
     process = subprocess.Popen(
@@ -195,7 +195,7 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
     assert found["configuration.plugin"]["severity"] == "error"
     assert "export VLLM_PLUGINS=mine,safe_offload" in found["configuration.plugin"]["fix"]
     assert found["versions.vllm"]["severity"] == "warning"
-    assert "vLLM 0.40.0 is not one" in found["versions.vllm"]["found"]
+    assert "vLLM 0.40.0+cpu is not one" in found["versions.vllm"]["found"]
     assert document["measured"]["machine"]["memlock_bytes"] == 0
     if not torch.cuda.is_available():
         assert found["memory.memlock"]["severity"] == "info", "the CPU engine locks nothing"
