@@ -98,11 +98,11 @@ def metrics_url(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The metrics at a moment, of all engines of the server together.
+    """The metrics at a moment.
 
     Attributes:
         at_s: of a clock that never goes back.
-        samples: by name and labels, those that tell engines apart left out.
+        samples: by name and labels, of every engine of the server.
         info: labels of the set-up in force.
     """
 
@@ -158,7 +158,7 @@ def parse(text: str, url: str) -> Reading:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = defaultdict(float)
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     info: dict[str, str] = {}
     is_vllm = False
     try:
@@ -168,8 +168,7 @@ def parse(text: str, url: str) -> Reading:
                 if name == f"{PREFIX}info" and value:
                     info = labels
                 elif name.startswith(PREFIX) or name == PROMPT_TOKENS:
-                    apart = {k: v for k, v in labels.items() if k not in ("engine", "model_name")}
-                    samples[name, frozenset(apart.items())] += value
+                    samples[name, frozenset(labels.items())] = value
     except ValueError as problem:
         raise TopError(
             f"{url} does not answer with metrics ({problem}). Fix: give the address of a vLLM "
