@@ -34,6 +34,13 @@ OTHER_FLAGS = {
     "--ulimit": "docker",
     "--strict": "mypy",
     "--no-counts": "tests.digests",
+    "--config": "prometheus",
+    "--storage": "prometheus",
+    "--web": "prometheus",
+    "--log": "prometheus",
+    "--homepath": "grafana",
+    "--rm": "docker",
+    "--network": "docker",
 }
 OUR_COMMANDS = ("benchmarks", "simulator")
 """Folders of tests that have commands."""
@@ -103,7 +110,7 @@ def _problems_in_code(code: str, names: Names) -> Iterator[str]:
         base, *parts = flag.split(".")
         if base not in names["flags"]:
             yield f"flag {base}"
-        elif parts:
+        elif parts and base not in OTHER_FLAGS:
             yield from _unknown_keys({parts[0]: dict.fromkeys(parts[1:])}, names)
     for variable in re.findall(r"\bVLLM_[A-Z_]+\b", code):
         if variable not in (*names["variables"], *OTHER_VARIABLES):

@@ -30,7 +30,7 @@ export SAFE_OFFLOAD_DASHBOARDS=$here GF_PATHS_PROVISIONING=$here/provisioning GF
 if command -v grafana >/dev/null; then
     grafana server --homepath "${GRAFANA_HOME:-/usr/share/grafana}" &
     children+=($!)
-    echo 'Grafana: http://localhost:3000/d/safe-offload'
+    echo 'Grafana: http://localhost:3000'
 else
     cat <<MESSAGE
 There is no grafana here. With docker:

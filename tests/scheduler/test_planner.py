@@ -183,7 +183,7 @@ def test_stale_duplicate_and_foreign_ids_never_reach_vllm(
     rig.check_tokens("a2", 6)
     rig.check_tokens("live", 20)
     for reason in ("unknown", "premature", "unowned"):
-        assert rig.counts[f"dropped_{reason}_ids"] > 0, reason
+        assert rig.counts[f'dropped_ids{{reason="{reason}"}}'] > 0, reason
     rig.check_idle()
 
 
