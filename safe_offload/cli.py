@@ -57,7 +57,11 @@ class Subcommand(argparse.ArgumentParser):
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run_command)
-        return super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
+            parsed.rest = rest
+            return parsed, []
+        return parsed, rest
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -69,6 +73,10 @@ def _make_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "config", help="every setting; check a configuration", module="safe_offload.config_command"
     )
+    commands.add_parser(
+        "doctor", help="what would go wrong on this machine", module="safe_offload.doctor.command"
+    )
+    commands.add_parser("top", help="watch a server's metrics", module="safe_offload.top")
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     for name, what in (

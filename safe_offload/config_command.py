@@ -59,7 +59,7 @@ def run_command(arguments: Namespace) -> int:
     if arguments.kv_transfer_config is None:
         lines = _all_settings(explain=arguments.explain)
     else:
-        lines = _in_force(_parse(arguments.kv_transfer_config), explain=arguments.explain)
+        lines = _in_force(parse(arguments.kv_transfer_config), explain=arguments.explain)
     sys.stdout.write("\n".join([*lines, ""]))  # at once: a reader like `head` may stop early
     return 0
 
@@ -72,7 +72,12 @@ def _all_settings(*, explain: bool) -> Iterator[str]:
         yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
 
 
-def _parse(text: str) -> dict[str, Any]:
+def parse(text: str) -> dict[str, Any]:
+    """Return what `--kv-transfer-config` says.
+
+    Raises:
+        ConfigError: it is not an object in JSON.
+    """
     try:
         written = json.loads(text)
     except ValueError as error:
@@ -87,8 +92,16 @@ def _parse(text: str) -> dict[str, Any]:
     )
 
 
-def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
-    """Yield what an engine with this configuration would use, after the checks of its start."""
+def check(written: dict[str, Any]) -> tuple[Any, dict[str, Mapping[str, Any]]]:
+    """Check what `--kv-transfer-config` says, as the start of an engine does.
+
+    Returns:
+        Its fields with what is filled in, as attributes; and every configuration of our connector
+        in it, by its place.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     config = SimpleNamespace(**{**_OUTER_DEFAULTS, **complete(written)})
     settle(config)
     children = {f"connectors[{idx}].": each for idx, each in enumerate(children_of(written))}
@@ -100,6 +113,12 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
         )
     for each in (written, *children.values()):
         _require_fields(each)
+    return config, ours
+
+
+def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
+    """Yield what an engine with this configuration would use, after the checks of its start."""
+    config, ours = check(written)
     for key in _OUTER_CHOICES:
         value = getattr(config, key)
         filled_in = "vLLM's default" if value == _OUTER_DEFAULTS[key] else "filled in"

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
 from safe_offload.config import OffloadConfig
-from safe_offload.errors import ConfigError, DeviceError, SharingError
+from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.units import format_bytes
-from safe_offload.worker.backends.base import CopyPath, ProvableBackend
-from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.device import Device
-from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.backends.base import ProvableBackend
+from safe_offload.worker.backends.choice import OpenBackend, open_backend
 from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
 from safe_offload.worker.loop_thread import Loop, LoopThread
 from safe_offload.worker.page_lock import SLAB_BYTES
-from safe_offload.worker.self_test import Rows, SelfTest, TorchRows
+from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.shared_memory import (
     ALONE,
     Share,
@@ -44,32 +42,6 @@ NOT_SHARED = (
     "Ranks that hold the same KV cache cannot share one copy of it on this machine: %s. Each keeps "
     "a copy of its own, so that the host memory holds that many times fewer tokens."
 )
-
-
-def open_backend(
-    storage: Any, device: torch.device, layout: HostLayout, host: HostMemory, config: OffloadConfig
-) -> tuple[ProvableBackend, Rows]:
-    """Return the backend for a KV cache, and the blocks that it copies."""
-    address, geometry = storage.data_ptr(), layout.geometry
-    try:
-        if device.type == "cpu":
-            threads = DirectionThreads("safe-offload", config.copy_threads)
-            return CpuBackend(address, layout, host, threads), TorchRows(storage, device, geometry)
-        if device.type == "cuda":  # torch's word for ROCm too
-            path = CopyPath(config.copy_path) if config.copy_path != "auto" else None
-            gpu = Device(device)
-            rows = TorchRows(storage, device, geometry, gpu.bind_thread)
-            return GpuBackend(gpu, address, layout, host, path), rows
-        problem = f"expected a KV cache on 'cpu' or 'cuda', found one on {device.type!r}"
-    except DeviceError as error:
-        problem = f"the GPU's driver cannot be used: {error}"
-    host.close()
-    raise ConfigError(f"{problem}. Fix: remove --kv-transfer-config on this machine.")
-
-
-OpenBackend = Callable[
-    [Any, "torch.device", HostLayout, HostMemory, OffloadConfig], tuple[ProvableBackend, Rows]
-]
 
 
 @dataclass(frozen=True, slots=True)

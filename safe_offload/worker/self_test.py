@@ -100,6 +100,9 @@ class SelfTest:
         rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
         layout: where blocks and slots lie.
+
+    Attributes:
+        problems: what is wrong with the ways that failed.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class SelfTest:
         self._random = np.random.default_rng(0)
         self._last_id = 0
         self._sound: list[CopyPath] = []
-        self._problems: dict[CopyPath, str] = {}
+        self.problems: dict[CopyPath, str] = {}
 
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
         """Let the backend use the ways that passed; return False if there is none.
@@ -137,7 +140,7 @@ class SelfTest:
         if thread.is_alive():
             self._sound = []
         elapsed_s = time.monotonic() - start_s
-        for path, problem in self._problems.items():
+        for path, problem in self.problems.items():
             logger.error(
                 'Copies by "%s" are not used: the self-test failed. %s', path.value, problem
             )
@@ -175,7 +178,7 @@ class SelfTest:
                 self._try()
                 self._sound.append(path)
             except Exception as error:
-                self._problems[path] = str(error)
+                self.problems[path] = str(error)
             if time.monotonic() > self._deadline_s:
                 # A copy may still be under way, and the others would wait behind it.
                 self._sound = []

@@ -1,0 +1,1 @@
+"""What would go wrong with a server on this machine, found before it starts."""
