@@ -15,6 +15,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from safe_offload.protocol import StepReport
 from safe_offload.scheduler.events import Origins
+from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.device import CopyFault
 from tests.simulator.engine_core import random_prompt
@@ -211,7 +212,7 @@ def test_what_a_failed_load_forgets_is_told(make_rig: MakeRig) -> None:
     rig.forget_gpu_cache()
     rig.fail_copies()
     rig.run_alone("again", rig.prompt(20, 1), max_tokens=1)
-    assert rig.counts["failed_loads"] == 1
+    assert num_failed(rig.counts, "load") == 1
     assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored)[:4])
 
 
@@ -221,7 +222,7 @@ def test_a_store_that_fails_is_not_told(make_rig: MakeRig) -> None:
     seen = see_events(rig)
     rig.fail_copies()
     rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-    assert rig.counts["failed_stores"] > 0
+    assert num_failed(rig.counts, "store") > 0
     assert seen == []
 
 
