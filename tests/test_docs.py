@@ -18,7 +18,7 @@ from safe_offload import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = re.compile(r"(?:^(?: {4,}|\| )?|`)(safe-offload (?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^(?: {4,}|\| )?|`)(safe-offload (?!\d)(?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE)
 IN_OTHER_BRANCHES = ("doctor", "top", "bench serve")
 """Checked as soon as the command is there."""
 WORDS = {"JSON": '{"kv_connector":"SafeCPUOffloadConnector"}', "…": "{}"}
