@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -159,29 +159,21 @@ def _run_rounds(
 # ---- servers of our own ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """Blocks of the KV pools."""
-
-    for_all: int
-    for_some: int
-
-
-def count_blocks(sizes: Sizes) -> _Pool:
+def count_blocks(sizes: Sizes) -> tuple[int, int]:
     """Return the blocks that all contexts need at their ends, and those of the smaller pool.
 
     The smaller one holds at least the longest context.
     """
     of_user = math.ceil(sizes.longest_tokens / BLOCK_SIZE) + 1
     for_all = sizes.users * of_user
-    return _Pool(for_all, max(for_all // POOL_SHARE, of_user))
+    return for_all, max(for_all // POOL_SHARE, of_user)
 
 
 def _describe_own(sizes: Sizes) -> str:
-    pool = count_blocks(sizes)
+    for_all, for_some = count_blocks(sizes)
     return (
-        f"vLLM servers on the CPU with a tiny Llama; KV pool of {pool.for_some:,} blocks of"
-        f" {BLOCK_SIZE} tokens, the contexts need {pool.for_all:,}.\n"
+        f"vLLM servers on the CPU with a tiny Llama; KV pool of {for_some:,} blocks of {BLOCK_SIZE}"
+        f" tokens, the contexts need {for_all:,}.\n"
     )
 
 
@@ -211,11 +203,11 @@ def server_options(
     sizes: Sizes, arguments: argparse.Namespace, folder: Path
 ) -> dict[str, EngineOptions]:
     """Return how to start each server: the same but for connector or KV pool."""
-    pool = count_blocks(sizes)
+    for_all, for_some = count_blocks(sizes)
     bench_options = BenchOptions(
         prompt_tokens=sizes.longest_tokens,
         answer_tokens=sizes.answer_tokens,
-        num_gpu_blocks=pool.for_some,
+        num_gpu_blocks=for_some,
         block_size=BLOCK_SIZE,
         cpu_bytes=arguments.cpu_bytes,
         kv_transfer_config=arguments.kv_transfer_config,
@@ -223,7 +215,7 @@ def server_options(
     )
     options = engine_options(bench_options, folder)
     baseline = options[BASELINE]
-    large = baseline.arguments | {"num_gpu_blocks_override": pool.for_all}
+    large = baseline.arguments | {"num_gpu_blocks_override": for_all}
     return options | {LIMIT: EngineOptions(large, baseline.environment)}
 
 
@@ -238,14 +230,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     """Return the options of `vllm serve` for arguments of `vllm.LLM`."""
     options = []
     for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if value is None or value is False:
-            continue
-        options.append(f"--{option}")
-        if isinstance(value, dict):
-            options.append(json.dumps(value))
-        elif value is not True:
-            options.append(str(value))
+        if value is not None and value is not False:
+            options.append(f"--{name.replace('_', '-')}")
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            options += [] if value is True else [text]
     return options
 
 

@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -62,7 +62,7 @@ class Served:
     duration_s: float
     replies: Sequence[Sequence[Reply]]
     num_prompt_tokens: int
-    num_computed_tokens: int | None = field(default=None)
+    num_computed_tokens: int | None
 
     @property
     def request_throughput(self) -> float:
@@ -81,18 +81,16 @@ def make_prompts(workload: str, sizes: Sizes, seed: str) -> list[list[Prompt]]:
     Contexts that grow begin with `context_tokens`, and each turn has the one before it as its
     prefix and `turn_tokens` more, in place of the answer and the next question.
     """
-    users: list[list[Prompt]] = []
-    for user in range(sizes.users):
+    turns = range(sizes.turns)
+
+    def make(user: int) -> list[Prompt]:
         generator = random.Random(f"{seed}/{workload}/{user}")
-        if workload == GROWING:
-            tokens = generator.choices(PROMPT_TOKEN_IDS, k=sizes.longest_tokens)
-            ends = (sizes.context_tokens + turn * sizes.turn_tokens for turn in range(sizes.turns))
-            users.append([tokens[:end] for end in ends])
-        else:
-            length = sizes.context_tokens
-            turns = range(sizes.turns)
-            users.append([generator.choices(PROMPT_TOKEN_IDS, k=length) for _ in turns])
-    return users
+        if workload == ONE_OFF:
+            return [generator.choices(PROMPT_TOKEN_IDS, k=sizes.context_tokens) for _ in turns]
+        tokens = generator.choices(PROMPT_TOKEN_IDS, k=sizes.longest_tokens)
+        return [tokens[: sizes.context_tokens + turn * sizes.turn_tokens] for turn in turns]
+
+    return [make(user) for user in range(sizes.users)]
 
 
 async def serve_users(
@@ -136,7 +134,7 @@ async def _ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> Reply:
     async with session.post("/v1/completions", json=body) as response:
         if response.status != 200:
             text = await response.text()
-            raise SafeOffloadError(f"{session._base_url}: HTTP {response.status}: {text}")
+            raise SafeOffloadError(f"{response.url}: HTTP {response.status}: {text}")
         async for line in response.content:
             data = line.removeprefix(b"data: ").strip()
             if not data or data == b"[DONE]":
