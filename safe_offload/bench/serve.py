@@ -41,7 +41,7 @@ from safe_offload.bench.serve_workload import (
 )
 from safe_offload.errors import ConfigError, SafeOffloadError
 
-LIMIT = "KV pool for all"
+LIMIT = "no connector, KV pool for all"
 POOL_SHARE = 3  # the KV pool holds one part in so many of what the users' contexts need
 BLOCK_SIZE = 32
 _HOST = "127.0.0.1"

@@ -45,7 +45,7 @@ def make_report(found: ServeFound) -> Report:
     for workload, servers in found.passes.items():
         first = next(iter(servers))
         titles = ["Request throughput (req/s)", "Median TTFT (ms)", "P99 TTFT (ms)"]
-        rows = [["", *titles, "of the first", "of the limit", "computed"]]
+        rows = [["", *titles, f"of {first}", "of the limit", "computed"]]
         for name, passes in servers.items():
             summaries[f"{workload}, {name}"] = summarise(passes)
             against = [_ratios(passes, servers[first]) if name != first else []]

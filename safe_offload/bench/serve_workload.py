@@ -115,7 +115,8 @@ async def serve_users(
             if computed is not None:
                 computed = (await _count_computed_tokens(session) or 0) - computed
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SafeOffloadError(f"{url}: a request failed: {error!r}") from error
+            what = f"{url}: a request failed: {error!r} (--logs FOLDER keeps the servers' logs)"
+            raise SafeOffloadError(what) from error
     num_tokens = sum(len(prompt) for user in users for prompt in user)
     return Served(duration_s, replies, num_tokens, computed)
 

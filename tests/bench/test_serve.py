@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from safe_offload.bench import serve
+from safe_offload.bench import engine_process, serve
 from safe_offload.bench.report import describe_machine
 from safe_offload.bench.serve_report import ServeFound, make_report, summarise
 from safe_offload.bench.serve_workload import (
@@ -77,7 +77,7 @@ def test_what_is_not_given_is_as_large_as_quick_or_full() -> None:
 def test_the_servers_differ_in_connector_or_pool(tmp_path: Path) -> None:
     options = serve.server_options(SIZES, parse("--cpu-bytes", "64MiB"), tmp_path)
     plain, ours, limit = (one.arguments for one in options.values())
-    assert list(options) == ["no connector", "SafeCPUOffloadConnector", "KV pool for all"]
+    assert list(options) == ["no connector", "SafeCPUOffloadConnector", serve.LIMIT]
     assert {key for key in ours if ours[key] != plain.get(key)} == {"kv_transfer_config"}
     assert ours["kv_transfer_config"]["kv_connector_extra_config"] == {"cpu_bytes_to_use": "64MiB"}
     assert {key for key in limit if limit[key] != plain[key]} == {"num_gpu_blocks_override"}
@@ -161,6 +161,11 @@ class Server:
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+@pytest.fixture(autouse=True)
+def fake_servers_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "SPIN_S", 0.0)
 
 
 @pytest.fixture
