@@ -39,7 +39,7 @@ class Sizes:
         return self.context_tokens + (self.turns - 1) * self.turn_tokens + self.answer_tokens
 
 
-QUICK = Sizes(users=6, turns=3, context_tokens=1000, turn_tokens=250, answer_tokens=8)
+QUICK = Sizes(users=6, turns=3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ live at the same time and take turns in an order that changes; each waits until 
 stopped spinning. What is printed for each is the median over the rounds of its time as a
 multiple of the time without a connector in the same round, with the lowest and the highest.
 
-A second table has what other work on the machine changes least: engine steps, and the CPU time that
-each process and each kind of thread uses for a request, with its page faults. Its last row is the
-floor: what one thread takes to copy as many bytes as are stored, in as many pieces.
+A second table has what other work on the machine changes least: steps of the worker, transfers,
+and the CPU time that each process and each kind of thread uses for a request, with its page faults.
+The floor is what one thread takes to copy as many bytes as are stored, in as many pieces.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.bench.engine_process import generate
+from safe_offload.bench.engine_watch import start_watching
 from safe_offload.bench.report import (
     Report,
     add_output_arguments,
@@ -84,6 +85,7 @@ class Round:
 
     seconds: float
     num_steps: int
+    num_transfers: int
     uses: dict[str, ThreadUse]
 
 
@@ -108,6 +110,7 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, list[Round]]:
         }
         for engine in engines.values():
             engine.wait_until_started(TIMEOUT_S)
+            engine.call(start_watching, None, TIMEOUT_S)
         for index in range(rounds + 1):
             generator = random.Random(f"storing/{index}")
             prompts = [random_prompt(generator, PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
@@ -121,23 +124,16 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, list[Round]]:
 def serve(engine: Any, prompts: list[tuple[int, ...]]) -> Round:
     """Run in the engine's process: answer all prompts."""
     (names,) = engine.collective_rpc("thread_names")
-    num_steps, uses = count_steps(engine), read_uses(names)
+    engine.collective_rpc("take_probe")
+    uses = read_uses(names)
     start_s = time.perf_counter()
     generate(engine, prompts, [1] * len(prompts))
     seconds = time.perf_counter() - start_s
     nothing = ThreadUse()
     after = read_uses(names)
     used = {role: use.plus(uses.get(role, nothing), -1) for role, use in after.items()}
-    return Round(seconds, count_steps(engine) - num_steps, used)
-
-
-def count_steps(engine: Any) -> int:
-    """Return how many steps with tokens there have been.
-
-    Source: `vllm:iteration_tokens_total` in vllm/v1/metrics/loggers.py (0.32.0).
-    """
-    counts = [m.count for m in engine.get_metrics() if m.name == "vllm:iteration_tokens_total"]
-    return int(sum(counts))
+    (probe,) = engine.collective_rpc("take_probe")
+    return Round(seconds, len(probe["steps"]), len(probe["submits"]), used)
 
 
 def copy_floor_s() -> float:
@@ -185,7 +181,8 @@ def use_rows(found: dict[str, list[Round]]) -> list[list[str]]:
 
     return [
         ["of a request", *found],
-        row("engine steps", lambda one: one.num_steps / NUM_PROMPTS, ".2f"),
+        row("steps of the worker", lambda one: one.num_steps / NUM_PROMPTS, ".2f"),
+        row("transfers", lambda one: one.num_transfers / NUM_PROMPTS, ".2f"),
         *(row(f"CPU ms: {role}", cpu_ms(role), ".2f") for role in ROLES),
         *(row(f"page faults: {role}", page_faults(role), ".1f") for role in ROLES),
     ]
