@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,7 @@ class WorkerBridge(Side):
         # What has been reported.
         self._reported_num_slots = 0
         self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...]] | None = None
-        self._reported_counts: Counter[str] = Counter()
+        self._reported_numbers = (0, 0)  # overdue transfers, demotions of copy paths
 
     def __repr__(self) -> str:
         state = "asleep" if self._is_asleep else "open" if self.opened else "closed"
@@ -210,12 +209,13 @@ class WorkerBridge(Side):
         """Return what happened on this rank since the last call that no report tells."""
         if self.opened is None:
             return {}
-        counts = Counter[str]()
-        counts[Count.OVERDUE_TRANSFERS] = self.opened.transfers.statistics().num_overdue
-        counts[Count.COPY_PATH_DEMOTIONS] = self.opened.backend.num_demotions
-        new = counts - self._reported_counts
-        self._reported_counts = counts
-        return dict(new)
+        numbers = (self.opened.transfers.num_overdue, self.opened.backend.num_demotions)
+        if numbers == self._reported_numbers:
+            return {}  # as a rule, and vLLM asks in every step
+        before, self._reported_numbers = self._reported_numbers, numbers
+        names = (Count.OVERDUE_TRANSFERS, Count.COPY_PATH_DEMOTIONS)
+        new = zip(names, numbers, before, strict=True)
+        return {name: number - old for name, number, old in new if number > old}
 
     def end(self) -> None:
         """clear_connector_metadata: give up what no hook has started."""
