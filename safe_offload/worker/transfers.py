@@ -282,8 +282,6 @@ class Transfers:
 
     async def _enter(self, turn: Turn, deadline_s: float) -> None:
         """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
-        if self._turnstile.enter_at_once(turn):
-            return  # as a rule: without the price of a timer
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._turnstile.enter(turn)

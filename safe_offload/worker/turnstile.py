@@ -46,17 +46,12 @@ class Turnstile:
         waiting = ", ".join(f"{len(turns)} {d.value}s" for d, turns in self._waiting.items())
         return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, waiting: {waiting}>"
 
-    def enter_at_once(self, turn: Turn) -> bool:
-        """Let a turn in if it need not wait; return whether it is in."""
+    async def enter(self, turn: Turn) -> None:
+        """Wait for a turn."""
         assert turn.granted is None
         assert not turn.is_counted
         if turn.is_urgent or (self._fits(turn) and not any(self._waiting.values())):
             self._count(turn)
-        return turn.is_counted
-
-    async def enter(self, turn: Turn) -> None:
-        """Wait for a turn."""
-        if self.enter_at_once(turn):
             return
         turn.granted = asyncio.get_running_loop().create_future()
         self._waiting[turn.direction].append(turn)
