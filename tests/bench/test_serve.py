@@ -151,8 +151,7 @@ class Server:
         self._num_computed += len(prompt) // 2
         self.num_at_once += 1
         self.num_at_once_max = max(self.num_at_once_max, self.num_at_once)
-        if self.num_at_once_max < SIZES.users:
-            await asyncio.sleep(0.01)  # until the others have come, too
+        await asyncio.sleep(0.005)  # until others have come, too
         self.num_at_once -= 1
         response = web.StreamResponse()
         await response.prepare(request)
