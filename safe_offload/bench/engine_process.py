@@ -27,6 +27,9 @@ SPIN_S = 1.2
 Source: `SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.py (0.32.0).
 """
 
+Run = Callable[[Connection, "EngineOptions"], None]
+"""What the child does: it sends (False, what it has found), and ends when told None."""
+
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
 
@@ -99,14 +102,18 @@ _turns = Turns()
 class EngineProcess:
     """A handle on the process; use it as a context manager, which ends the engine."""
 
-    def __init__(self, name: str, options: EngineOptions, log_path: Path) -> None:
+    def __init__(
+        self, name: str, options: EngineOptions, log_path: Path, run: Run | None = None
+    ) -> None:
         self.name = name
         self._log_path = log_path
         context = mp.get_context("spawn")
         self._connection, child_connection = context.Pipe()
         # Not a daemon: those may not have children, and vLLM's engine runs in one.
         self._process = context.Process(
-            target=_serve, args=(child_connection, options, str(log_path)), name=name
+            target=_run_in_child,
+            args=(run or _answer_calls, child_connection, options, str(log_path)),
+            name=name,
         )
         self._process.start()
         child_connection.close()
@@ -119,7 +126,7 @@ class EngineProcess:
 
     def wait_until_started(self, timeout_s: float) -> Started:
         """Return the engine's figures; raise SafeOffloadError if it does not start."""
-        started = self._receive(timeout_s)
+        started = self.receive(timeout_s)
         assert isinstance(started, Started)
         return started
 
@@ -132,7 +139,7 @@ class EngineProcess:
         """
         _turns.begin(self)
         self._connection.send((function, question))
-        answered: Answered = self._receive(timeout_s)
+        answered: Answered = self.receive(timeout_s)
         _turns.end(self)
         return answered
 
@@ -149,25 +156,27 @@ class EngineProcess:
         self._process.join()
         self._connection.close()
 
-    def _receive(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float) -> Any:
+        """Return what the child says next; raise SafeOffloadError if it dies or time is up."""
         if not self._connection.poll(timeout_s):
-            raise self._error(f"no answer within {timeout_s:.0f} s")
+            raise self.error(f"no answer within {timeout_s:.0f} s")
         try:
             has_died, message = self._connection.recv()
         except EOFError:
             has_died, message = True, "its process ended without a word"
         if has_died:
-            raise self._error(message)
+            raise self.error(message)
         return message
 
-    def _error(self, what: str) -> SafeOffloadError:
+    def error(self, what: str) -> SafeOffloadError:
+        """Return an error that shows the end of the engine's log."""
         lines = self._log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         end = "\n".join(lines)
         return SafeOffloadError(f"engine {self.name!r}: {what}. The end of its log:\n{end}")
 
 
-def _serve(connection: Connection, options: EngineOptions, log_path: str) -> None:
-    """Run in the child: start the engine, then answer questions until told to stop."""
+def _run_in_child(run: Run, connection: Connection, options: EngineOptions, log_path: str) -> None:
+    """Run in the child: its output goes to the log, and an error to the parent."""
     os.setsid()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, sys.stdout.fileno())
@@ -175,30 +184,35 @@ def _serve(connection: Connection, options: EngineOptions, log_path: str) -> Non
     os.environ.update(options.environment)
     print("engine arguments:", json.dumps(options.arguments), flush=True)
     try:
-        from vllm import LLM
-
-        start = time.perf_counter()
-        engine = LLM(**_fit_model_len(options))
-        vllm_config = engine.llm_engine.vllm_config
-        cache_config = vllm_config.cache_config
-        started = Started(
-            start_s=time.perf_counter() - start,
-            num_gpu_blocks=cache_config.num_gpu_blocks or 0,
-            max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
-            max_model_len=vllm_config.model_config.max_model_len,
-            block_size=cache_config.block_size,
-        )
-        connection.send((False, started))
-        while (call := connection.recv()) is not None:
-            function, question = call
-            connection.send((False, function(engine, question)))
-        # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
-        engine.llm_engine.engine_core.shutdown(timeout=30.0)
+        run(connection, options)
     except EOFError:
         pass  # the benchmark is gone
     except BaseException:
         connection.send((True, traceback.format_exc()))
         raise
+
+
+def _answer_calls(connection: Connection, options: EngineOptions) -> None:
+    """Start the engine, then answer questions until told to stop."""
+    from vllm import LLM
+
+    start = time.perf_counter()
+    engine = LLM(**_fit_model_len(options))
+    vllm_config = engine.llm_engine.vllm_config
+    cache_config = vllm_config.cache_config
+    started = Started(
+        start_s=time.perf_counter() - start,
+        num_gpu_blocks=cache_config.num_gpu_blocks or 0,
+        max_concurrency=cache_config.kv_cache_max_concurrency or 0.0,
+        max_model_len=vllm_config.model_config.max_model_len,
+        block_size=cache_config.block_size,
+    )
+    connection.send((False, started))
+    while (call := connection.recv()) is not None:
+        function, question = call
+        connection.send((False, function(engine, question)))
+    # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
+    engine.llm_engine.engine_core.shutdown(timeout=30.0)
 
 
 def _fit_model_len(options: EngineOptions) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -90,7 +89,7 @@ class WorkerBridge(Side):
         # What has been reported.
         self._reported_num_slots = 0
         self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...]] | None = None
-        self._counted: Counter[str] = Counter()
+        self._counted = (0, 0)  # overdue transfers, demotions of copy paths
 
     def __repr__(self) -> str:
         state = "asleep" if self._is_asleep else "open" if self.opened else "closed"
@@ -225,11 +224,12 @@ class WorkerBridge(Side):
         if self.opened is None:
             return
         transfers = self.opened.transfers
-        counts = Counter[str]()
-        counts[Count.OVERDUE_TRANSFERS] = transfers.statistics().num_overdue
-        counts[Count.COPY_PATH_DEMOTIONS] = self.opened.backend.num_demotions
-        counters.update(counts - self._counted)
-        self._counted = counts
+        numbers = (transfers.num_overdue, self.opened.backend.num_demotions)
+        if numbers != self._counted:  # seldom, and vLLM asks in every step
+            names = (Count.OVERDUE_TRANSFERS, Count.COPY_PATH_DEMOTIONS)
+            for name, number, before in zip(names, numbers, self._counted, strict=True):
+                counters[name] += max(0, number - before)
+            self._counted = numbers
         for copied in transfers.take_copied():
             count, seconds, queued_s, size_bytes = _SERIES[copied.direction]
             counters[count] += copied.size_bytes

@@ -164,6 +164,11 @@ class Transfers:
             self._num_overdue,
         )
 
+    @property
+    def num_overdue(self) -> int:
+        """Return the `num_overdue` of the statistics alone: it is asked for in every step."""
+        return self._num_overdue
+
     def submit(self, direction: Direction, transfer: Transfer) -> None:
         """Queue a transfer after what the compute stream has been given so far."""
         copy = Copy(

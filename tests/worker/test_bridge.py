@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -554,6 +555,20 @@ def test_overdue_copies_are_counted_once(make_worker, monkeypatch):
     assert counted(worker) == {Count.OVERDUE_TRANSFERS: 1}
     assert counted(worker) == {}
     backend.complete_all()
+
+
+def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
+    for num_overdue, num_demotions, count, number in (
+        (2, 0, Count.OVERDUE_TRANSFERS, 2),
+        (0, 1, Count.COPY_PATH_DEMOTIONS, 1),
+    ):
+        transfers = SimpleNamespace(num_overdue=num_overdue)
+        opened = SimpleNamespace(
+            transfers=transfers, backend=SimpleNamespace(num_demotions=num_demotions)
+        )
+        monkeypatch.setattr(worker.bridge, "opened", opened)
+        assert worker.bridge.take_counts() == {count: number}
+    monkeypatch.undo()
 
 
 # ---- starting ----------------------------------------------------------------------------------

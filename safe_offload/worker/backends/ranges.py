@@ -111,7 +111,8 @@ class RangeTable:
 
 
 def _check_ids(ids: npt.NDArray[np.int64], count: int, what: str) -> None:
-    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+    # One pass: what is below 0 is as large as can be without a sign.
+    if ids.size and int(ids.view(np.uint64).max()) >= count:
         raise TransferError(
             FailureReason.BAD_PLAN,
             f"expected {what} ids from 0 to {count - 1}, "

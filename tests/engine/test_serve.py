@@ -1,0 +1,43 @@
+"""`safe-offload bench serve` with real servers, very small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from safe_offload.bench import serve
+from safe_offload.bench.engine import OURS
+from safe_offload.bench.engine_breakdown import BASELINE
+from safe_offload.bench.serve_workload import GROWING, ONE_OFF
+from safe_offload.cli import main
+
+pytestmark = pytest.mark.engine
+
+SIZES = "--users 3 --turns 2 --context-tokens 400 --turn-tokens 100 --answer-tokens 4 --rounds 1"
+CONFIG = {
+    "kv_connector": OURS,
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB", "min_load_tokens": 0},
+}
+
+
+def test_servers_with_and_without_the_connector_give_the_same_tokens(tmp_path, capsys, monkeypatch):
+    options_of = serve.server_options
+
+    def without_limit(*args):
+        options = options_of(*args)
+        return {name: options[name] for name in (BASELINE, OURS)}
+
+    monkeypatch.setattr(serve, "server_options", without_limit)  # a third server takes ten seconds
+    options = ["--kv-transfer-config", json.dumps(CONFIG), "--json", str(tmp_path / "found.json")]
+    assert main(["bench", "serve", *SIZES.split(), *options]) == 0
+    text = capsys.readouterr().out
+    assert text.count("answers: all 6 equal, 4 greedy tokens each") == 2
+    samples = json.loads((tmp_path / "found.json").read_text())["samples"]
+    computed = {
+        (workload, name): one["num_computed_tokens"] / one["num_prompt_tokens"]
+        for workload, servers in samples.items()
+        for name, (one,) in servers.items()
+    }
+    assert computed[ONE_OFF, BASELINE] == computed[ONE_OFF, OURS] == 1
+    assert computed[GROWING, OURS] < 0.7 < computed[GROWING, BASELINE], "the host has the contexts"
