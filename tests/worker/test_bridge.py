@@ -562,12 +562,14 @@ def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
         (2, 0, Count.OVERDUE_TRANSFERS, 2),
         (0, 1, Count.COPY_PATH_DEMOTIONS, 1),
     ):
-        transfers = SimpleNamespace(num_overdue=num_overdue)
+        transfers = SimpleNamespace(num_overdue=num_overdue, take_copied=list)
         opened = SimpleNamespace(
             transfers=transfers, backend=SimpleNamespace(num_demotions=num_demotions)
         )
         monkeypatch.setattr(worker.bridge, "opened", opened)
-        assert worker.bridge.take_counts() == {count: number}
+        counters = Counters()
+        worker.bridge.count_into(counters)
+        assert counters.take() == {count: number}
     monkeypatch.undo()
 
 
