@@ -123,7 +123,7 @@ class Storm:
                 llm_engine.abort_request([name])
                 del live[name]
                 self.num_aborted += 1
-            if resets and self.rng.random() < 1 / 12:
+            if resets and self.rng.random() < 1 / 5:
                 self.reset(reset_running_requests=self.rng.random() < 0.5)
             for output in llm_engine.step():
                 if output.finished:
