@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -17,8 +18,12 @@ NOT_OURS = (type, types.ModuleType, types.FunctionType, types.MethodType, types.
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Resident memory of this process, without what is free and malloc keeps for later.
+
+    How much malloc keeps depends on which thread freed what when, and moves by several MB.
+    """
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
