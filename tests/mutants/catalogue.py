@@ -433,7 +433,7 @@ MUTANTS = (
         "return None if slot in self._being_stored else slot",
         "return slot",
         "I6",
-        ("hybrid-gpu",),
+        ("mamba-gpu",),
     ),
     Mutant(
         "a copy is done when it has been issued",
