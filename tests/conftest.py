@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
+    from tests.worker.backends.fake_device import FakeGpu
 
 
 def _engine_file(nodeid: str) -> str | None:
@@ -78,3 +79,16 @@ def make_rig() -> Iterator[MakeRig]:
     yield make
     for rig in rigs:
         rig.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU of threads, on a machine that does not tell where pages lie."""
+    from safe_offload.worker import placement
+    from tests.worker.backends.fake_device import FakeGpu
+
+    monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
+    made = FakeGpu()
+    yield made
+    made.close()
+    assert made.violations == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +13,6 @@ from safe_offload.config import OffloadConfig
 from safe_offload.doctor import trial
 from safe_offload.doctor.model import BreakEven, break_even, check_break_even
 from safe_offload.doctor.trial import SMALL, Order, devices, run_trial, weight_seconds
-from safe_offload.worker import placement
 from safe_offload.worker.backends.base import CopyPath
 from safe_offload.worker.backends.choice import open_backend
 from safe_offload.worker.backends.gpu import GpuBackend
@@ -27,15 +25,6 @@ from tests.worker.backends.fake_device import CALLS, FakeGpu, FakeRows
 
 CPU = torch.device("cpu")
 CONFIG = OffloadConfig()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
-    gpu = FakeGpu()
-    yield gpu
-    gpu.close()
-    assert gpu.violations == []
 
 
 def open_on(gpu: FakeGpu) -> Any:

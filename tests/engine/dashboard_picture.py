@@ -22,7 +22,7 @@ from safe_offload.bench.tiny_models import write_tiny_model
 from tests.engine.engines import ENVIRONMENT
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import EXAMPLES, Prometheus, as_asked, prometheus
-from tests.engine.test_observability import ask, post
+from tests.engine.test_observability import ask
 
 CONFIG = {
     "kv_connector": "SafeCPUOffloadConnector",
@@ -60,7 +60,7 @@ def serve(server: HttpServer, duration_s: float) -> None:
             list(clients.map(turn, dict.fromkeys(chosen)))
             if passed_s > 0.6 * duration_s and not has_reset:
                 has_reset = True
-                post(server, "/reset_prefix_cache?reset_external=true")
+                server.post("/reset_prefix_cache?reset_external=true")
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -160,6 +162,16 @@ class HttpServer:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
             text: str = response.read().decode()
         return text
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST; return the answer, and raise if it is an error."""
+        data = json.dumps(body or {}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=120.0) as response:
+            assert response.status == 200
+            text = response.read()
+        return json.loads(text) if text else None
 
     def log(self) -> str:
         """What the server has written so far."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,18 +61,6 @@ def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             yield made
 
 
-def post(server: HttpServer, path: str, body: dict[str, Any] | None = None) -> Any:
-    """POST; returns the answer, and raises if it is an error."""
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        f"{server.url}{path}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120.0) as response:
-        assert response.status == 200
-        text = response.read()
-    return json.loads(text) if text else None
-
-
 def ask(server: HttpServer, name: str, num_tokens: int = 4, **more: Any) -> list[int]:
     """Answer a prompt; returns its greedy tokens."""
     body = {
@@ -86,7 +73,7 @@ def ask(server: HttpServer, name: str, num_tokens: int = 4, **more: Any) -> list
         "return_token_ids": True,
         **more,
     }
-    tokens: list[int] = post(server, "/v1/completions", body)["choices"][0]["token_ids"]
+    tokens: list[int] = server.post("/v1/completions", body)["choices"][0]["token_ids"]
     assert len(tokens) == num_tokens
     return tokens
 
@@ -107,7 +94,7 @@ def settle(server: HttpServer) -> None:
 def hits(server: HttpServer, name: str, **more: Any) -> float:
     """Tokens that come from the host for a prompt of which the GPU has forgotten everything."""
     settle(server)
-    post(server, "/reset_prefix_cache")
+    server.post("/reset_prefix_cache")
     before = count(server, "hit_tokens_total")
     ask(server, name, **more)
     settle(server)
@@ -163,7 +150,7 @@ def test_a_reset_of_the_connector_forgets_the_host(server: HttpServer) -> None:
     assert hits(server, "C") == NUM_HIT_TOKENS
     before = count(server, "resets_total")
     assert "host cache was reset" not in server.log()
-    post(server, "/reset_prefix_cache?reset_external=true")
+    server.post("/reset_prefix_cache?reset_external=true")
     assert hits(server, "C") == 0
     assert server.log().count("host cache was reset") == 1
     assert count(server, "resets_total") == before + 1
@@ -176,7 +163,7 @@ def test_resets_while_requests_run_disturb_no_answer(server: HttpServer) -> None
     with ThreadPoolExecutor(4) as executor:
         asked = {name: executor.submit(ask, server, name, 60) for name in "ABCD"}
         while not all(answer.done() for answer in asked.values()):
-            post(server, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+            server.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
     assert {name: answer.result() for name, answer in asked.items()} == expected
     settle(server)
     assert count(server, "leased_slots") == 0
@@ -186,8 +173,8 @@ def test_resets_while_requests_run_disturb_no_answer(server: HttpServer) -> None
 def test_sleep_and_wake_up_leave_an_engine_that_serves(server: HttpServer) -> None:
     """On the CPU vLLM keeps its memory while it sleeps; resets and the pause are real."""
     tokens = ask(server, "D")
-    post(server, "/sleep?level=1")
-    post(server, "/wake_up")
+    server.post("/sleep?level=1")
+    server.post("/wake_up")
     assert ask(server, "D") == tokens
     assert hits(server, "D") == NUM_HIT_TOKENS
     check_well(server)
@@ -197,8 +184,8 @@ def test_a_pause_under_load_ends_and_the_engine_serves_on(server: HttpServer) ->
     tokens = ask(server, "D", 60)
     with ThreadPoolExecutor(1) as executor:
         asked = executor.submit(ask, server, "D", 60)
-        post(server, "/pause?mode=wait")
-        post(server, "/resume")
+        server.post("/pause?mode=wait")
+        server.post("/resume")
         assert asked.result() == tokens
     check_well(server)
 

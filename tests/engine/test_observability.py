@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,18 +73,9 @@ def scraped(server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield found
 
 
-def post(server: HttpServer, path: str, body: dict[str, object] | None = None) -> None:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        f"{server.url}{path}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120.0) as response:
-        response.read()
-
-
 def ask(server: HttpServer, prompt: list[int]) -> None:
     body = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    post(server, "/v1/completions", body | {"ignore_eos": True, "detokenize": False})
+    server.post("/v1/completions", body | {"ignore_eos": True, "detokenize": False})
 
 
 def serve_load(server: HttpServer) -> None:
@@ -94,8 +84,8 @@ def serve_load(server: HttpServer) -> None:
     with ThreadPoolExecutor(2) as clients:
         for prompts in (PROMPTS.values(), PROMPTS.values(), others):
             list(clients.map(lambda prompt: ask(server, prompt), prompts))
-            post(server, "/reset_prefix_cache")
-    post(server, "/reset_prefix_cache?reset_external=true")
+            server.post("/reset_prefix_cache")
+    server.post("/reset_prefix_cache?reset_external=true")
     ask(server, PROMPTS["A"])
 
 

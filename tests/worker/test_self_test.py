@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.worker import placement
 from safe_offload.worker.backends import cpu
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
@@ -79,15 +78,6 @@ def make() -> Iterator[Make]:
     yield make
     for bench in benches:
         assert bench.transfers.close(timeout_s=30.0), "a busy machine may stand still for seconds"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
-    gpu = FakeGpu()
-    yield gpu
-    gpu.close()
-    assert gpu.violations == []
 
 
 def test_every_way_of_a_sound_device_passes_and_one_line_says_how_long_it_took(make, gpu, caplog):
