@@ -15,6 +15,11 @@ is never used twice. Its life:
 5. When all ranks have reported, the scheduler side settles it: it publishes the slots of a store,
    completes a load, or announces a failed load through `StepPlan.failures` of the next step.
 
+Between host slots and *tiers* (a directory, a server) there are three messages more. A `Probe` asks
+which blocks the tiers have, and each rank answers with one `Presence`. A fetch reads objects into
+leased slots, a spill writes slots to a tier; both are a `TierTransfer`, and each rank reports it
+once, like any transfer.
+
 Reports are keyed by (rank, transfer_id), so that a duplicate cannot stand in for another rank's
 report (docs/guarantees.md: I3, I6, I7).
 """
@@ -79,6 +84,66 @@ class Transfer:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Blocks by what they hold, as tiers know them.
+
+    Attributes:
+        group_ids: the KV cache group of each, below 256.
+        hashes: the hash of each, as vLLM computes it.
+    """
+
+    group_ids: bytes
+    hashes: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.group_ids) != len(self.hashes) or not self.hashes:
+            raise ProtocolError(
+                f"expected as many groups as hashes and at least one, found {len(self.group_ids)} "
+                f"groups and {len(self.hashes)} hashes"
+            )
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Which of these blocks do the tiers have?
+
+    Attributes:
+        probe_id: unique over the life of the engine, growing.
+        word: a part of the namespace, new after a reset; empty before the first.
+    """
+
+    probe_id: int
+    keys: Keys
+    word: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierTransfer:
+    """Objects to fetch from the tiers into host slots, or to spill from them.
+
+    Attributes:
+        transfer_id: as of a `Transfer`; the two never share one.
+        slot_ids: leased; one for each key.
+        word: as of a `Probe`.
+    """
+
+    transfer_id: int
+    keys: Keys
+    slot_ids: array[int]
+    word: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.slot_ids):
+            raise ProtocolError(
+                f"tier transfer {self.transfer_id}: expected as many keys as slots, found "
+                f"{len(self.keys)} keys and {len(self.slot_ids)} slots"
+            )
+
+
 @dataclass(frozen=True)
 class StepPlan(KVConnectorMetadata):
     """What the workers do in one step; travels as vLLM's connector metadata.
@@ -90,6 +155,9 @@ class StepPlan(KVConnectorMetadata):
         fences: ids of stores that must have read their source before this step writes anything.
         failures: ids of requests whose load failed; every rank reports them to vLLM as received and
             failed, and vLLM recomputes them.
+        probes: questions to the tiers.
+        fetches: tiers to host.
+        spills: host to tiers.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -97,6 +165,9 @@ class StepPlan(KVConnectorMetadata):
     stores_after_forward: tuple[Transfer, ...] = ()
     fences: tuple[int, ...] = ()
     failures: tuple[str, ...] = ()
+    probes: tuple[Probe, ...] = ()
+    fetches: tuple[TierTransfer, ...] = ()
+    spills: tuple[TierTransfer, ...] = ()
 
 
 EMPTY_PLAN = StepPlan()
@@ -104,11 +175,45 @@ EMPTY_PLAN = StepPlan()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one transfer on one rank; `failure` is None if its bytes are in place."""
+    """What became of one transfer on one rank; `failure` is None if its bytes are in place.
+
+    Attributes:
+        missing: places in the keys of a fetch or a spill whose bytes are not in place all the same:
+            the tier did not have them, or would not take them.
+    """
 
     rank: int
     transfer_id: int
     failure: FailureReason | None = None
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What the tiers of one rank have of a probe.
+
+    Attributes:
+        tiers: for each key of the probe n if the n-th tier has it, the nearest that does, counted
+            from 1; 0 if none has, or none could say.
+    """
+
+    rank: int
+    probe_id: int
+    tiers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TierFacts:
+    """How the tiers of a rank stand, nearest first; reported when it has changed.
+
+    Attributes:
+        are_out: which are left alone because they fail.
+        used_bytes: what each holds, as far as it knows; -1 where it does not.
+    """
+
+    rank: int
+    are_out: tuple[bool, ...]
+    used_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +284,8 @@ class StepReport(KVConnectorWorkerMetadata):
     bad_slots: tuple[BadSlots, ...] = ()
     lost_ranks: tuple[int, ...] = ()
     host_facts: tuple[HostFacts, ...] = ()
+    presences: tuple[Presence, ...] = ()
+    tier_facts: tuple[TierFacts, ...] = ()
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -194,4 +301,6 @@ class StepReport(KVConnectorWorkerMetadata):
             self.bad_slots + other.bad_slots,
             self.lost_ranks + other.lost_ranks,
             self.host_facts + other.host_facts,
+            self.presences + other.presences,
+            self.tier_facts + other.tier_facts,
         )

@@ -1,0 +1,1 @@
+"""Where the bytes of host slots outlive the process, or are shared with others."""

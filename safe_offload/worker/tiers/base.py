@@ -1,0 +1,90 @@
+"""What a tier is: objects by name, read into host slots and written from them.
+
+An object is one block of one KV cache group of one rank. All methods are coroutines on the event
+loop of the transfers; what blocks (pread, pwrite) runs on threads of the tier's own. Deadlines and
+circuit breaker are around a tier, not in it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Buffers = tuple[memoryview, ...]
+"""The byte ranges of one host slot, in the order of its segments; writable."""
+
+
+class Result(enum.Enum):
+    """What became of one object."""
+
+    DONE = "done"
+    """Its bytes are in place."""
+    PRESENT = "present"
+    """It was there already, so it was not written."""
+    ABSENT = "absent"
+    """There is no such object."""
+    CORRUPT = "corrupt"
+    """It is short, long or torn, or its checksum is wrong. It was deleted."""
+    FOREIGN = "foreign"
+    """Its header names another namespace, key, group, rank or version. It was deleted."""
+    UNREADABLE = "unreadable"
+    """There is something of that name that cannot be read: permissions, a directory, a link."""
+    FULL = "full"
+    """There is no room for it."""
+    FAILED = "failed"
+    """The tier failed: an input or output error, a connection that is lost."""
+    CANCELLED = "cancelled"
+    """It was given up before it was begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What an object is found under.
+
+    Attributes:
+        namespace: digest of everything that gives the bytes their meaning, of the rank too.
+        group_idx: KV cache group of the block.
+        block_hash: as vLLM computes it.
+    """
+
+    namespace: bytes
+    group_idx: int
+    block_hash: bytes
+
+
+class Tier(Protocol):
+    """A place for objects.
+
+    Attributes:
+        label: what the log and the metrics call it; no secret is in it.
+        used_bytes: what it holds, as far as is known; -1 where it is not.
+    """
+
+    label: str
+    used_bytes: int
+
+    async def probe(self, names: Sequence[Name]) -> list[bool]:
+        """Return which objects are there; they may be gone when they are fetched.
+
+        Raises:
+            OSError: it cannot be asked.
+        """
+
+    async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+        """Read objects into slots; what is not DONE may have left anything in its slot.
+
+        When this returns or raises, nothing writes to the slots any more. Cancelling it gives up
+        the objects that have not been begun and waits for the others: it then returns normally,
+        and those given up are CANCELLED.
+        """
+
+    async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
+        """Write slots to objects, each whole or not at all; cancelled as `fetch` is.
+
+        When this returns or raises, nothing reads the slots any more.
+        """
+
+    async def close(self) -> None:
+        """Wait for what has begun, and give back what the tier holds; a second call is free."""
