@@ -1,0 +1,189 @@
+"""Time to first token of one prompt computed, from the GPU, the host and a tier, side by side.
+
+Two engines with one directory as their tier have their turns. The first computes prompts, which are
+stored; it is asked again while a prompt is still on its GPU, and when its GPU has forgotten it and
+its host has not. The other one is asked what it has never seen, and finds it in the tier. Then all
+engines end, and a new one on the same directory is asked everything: a cold start.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_offload.bench.engine import (
+    CPU_BYTES_MIN,
+    OURS,
+    PROMPT_TOKEN_IDS,
+    BenchOptions,
+    engine_options,
+)
+from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer
+from safe_offload.bench.report import median_and_spread, table
+from safe_offload.errors import SafeOffloadError
+
+START_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 300.0
+SPILLED_TIMEOUT_S = 120.0
+QUIET_S = 1.5
+"""So long no file is written: all that was stored has been spilled."""
+NUM_PROMPTS = 3
+HASH_ALGORITHM = "sha256_cbor"
+
+COMPUTED, ON_GPU, ON_HOST, BESIDE, COLD = SOURCES = (
+    "computed",
+    "from the GPU",
+    "from the host",
+    "from the tier, computed by another engine",
+    "from the tier, after a restart",
+)
+_KIND = {COMPUTED: "computed", ON_GPU: "gpu", ON_HOST: "host", BESIDE: "host", COLD: "host"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFound:
+    """Times to first token in seconds, by where the prompt came from, and what was wrong."""
+
+    ttft_s: dict[str, list[float]]
+    num_different_answers: int
+    num_answers: int
+    prompt_tokens: int
+
+    def ratio(self, source: str) -> float:
+        """Return how many times sooner than computed."""
+        return statistics.median(self.ttft_s[COMPUTED]) / statistics.median(self.ttft_s[source])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchOptions:
+    """What to ask of which engine."""
+
+    folder: Path
+    model: str
+    prompt_tokens: int
+    rounds: int
+    extra: dict[str, Any]
+    engine_args: dict[str, Any]
+
+
+class _Bench:
+    """Engines, questions, and what was found so far."""
+
+    def __init__(self, options: EngineBenchOptions, work: Path) -> None:
+        self._options, self._work = options, work
+        self.tier = work / "tier"
+        self.ttft_s: dict[str, list[float]] = {source: [] for source in SOURCES}
+        self._tokens: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+        self.num_answers = 0
+
+    def start(self, name: str) -> EngineProcess:
+        """Return an engine that has started."""
+        tier = {"url": f"file://{self.tier}"}
+        extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": [tier], **self._options.extra}
+        config = {"kv_connector": OURS, "kv_connector_extra_config": extra}
+        how = BenchOptions(
+            model=self._options.model,
+            prompt_tokens=self._options.prompt_tokens,
+            kv_transfer_config=config,
+            engine_args={"prefix_caching_hash_algo": HASH_ALGORITHM} | self._options.engine_args,
+        )
+        chosen = engine_options(how, self._work)[OURS]
+        engine = EngineProcess(name, chosen, self._work / f"{name}.log")
+        engine.wait_until_started(START_TIMEOUT_S)
+        return engine
+
+    def ask(self, engine: EngineProcess, round_index: int, which: int, source: str) -> Answer:
+        """Ask for a prompt; its time counts as one from `source`, unless the round is the 0th."""
+        generator = random.Random(f"{round_index}/{which}")
+        prompt = generator.choices(PROMPT_TOKEN_IDS, k=self._options.prompt_tokens)
+        found = engine.call(answer, Question(tuple(prompt), 16), ANSWER_TIMEOUT_S)
+        self._tokens.setdefault((round_index, which), set()).add(found.token_ids)
+        self.num_answers += 1
+        came_from = _source_of(found)
+        if came_from != _KIND[source]:
+            raise SafeOffloadError(
+                f"prompt {which} of round {round_index} was to come {source}; of its tokens "
+                f"{found.num_gpu_tokens} came from the GPU, {found.num_host_tokens} from the "
+                f"connector, and {found.num_computed_tokens} were computed"
+            )
+        if round_index:
+            self.ttft_s[source].append(found.ttft_s)
+        return found
+
+    def found(self) -> EngineFound:
+        different = sum(len(tokens) > 1 for tokens in self._tokens.values())
+        return EngineFound(self.ttft_s, different, self.num_answers, self._options.prompt_tokens)
+
+
+def _source_of(found: Answer) -> str:
+    most = max(found.num_gpu_tokens, found.num_host_tokens, found.num_computed_tokens)
+    return {found.num_gpu_tokens: "gpu", found.num_host_tokens: "host"}.get(most, "computed")
+
+
+def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> EngineFound:
+    """Run the engines; `say` takes progress.
+
+    Raises:
+        SafeOffloadError: an engine died, or a prompt did not come from where it was to come.
+    """
+    prefix = "safe-offload-bench-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=options.folder) as name:
+        bench = _Bench(options, Path(name))
+        prompts = range(NUM_PROMPTS)
+        say("starting two engines ...")
+        with bench.start("first") as first, bench.start("beside") as beside:
+            for round_index in range(options.rounds + 1):
+                for which in prompts:
+                    bench.ask(first, round_index, which, COMPUTED)
+                bench.ask(first, round_index, prompts[-1], ON_GPU)
+                for which in prompts:
+                    bench.ask(first, round_index, which, ON_HOST)
+                wait_until_quiet(bench.tier)
+                for which in prompts:
+                    bench.ask(beside, round_index, which, BESIDE)
+                say(f"round {round_index}: {_medians(bench.ttft_s)}")
+        say("starting one more on the same directory ...")
+        with bench.start("restarted") as restarted:
+            for round_index in range(options.rounds + 1):
+                for which in prompts:
+                    bench.ask(restarted, round_index, which, COLD)
+        return bench.found()
+
+
+def _medians(ttft_s: dict[str, list[float]]) -> str:
+    known = {source: times for source, times in ttft_s.items() if times}
+    return ", ".join(f"{source} {statistics.median(t):.3f} s" for source, t in known.items())
+
+
+def wait_until_quiet(folder: Path) -> None:
+    """Wait until nothing has been written below a folder for a while.
+
+    Raises:
+        SafeOffloadError: it does not get quiet.
+    """
+    deadline_s = time.monotonic() + SPILLED_TIMEOUT_S
+    before, since_s = -1, time.monotonic()
+    while time.monotonic() < deadline_s:
+        count = sum(1 for path in folder.rglob("*") if path.is_file())
+        if count != before:
+            before, since_s = count, time.monotonic()
+        elif time.monotonic() - since_s > QUIET_S:
+            return
+        time.sleep(0.1)
+    raise SafeOffloadError(f"{folder} is still written to after {SPILLED_TIMEOUT_S:g} s")
+
+
+def render(found: EngineFound) -> str:
+    """Return a table of times to first token."""
+    rows: list[Sequence[str]] = [["time to first token", "ms", "times sooner than computed"]]
+    for source in SOURCES:
+        times_ms = [1e3 * seconds for seconds in found.ttft_s[source]]
+        rows.append([source, median_and_spread(times_ms, ".1f"), f"{found.ratio(source):.1f}"])
+    same = found.num_answers - found.num_different_answers
+    title = f"prompts of {found.prompt_tokens:,} tokens; {found.num_answers} answers"
+    equal = "all equal" if same == found.num_answers else f"{found.num_different_answers} DIFFER"
+    return f"{title}, {equal}\n{table(rows)}"
