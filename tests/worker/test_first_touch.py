@@ -112,8 +112,14 @@ def test_it_stops_between_two_chunks(start):
 
 
 def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
-    may_go_on = threading.Event()
-    first = start(lambda *_: may_go_on.wait(PATIENCE_S), 0, SLOT_BYTES)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def touch(*_: int) -> None:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+
+    first = start(touch, 0, SLOT_BYTES)
+    assert is_inside.wait(PATIENCE_S)
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", 0.01)
     assert not first.stop()
     monkeypatch.undo()
