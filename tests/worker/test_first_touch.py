@@ -40,7 +40,8 @@ class Touched:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., FirstTouch]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FirstTouch]]:
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)  # the thread has no priority
     started: list[FirstTouch] = []
 
     def start(touch: Touch, address: int, ahead_bytes: int, num_segments: int = 1) -> FirstTouch:
@@ -122,7 +123,7 @@ def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
     assert is_inside.wait(PATIENCE_S)
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", 0.01)
     assert not first.stop()
-    monkeypatch.undo()
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)
     may_go_on.set()
 
 
