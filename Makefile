@@ -45,6 +45,8 @@ COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.py tests/test_connector.py \
 	$(addprefix tests/worker/test_,bridge.py deadlines.py shared_ranks.py transfers.py transfers_end.py verify.py) \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
+# All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.
+GPU_TESTS := tests/gpu tests/bench/test_transfer.py
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 
@@ -91,7 +93,7 @@ test-engine: venv ## the tests that run a real vLLM engine
 	$(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
 
 test-gpu: needs-gpu ## the tests that need a GPU
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
 
 bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: docs/benchmarks
 	mkdir -p docs/benchmarks

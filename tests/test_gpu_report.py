@@ -175,6 +175,18 @@ def test_every_file_with_tests_of_a_gpu_is_a_part(tmp_path):
     assert parts[-1].command[-2:] == ("--rounds", "1")
 
 
+def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
+    """And no other: the whole tree takes half a minute, and tools that a GPU machine may lack."""
+    (line,) = re.findall(r"^GPU_TESTS := (.+)$", (report.ROOT / "Makefile").read_text(), re.M)
+    places = [report.ROOT / name for name in line.split()]
+    named = {
+        file
+        for place in places
+        for file in (place.glob("test_*.py") if place.is_dir() else [place])
+    }
+    assert named == set(find_gpu_tests())
+
+
 # ---- figures -------------------------------------------------------------------------------------
 
 

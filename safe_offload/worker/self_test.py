@@ -7,17 +7,18 @@ beside the copies too, and the blocks get back what was in them. A way that fail
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from safe_offload.errors import TransferError
+from safe_offload.errors import SafeOffloadError, TransferError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
@@ -28,6 +29,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 Bytes = npt.NDArray[np.uint8]
 
 TIMEOUT_S = 30.0  # a device that has not copied a few blocks by then hangs
+STEP_TIMEOUT_S = 5.0  # a step that has not ended by then hangs in the driver
 POLL_S = 0.0002
 PAIRS_MAX = 8
 PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at least
@@ -91,8 +93,15 @@ class TorchRows:
         return write
 
 
+class GivenUpError(SafeOffloadError):
+    """The test goes on only after `run` has returned: blocks and slots are vLLM's by now."""
+
+
 class SelfTest:
-    """Tries every way to copy of a backend, on a thread of its own, which alone changes its state.
+    """Tries every way to copy of a backend, on a thread of its own.
+
+    That thread alone changes its state, and blocks and slots, in steps. It takes no further step
+    once it has been given up.
 
     Args:
         transfers: there are none.
@@ -120,6 +129,8 @@ class SelfTest:
         self._layout = layout
         self._random = np.random.default_rng(0)
         self._last_id = 0
+        self._in_step = threading.Lock()
+        self._is_given_up = False
         self._sound: list[CopyPath] = []
         self.problems: dict[CopyPath, str] = {}
 
@@ -138,7 +149,7 @@ class SelfTest:
         thread.start()
         thread.join(timeout_s + 1.0)
         if thread.is_alive():
-            self._sound = []
+            self._give_up()
         elapsed_s = time.monotonic() - start_s
         for path, problem in self.problems.items():
             logger.error(
@@ -161,11 +172,29 @@ class SelfTest:
         )
         return True
 
+    def _give_up(self) -> None:
+        """Let the thread that hangs end without another step when it goes on."""
+        has_ended = self._in_step.acquire(timeout=STEP_TIMEOUT_S)
+        self._is_given_up = True
+        self._sound = []
+        if has_ended:
+            self._in_step.release()
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Change something, which `_give_up` waits for; raise GivenUpError if it came first."""
+        with self._in_step:
+            if self._is_given_up:
+                raise GivenUpError
+            yield
+
     def _try_all(self) -> None:
         try:
             self._choose()
             self._rows.bind_thread()
             self._try_each()
+        except GivenUpError:
+            pass  # `run` has said so
         except Exception:
             logger.exception("The self-test of the copies ended with an error")
             self._sound = []
@@ -173,18 +202,30 @@ class SelfTest:
     def _try_each(self) -> None:
         before = self._rows.read(self._watched_blocks)
         for path in self._backend.paths:
-            self._backend.use((path,))
-            try:
-                self._try()
-                self._sound.append(path)
-            except Exception as error:
-                self.problems[path] = str(error)
-            if time.monotonic() > self._deadline_s:
-                # A copy may still be under way, and the others would wait behind it.
-                self._sound = []
-                return
-        self._rows.prepare(self._watched_blocks, before)()
+            with self._step():
+                self._backend.use((path,))
+            problem = self._problem()
+            with self._step():
+                if problem is None:
+                    self._sound.append(path)
+                else:
+                    self.problems[path] = problem
+                if time.monotonic() > self._deadline_s:
+                    # A copy may still be under way, and the others would wait behind it.
+                    self._sound = []
+                    return
+        self._write_blocks(self._watched_blocks, before)
         self._rows.read(self._watched_blocks[:1])  # and wait for it
+
+    def _problem(self) -> str | None:
+        """Try the way in use; return what is wrong with it."""
+        try:
+            self._try()
+        except GivenUpError:
+            raise
+        except Exception as error:
+            return str(error)
+        return None
 
     def _choose(self) -> None:
         """Choose blocks and slots: a run of neighbours first, then scattered ones."""
@@ -203,14 +244,14 @@ class SelfTest:
     def _try(self) -> None:
         """Try the way in use; raise TransferError if a byte is wrong or a copy failed."""
         blocks, slots = self._noise(self._watched_blocks), self._noise(self._watched_slots)
-        self._rows.prepare(self._watched_blocks, blocks)()
+        self._write_blocks(self._watched_blocks, blocks)
         self._write_slots(slots)
         self._wait([self._submit(Direction.STORE)])
         slots[self._slot_rows] = blocks[self._block_rows]
         self._compare("store", slots, self._read_slots())
 
         blocks = self._noise(self._watched_blocks)
-        self._rows.prepare(self._watched_blocks, blocks)()
+        self._write_blocks(self._watched_blocks, blocks)
         self._wait([self._submit(Direction.LOAD)])
         blocks[self._block_rows] = slots[self._slot_rows]
         self._compare("load", blocks, self._rows.read(self._watched_blocks))
@@ -220,7 +261,8 @@ class SelfTest:
         self._write_slots(self._noise(self._watched_slots))
         ids = [self._submit(Direction.STORE) for _ in range(STORES_BEFORE_FENCE)]
         self._transfers.fence(tuple(ids))
-        overwrite()
+        with self._step():
+            overwrite()
         self._wait(ids)
         self._compare("fenced store", stored, self._read_slots()[self._slot_rows])
 
@@ -231,7 +273,8 @@ class SelfTest:
     def _submit(self, direction: Direction) -> int:
         self._last_id -= 1  # the scheduler side counts up from zero
         pairs = ids_of(self._blocks), ids_of(self._slots)
-        self._transfers.submit(direction, Transfer(self._last_id, *pairs))
+        with self._step():
+            self._transfers.submit(direction, Transfer(self._last_id, *pairs))
         return self._last_id
 
     def _wait(self, transfer_ids: Sequence[int]) -> None:
@@ -254,10 +297,16 @@ class SelfTest:
         return np.stack([np.concatenate(parts) for parts in self._views()])
 
     def _write_slots(self, content: Bytes) -> None:
-        for parts, row in zip(self._views(), content, strict=True):
-            ends = np.cumsum([len(part) for part in parts])
-            for part, piece in zip(parts, np.split(row, ends[:-1]), strict=True):
-                part[:] = piece
+        with self._step():
+            for parts, row in zip(self._views(), content, strict=True):
+                ends = np.cumsum([len(part) for part in parts])
+                for part, piece in zip(parts, np.split(row, ends[:-1]), strict=True):
+                    part[:] = piece
+
+    def _write_blocks(self, block_ids: Sequence[int], content: Bytes) -> None:
+        write = self._rows.prepare(block_ids, content)
+        with self._step():
+            write()
 
     def _compare(self, what: str, expected: Bytes, found: Bytes) -> None:
         num_wrong = int(np.count_nonzero(expected != found))

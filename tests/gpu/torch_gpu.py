@@ -109,7 +109,9 @@ class TorchSubject(Subject):
 
 
 class TorchMachine:
-    """See `tensor_core.Machine`."""
+    """See `tensor_core.Machine`; `delay_factor` makes all delays of its streams longer."""
+
+    delay_factor = 1.0
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class TorchMachine:
 
     def delay(self, where: Direction | None, amount: float) -> None:
         stream = torch.cuda.current_stream() if where is None else self.backend.lanes[where].stream
-        sleep_on(stream, amount)
+        sleep_on(stream, amount * self.delay_factor)
 
     def to_device(self, numbers: list[int]) -> torch.Tensor:
         return (

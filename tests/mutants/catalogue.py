@@ -1193,4 +1193,13 @@ MUTANTS = (
         "I6",
         tests=("tests/worker/test_self_test.py", "-k", "corrupts_one_word"),
     ),
+    Mutant(
+        "the self-test goes on after it was given up",
+        "worker/self_test.py",
+        "SelfTest._step",
+        "if self._is_given_up: ...",
+        "if False: ...",
+        "I6",
+        tests=("tests/worker/test_self_test.py", "-k", "given_up"),
+    ),
 )

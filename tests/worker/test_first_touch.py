@@ -40,7 +40,8 @@ class Touched:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., FirstTouch]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FirstTouch]]:
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)  # the thread has no priority
     started: list[FirstTouch] = []
 
     def start(touch: Touch, address: int, ahead_bytes: int, num_segments: int = 1) -> FirstTouch:
@@ -112,11 +113,17 @@ def test_it_stops_between_two_chunks(start):
 
 
 def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
-    may_go_on = threading.Event()
-    first = start(lambda *_: may_go_on.wait(PATIENCE_S), 0, SLOT_BYTES)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def touch(*_: int) -> None:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+
+    first = start(touch, 0, SLOT_BYTES)
+    assert is_inside.wait(PATIENCE_S)
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", 0.01)
     assert not first.stop()
-    monkeypatch.undo()
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)
     may_go_on.set()
 
 

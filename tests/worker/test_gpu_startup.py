@@ -26,9 +26,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.opening import Opened, Opening
-from tests.worker.backends.fake_device import PATIENCE_S, FakeGpu
+from tests.worker.backends.fake_device import FakeGpu
 from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
-from tests.worker.waiting import wait_until
+from tests.worker.waiting import PATIENCE_S, wait_until
 
 HAS_SLEEP_HOOKS = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """From vLLM 0.33 on."""

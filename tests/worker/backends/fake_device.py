@@ -37,8 +37,8 @@ from safe_offload.worker.backends.driver import (
     IN_STREAM_ORDER,
 )
 from safe_offload.worker.self_test import Bytes, Rows
+from tests.worker.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0
 INDEX = 1
 """Of the device: a thread that has not chosen one would use device 0."""
 OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
@@ -95,19 +95,22 @@ class FakeStream:
     def __init__(self, gpu: FakeGpu, handle: int) -> None:
         self.cuda_stream = handle
         self.gpu = gpu
+        self._has_ended = False
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def enqueue(self, operation: Callable[[], object]) -> None:
         """Do something after everything so far."""
+        if self._has_ended:
+            self.gpu.violations.append("a stream is given work after its end")
         self._work.put(operation)
 
     def wait_event(self, event: FakeEvent) -> None:
         point = event.point
         assert point is not None, "waiting for an event that was never recorded does nothing"
         self.gpu.runtime_call("wait_event")
-        self.enqueue(lambda: point.wait(PATIENCE_S))
+        self.enqueue(lambda: self.gpu.wait(point, "a stream"))
 
     def query(self) -> bool:
         self.gpu.runtime_call("query", is_unsafe=True)
@@ -121,8 +124,11 @@ class FakeStream:
 
     def end(self) -> None:
         """End the thread, everything done."""
+        self._has_ended = True
         self._work.put(None)
         self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self.gpu.violations.append("a stream does not end")
 
     def _run(self) -> None:
         while (operation := self._work.get()) is not None:
@@ -144,7 +150,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         assert self.point is not None
         self._gpu.runtime_call("synchronize", is_unsafe=True)
-        assert self.point.wait(PATIENCE_S)
+        self._gpu.wait(self.point, "a thread")
         if self._gpu.is_broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -191,7 +197,8 @@ class FakeGpu:
         corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
         device_offset: between a host address and the one that kernels see.
-        violations: what a real device would have taken for an access of freed or foreign memory.
+        violations: what a real device would have taken for an access of freed or foreign memory,
+            and waits that did not end and would have lasted for ever there.
         pooled: sizes of device memory that was allocated from the pool of a caller (`pool`).
     """
 
@@ -242,8 +249,13 @@ class FakeGpu:
             import_cupy=self.import_cupy,
         )
 
+    def wait(self, point: threading.Event, waiting: str) -> None:
+        """Wait for an event. A real device waits for ever: all that comes after is out of order."""
+        if not point.wait(PATIENCE_S):
+            self.violations.append(f"{waiting} waits for an event that does not come")
+
     def close(self) -> None:
-        """End all streams."""
+        """End all streams, when nothing uses them any more."""
         for stream in self.streams.values():
             stream.end()
 

@@ -359,8 +359,15 @@ def test_slow_unlocking_is_not_taken_for_a_copy_that_hangs(make_gpu):
     subject = make_gpu()
     transfers = DrivenTransfers(subject.backend, 1 << 20)
     subject.gpu.may_unlock.clear()
-    threading.Timer(0.3, subject.gpu.may_unlock.set).start()
-    assert transfers.close(timeout_s=0.1)
+    join = transfers.loop.join
+
+    def unlock_and_join(timeout_s: float) -> None:
+        """Unlocking ends only once the copies are known to have ended."""
+        subject.gpu.may_unlock.set()
+        join(timeout_s)
+
+    transfers.loop.join = unlock_and_join
+    assert transfers.close(PATIENCE_S)
     assert subject.is_host_memory_free()
 
 
