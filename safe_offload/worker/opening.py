@@ -29,6 +29,9 @@ from safe_offload.worker.shared_memory import (
     share_memory,
 )
 from safe_offload.worker.threads import DirectionThreads, on_other_cores
+from safe_offload.worker.tiers.choice import Facts, OpenTier, open_tier
+from safe_offload.worker.tiers.circuit import Circuit
+from safe_offload.worker.tiers.runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 
@@ -53,12 +56,14 @@ class Opened:
         backend: theirs.
         share: which part of each store is this rank's.
         storage: of the KV cache; it must stay for as long as something may be copied.
+        tiers: below the host memory; None if there are none.
     """
 
     transfers: Transfers
     backend: ProvableBackend
     share: Share
     storage: Any
+    tiers: TierRunner | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,9 @@ class Opening:
         is_child: vLLM has started this process for the worker.
         open_backend: makes the copies for a KV cache.
         make_loop: makes the event loop of the transfers.
+        facts: returns what gives the bytes of this rank their meaning, once the model is loaded;
+            asked for only if there are tiers.
+        open_tier: makes a tier, and what names its objects.
     """
 
     config: OffloadConfig
@@ -82,6 +90,8 @@ class Opening:
     is_child: bool = False
     open_backend: OpenBackend = open_backend
     make_loop: Callable[[], Loop] = LoopThread
+    facts: Callable[[], Facts] = dict
+    open_tier: OpenTier = open_tier
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         """Take the host memory, start the transfers, and return them if a way to copy is right.
@@ -102,7 +112,7 @@ class Opening:
         is_bound = device.type == "cpu" and self.is_child
         with on_other_cores() if is_bound else contextlib.nullcontext():
             backend, rows = self.open_backend(storage, device, layout, host, self.config)
-            transfers = self._start(backend, host, layout, is_shared=share.count > 1)
+            transfers, tiers = self._start(backend, host, layout, share)
         if self.config.self_test:
             # Other ranks of the share test in this memory too, each in slots of its own.
             slots = share.part(layout.slots_per_slab) if share.count > 1 else None
@@ -120,23 +130,54 @@ class Opening:
             backend.num_usable_slots,
             ", ".join(path.value for path in backend.paths),
         )
-        return Opened(transfers, backend, share, storage)
+        return Opened(transfers, backend, share, storage, tiers)
 
     def _start(
-        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, *, is_shared: bool
-    ) -> Transfers:
-        verifier = None
+        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, share: Share
+    ) -> tuple[Transfers, TierRunner | None]:
+        loop, verifier, tiers = self.make_loop(), None, None
         if self.config.verify_every:
             threads = DirectionThreads("safe-offload-verify")
-            kept = checksum_table(host, layout) if is_shared else None
+            kept = checksum_table(host, layout) if share.count > 1 else None
             verifier = Verifier(backend, threads, self.config.verify_every, kept)
-        return Transfers(
+        if self.config.tiers:
+            tiers = TierRunner(
+                self.rank,
+                self._open_tiers(backend.slot_bytes),
+                HostSlots(host, layout, backend),
+                loop,
+                share=share,
+                verifier=verifier,
+            )
+        transfers = Transfers(
             backend,
-            self.make_loop(),
+            loop,
             self.config.max_inflight_bytes,
             timeout_s=self.config.transfer_timeout_s,
             verifier=verifier,
+            tiers=tiers,
         )
+        return transfers, tiers
+
+    def _open_tiers(self, slot_bytes: int) -> list[Circuit]:
+        """Make the tiers, each with a namespace that follows from all that its bytes mean."""
+        circuits = []
+        engine_facts = self.facts()
+        for config in self.config.tiers:
+            own = {"namespace": config.namespace, "model_version": config.model_version}
+            facts = {**engine_facts, **own}
+            rate = config.write_bytes_per_s
+            tier, namespace_of = self.open_tier(config, facts)
+            circuits.append(
+                Circuit(
+                    tier,
+                    config,
+                    namespace_of,
+                    slot_bytes=slot_bytes,
+                    write_bytes_per_s=rate and rate / self.config.world_size,
+                )
+            )
+        return circuits
 
     def _take_host_memory(
         self, geometry: Geometry, device: torch.device
