@@ -167,7 +167,7 @@ class Opening:
             own = {"namespace": config.namespace, "model_version": config.model_version}
             facts = {**engine_facts, **own}
             rate = config.write_bytes_per_s
-            tier, namespace_of = self.open_tier(config, facts)
+            tier, namespace_of = self.open_tier(config, slot_bytes, facts)
             circuits.append(
                 Circuit(
                     tier,

@@ -43,7 +43,8 @@ class TieredWorker(Worker):
             **options,
         )
 
-    def _open_tier(self, config, facts):
+    def _open_tier(self, config, slot_bytes, facts):
+        assert slot_bytes == SLOT_BYTES
         self.facts.append(facts)
         tier = self.tiers[config.path] = HandTier(config.path)
         return tier, lambda word: repr((sorted(facts.items()), word)).encode()

@@ -15,7 +15,9 @@ Facts = Mapping[str, str]
 """Everything that gives the bytes of a rank's objects their meaning."""
 
 
-def open_tier(config: TierConfig, facts: Facts) -> tuple[Tier, Callable[[str], bytes]]:
+def open_tier(
+    config: TierConfig, slot_bytes: int, facts: Facts
+) -> tuple[Tier, Callable[[str], bytes]]:
     """Return the tier of a place, and from the word of a message to the namespace.
 
     Nothing is read or written yet. The code of a tier is loaded only where there is one.
@@ -25,7 +27,7 @@ def open_tier(config: TierConfig, facts: Facts) -> tuple[Tier, Callable[[str], b
 
     if config.scheme != "file":
         raise ConfigError(f'there is no tier for "{config.scheme}". Fix: write a "file:///" url.')
-    return FileTier(config, facts), lambda word: namespace(facts, word)
+    return FileTier(config, slot_bytes, facts), lambda word: namespace(facts, word)
 
 
-OpenTier = Callable[[TierConfig, Facts], "tuple[Tier, Callable[[str], bytes]]"]
+OpenTier = Callable[[TierConfig, int, Facts], "tuple[Tier, Callable[[str], bytes]]"]
