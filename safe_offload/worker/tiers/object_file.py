@@ -49,7 +49,7 @@ class ObjectFiles:
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
-        self._of_thread = threading.local()
+        self._own = _OfThread()
 
     def read(
         self, file: str, folder_fd: int, name: Name, slot: Buffers, *, is_direct: bool
@@ -78,7 +78,7 @@ class ObjectFiles:
     def _read_into(
         self, file_fd: int, name: Name, slot: Buffers, length_bytes: int, *, is_direct: bool
     ) -> Result:
-        page = self._page()
+        page = self._own.page
         if not is_direct or _may_be_aligned(slot):
             try:
                 num_bytes = _move(os.preadv, file_fd, [page, *slot])
@@ -124,7 +124,7 @@ class ObjectFiles:
     def _write_from(
         self, file_fd: int, head: bytes, slot: Buffers, size_bytes: int, *, is_direct: bool
     ) -> None:
-        page = self._page()
+        page = self._own.page
         page[:] = head
         if not is_direct or _may_be_aligned(slot):
             try:
@@ -142,22 +142,21 @@ class ObjectFiles:
         _write_all(file_fd, [whole], whole.nbytes)
         os.ftruncate(file_fd, size_bytes)
 
-    def _page(self) -> memoryview:
-        """Return a page of this thread for a header."""
-        page: memoryview | None = getattr(self._of_thread, "page", None)
-        if page is None:
-            page = self._of_thread.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        return page
-
     def _whole(self, size_bytes: int) -> memoryview:
         """Return a buffer of this thread for an object with its header, in whole pages."""
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        whole: memoryview | None = getattr(self._of_thread, "whole", None)
-        if whole is None or whole.nbytes < size_bytes:
+        if self._own.whole.nbytes < size_bytes:
             largest_bytes = -(-(HEADER_BYTES + self._slot_bytes) // PAGE_BYTES) * PAGE_BYTES
-            whole = memoryview(mmap.mmap(-1, max(size_bytes, largest_bytes)))
-            self._of_thread.whole = whole
-        return whole[:size_bytes]
+            self._own.whole = memoryview(mmap.mmap(-1, max(size_bytes, largest_bytes)))
+        return self._own.whole[:size_bytes]
+
+
+class _OfThread(threading.local):
+    """Memory of one thread, on pages: for a header, and for a whole object once it needs that."""
+
+    def __init__(self) -> None:
+        self.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        self.whole = self.page
 
 
 def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
