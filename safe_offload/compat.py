@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
     get_max_concurrency_for_kv_cache_config,
@@ -41,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
 
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
+from safe_offload.tier_config import HASH_SEED_VARIABLE, hash_problem
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -145,6 +147,28 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
             "remove it and hisparse_config."
         )
+
+
+def require_shared_hashes(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError if no other process would find blocks in a tier."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
+    if problem is not None:
+        what, fix = problem
+        raise ConfigError(
+            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in "tiers" would '
+            f"not be found by another engine, or after a restart. Fix: {fix}."
+        )
+
+
+def has_hash_seed(algorithm: str) -> bool:
+    """Return whether the hashes of all processes begin with the same seed.
+
+    Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, resolve_none_hash_seed; 0.31 has no default.
+    """
+    has_default = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    is_default = has_default and algorithm.startswith("sha256")
+    return is_default or HASH_SEED_VARIABLE in os.environ
 
 
 def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
@@ -612,5 +636,5 @@ def engine_word(vllm_config: VllmConfig) -> str:
 
 def hash_seed() -> str:
     """Return what says which seed block hashes begin with; not the seed, which may be a secret."""
-    seed = os.environ.get("PYTHONHASHSEED")
+    seed = os.environ.get(HASH_SEED_VARIABLE)
     return "" if seed is None else hashlib.sha256(f"seed {seed}".encode()).hexdigest()

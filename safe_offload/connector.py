@@ -101,6 +101,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=compat.ranks_per_copy(vllm_config, kv_cache_config),
         )
+        if self._config.tiers:
+            compat.require_shared_hashes(vllm_config)
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic

@@ -10,17 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import xxhash
 
 from safe_offload import compat
 from safe_offload.layout import Geometry, Segment
 from safe_offload.tier_config import TierConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
@@ -55,7 +51,7 @@ class Meaning:
 
 
 def meaning_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry, copy_rank: int
+    vllm_config: Any, kv_cache_config: Any, geometry: Geometry, copy_rank: int
 ) -> Meaning:
     """Return what the blocks of a rank mean; the model must have been loaded.
 
