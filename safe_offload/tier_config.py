@@ -17,6 +17,7 @@ from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
     Place,
+    Setting,
     choice,
     count,
     refuse,
@@ -135,7 +136,7 @@ def tiers() -> Kind:
             found.append(tier)
         return tuple(found)
 
-    return Kind('a list of mappings, each with a `"url"`: [tiers](#tiers)', read)
+    return Kind('a list of mappings, each with a "url"', read)
 
 
 def directory() -> Kind:
@@ -183,7 +184,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
         for field, row in TIER_SETTINGS.items()
         if row.key in written
     }
-    scheme, path = _read_url(Place(URL_KEY, place), written[URL_KEY])
+    scheme, path = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
     return TierConfig(scheme, path, **values)
 
 
@@ -224,6 +225,14 @@ def _problem_of_path(path: str) -> str:
     if not path.isprintable():
         return "the path has characters that cannot be printed"
     return "the whole file system is no tier" if not path.strip("/.") else ""
+
+
+URL: Final = Setting(
+    URL_KEY,
+    Kind(_URL_FORMS, _read_url),
+    None,
+    "Where the tier is; it must be written.",
+)
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
