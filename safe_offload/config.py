@@ -18,6 +18,7 @@ from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     choice,
     count,
+    refuse,
     sampling,
     seconds,
     setting,
@@ -26,6 +27,7 @@ from safe_offload.settings import (
     size,
     switch,
 )
+from safe_offload.tier_config import TierConfig, directory, tiers
 from safe_offload.units import format_bytes
 
 # As many ranks as any server has. It does not depend on the world size, so that settings can be
@@ -42,9 +44,11 @@ CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_byte
 
 EVICTION_POLICIES: Final = ("lru", "slru")
 
-# Keys of SimpleCPUOffloadConnector's disk tier.
-_DISK_KEYS: Final = ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache")
-_NO_DISK_TIER: Final = "there is no disk tier here; SimpleCPUOffloadConnector has one"
+# Keys of SimpleCPUOffloadConnector's disk tier that mean nothing here, and why.
+_DISK_KEYS: Final = {
+    "disk_buffer_slots": "blocks go to the disk through host memory, which needs no buffers",
+    "use_page_cache": "files are read and written past the page cache wherever that works",
+}
 
 # The fields of vLLM's KVTransferConfig, which users put one level too deep.
 # Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
@@ -88,9 +92,19 @@ class OffloadConfig:
         "recently used one that was never hit (`slru`).",
     )
     kv_offload_backend: str = setting(
-        choice(["cpu"], hints={"disk": _NO_DISK_TIER}),
+        choice(["cpu", "disk"]),
         "cpu",
-        "Where the KV cache goes; host memory is the only tier.",
+        "`disk` is SimpleCPUOffloadConnector's word for one tier, the directory `disk_path`, below "
+        "host memory.",
+    )
+    disk_path: str | None = setting(
+        directory(), None, 'The directory of `"kv_offload_backend": "disk"`.'
+    )
+    disk_capacity_bytes: int = setting(
+        size(MAX_BYTES_PER_RANK), "100GiB", "What each rank may keep in `disk_path`."
+    )
+    tiers: tuple[TierConfig, ...] = setting(
+        tiers(), [], "Where the KV cache is kept below host memory, the nearest first."
     )
     max_inflight_bytes: int = setting(
         size(MAX_BYTES_PER_RANK), "256MiB", "Bytes of copies that one rank has under way at a time."
@@ -193,11 +207,39 @@ class OffloadConfig:
             shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
             shares.read("cpu_bytes_to_use", written["cpu_bytes_to_use"])
         _require_known_keys(written)
+        if disk := _disk_tier(written, values, world_size):
+            values["tiers"] = (disk,)
         return cls(**values, world_size=world_size)
 
 
 SETTINGS: Final = settings_of(OffloadConfig)
 VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
+
+
+def _disk_tier(
+    written: Mapping[str, object], values: Mapping[str, Any], world_size: int
+) -> TierConfig | None:
+    """Return the tier that SimpleCPUOffloadConnector's keys mean, if they are written.
+
+    There the capacity is that of each rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
+    """
+    path_key, capacity_key = "disk_path", "disk_capacity_bytes"
+    if values.get("kv_offload_backend") != "disk":
+        for key in (path_key, capacity_key):
+            if key in written:
+                allowed = 'it beside "kv_offload_backend": "disk"'
+                fix = 'add "kv_offload_backend": "disk", or remove it'
+                refuse(key, written[key], "it has no effect alone", allowed, fix)
+        return None
+    if "tiers" in written:
+        allowed, fix = "one of the two", 'move the directory into "tiers", and remove this key'
+        refuse("kv_offload_backend", "disk", '"tiers" is written too', allowed, fix)
+    if path_key not in values:
+        allowed, fix = 'it beside "disk_path"', 'add "disk_path": "/mnt/nvme/kv"'
+        refuse("kv_offload_backend", "disk", "no directory is given", allowed, fix)
+    row = SETTINGS[capacity_key]
+    per_rank_bytes = values.get(capacity_key) or row.kind.read(row.key, row.default)
+    return TierConfig("file", values[path_key], per_rank_bytes * world_size)
 
 
 def _require_mapping(extra: object) -> Mapping[str, object]:
@@ -219,8 +261,8 @@ def _require_known_keys(written: Mapping[Any, object]) -> None:
         nearest = difflib.get_close_matches(spelling, VALID_KEYS, n=1, cutoff=0.5)
         fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
         if isinstance(key, str) and key in _DISK_KEYS:
-            problem = f"is a setting of a disk tier; {_NO_DISK_TIER}"
-            fix = "remove it; the KV cache is kept in host memory only"
+            problem = f"is a setting of SimpleCPUOffloadConnector only: {_DISK_KEYS[key]}"
+            fix = "remove it"
         elif isinstance(key, str) and key in OUTER_KEYS:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'

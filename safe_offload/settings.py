@@ -31,6 +31,7 @@ _SIZE_PATTERN: Final = re.compile(
 )
 _SIZE_LENGTH_MAX: Final = 40
 _SHOWN_LENGTH_MAX: Final = 80
+TEXT_LENGTH_MAX: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,22 @@ class Setting:
     kind: Kind
     default: object
     help: str
+
+
+class Place(str):
+    """A key inside of another setting: it reads as itself, and knows where it stands.
+
+    Attributes:
+        within: the keys around it, as Python writes them.
+    """
+
+    within: str
+
+    def __new__(cls, key: str, within: str) -> "Place":
+        """Return a key; it is no key itself if `within` is empty, but such keys."""
+        place = super().__new__(cls, key)
+        place.within = within
+        return place
 
 
 def setting(kind: Kind, default: object, help: str, *, key: str = "") -> Any:
@@ -96,7 +113,7 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
                 # Whoever writes 64 means GiB: the unit is missing.
                 units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
                 fix = f"a plain number is in bytes; write the unit that you mean, such as {units}"
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
 
     return Kind(f'a size, such as "64GiB"; at most {maximum // TIB} TiB', read)
 
@@ -113,12 +130,12 @@ def count(minimum: int, maximum: int, *, example: int, word: str = "") -> Kind:
             return None
         fix = f'write the number without quotes, such as "{key}": {example}{more}'
         if isinstance(value, str):
-            _refuse(key, value, "this is a string", allowed, fix)
+            refuse(key, value, "this is a string", allowed, fix)
         number = _integer(key, value, allowed, str(example))
         if minimum <= number <= maximum:
             return number
         problem = "it is too large" if number > maximum else "it is too small"
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
 
     return Kind(allowed, read)
 
@@ -135,7 +152,7 @@ def seconds(maximum: int) -> Kind:
         else:
             problem = "it is too large" if value > maximum else "it is not more than 0"
         fix = f'write the number of seconds without quotes, such as "{key}": 30'
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
 
     return Kind(allowed, read)
 
@@ -153,7 +170,7 @@ def sampling() -> Kind:
         elif re.fullmatch("sample:0*[1-9][0-9]*", value, re.ASCII) and len(value) <= 16:
             return int(value[7:])
         fix = f'write "{key}": "load", or leave the key out to compare nothing'
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
 
     return Kind(allowed, read)
 
@@ -177,7 +194,7 @@ def choice(
                 return meanings[value]
             problem = (hints or {}).get(value, problem)
         fix = f'write "{key}": "{next(iter(words))}", or leave it out'
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
 
     return Kind(allowed, read)
 
@@ -190,9 +207,24 @@ def switch() -> Kind:
             return value
         problem = f"this is {_type_name(value)}, not a boolean"
         allowed = "true or false (True or False in Python), without quotes"
-        _refuse(key, value, problem, allowed, f'write "{key}": true or "{key}": false')
+        refuse(key, value, problem, allowed, f'write "{key}": true or "{key}": false')
 
     return Kind("true or false", read)
+
+
+def text() -> Kind:
+    """Return the kind of a short text."""
+    allowed = f"a string of at most {TEXT_LENGTH_MAX} printable characters"
+
+    def read(key: str, value: object) -> str:
+        problem = f"this is {_type_name(value)}, not a string"
+        if isinstance(value, str):
+            if len(value) <= TEXT_LENGTH_MAX and value.isprintable():
+                return value
+            problem = "it is too long, or has characters that cannot be printed"
+        refuse(key, value, problem, allowed, f'write "{key}": "prod", or leave it out')
+
+    return Kind("a string", read)
 
 
 def shown(value: object) -> str:
@@ -208,9 +240,13 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."
 
 
-def _refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
+def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
+    """Raise a ConfigError: what is wrong with a value, what is allowed, what to write instead."""
+    where = f'["{key}"]'
+    if isinstance(key, Place):
+        where = f"{key.within}{where}" if key.within else str(key)
     raise ConfigError(
-        f'kv_connector_extra_config["{key}"] = {shown(value)}: {problem}. '
+        f"kv_connector_extra_config{where} = {shown(value)}: {problem}. "
         f"Allowed: {allowed}. Fix: {fix}."
     )
 
@@ -231,7 +267,7 @@ def _integer(key: str, value: object, allowed: str, example: str) -> int:
     else:
         problem = "it has a fraction" if math.isfinite(value) else "this is not a finite number"
     fix = f'write "{key}": {example}, or leave the key out for its default'
-    _refuse(key, value, problem, allowed, fix)
+    refuse(key, value, problem, allowed, fix)
 
 
 def _size_from_string(key: str, value: str) -> int:
@@ -245,7 +281,7 @@ def _size_from_string(key: str, value: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         problem = "a size cannot be negative" if text.startswith("-") else "this is not a size"
-        _refuse(key, value, problem, _SIZE_FORMS, f'write "{key}": "64GiB"')
+        refuse(key, value, problem, _SIZE_FORMS, f'write "{key}": "64GiB"')
     number, unit = match["number"], match["unit"]
     unit_bytes = _UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
@@ -253,9 +289,9 @@ def _size_from_string(key: str, value: str) -> int:
         problem = f"the unit {unit!r} is {'ambiguous' if letter else 'unknown'}"
         allowed = f"{_SIZE_FORMS}; units are B, KiB to PiB and KB to PB"
         fix = f'write "{number}{letter or "G"}iB" or "{number}{letter or "G"}B"'
-        _refuse(key, value, problem, allowed, fix)
+        refuse(key, value, problem, allowed, fix)
     exact: Fraction = Fraction(number.replace("_", "")) * unit_bytes
     if unit_bytes == 1 and exact.denominator != 1:
         fix = f'write it with the unit that you mean, such as "{number}GiB"'
-        _refuse(key, value, "a number of bytes has no fraction", _SIZE_FORMS, fix)
+        refuse(key, value, "a number of bytes has no fraction", _SIZE_FORMS, fix)
     return math.floor(exact)

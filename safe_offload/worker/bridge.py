@@ -35,8 +35,10 @@ from safe_offload.protocol import (
     HostFacts,
     MemoryFacts,
     Outcome,
+    Presence,
     StepPlan,
     StepReport,
+    TierFacts,
     Transfer,
 )
 from safe_offload.sides import Side
@@ -84,6 +86,7 @@ class WorkerBridge(Side):
         self._running: set[int] = set()
         self._outcomes: list[Outcome] = []
         self._bad_slots: list[BadSlots] = []
+        self._presences: list[Presence] = []
         self._failures: tuple[str, ...] = ()
         self._is_lost = False
         # What has been reported.
@@ -161,8 +164,9 @@ class WorkerBridge(Side):
         if not opened.transfers.close():
             self._left_behind = opened
             logger.error(
-                "A copy did not end within 5 s of shutdown; its thread is left to die with the "
-                "process. If this repeats, look for a hanging device."
+                "A copy%s did not end within 5 s of shutdown; its thread is left to die with the "
+                "process. If this repeats, look for a hanging device.",
+                " or a tier" if opened.tiers else "",
             )
         self._drain(opened)
 
@@ -183,6 +187,8 @@ class WorkerBridge(Side):
         self._is_forward_issued = False
         self._loads, self._stores = plan.loads, plan.stores_after_forward
         self._failures += plan.failures
+        if plan.probes or plan.fetches or plan.spills:
+            self._ask_tiers(plan)
 
     def start_loads(self) -> None:
         """start_load_kv."""
@@ -212,12 +218,16 @@ class WorkerBridge(Side):
             if num_slots > self._reported_num_slots:
                 self._reported_num_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
+        tier_facts = self._new_tier_facts()
+        presences = tuple(self._presences)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
-        if not (self._outcomes or capacities or self._bad_slots or lost or facts):
+        if not (self._outcomes or capacities or self._bad_slots or lost or facts) and not (
+            presences or tier_facts
+        ):
             return None
-        report = StepReport(tuple(self._outcomes), capacities, tuple(self._bad_slots), lost, facts)
-        self._outcomes, self._bad_slots = [], []
-        return report
+        outcomes, bad_slots = tuple(self._outcomes), tuple(self._bad_slots)
+        self._outcomes, self._bad_slots, self._presences = [], [], []
+        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences, tier_facts)
 
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took."""
@@ -236,6 +246,13 @@ class WorkerBridge(Side):
             counters.observe(seconds, copied.copying_s)
             counters.observe(queued_s, copied.queued_s)
             counters.observe(size_bytes, copied.size_bytes)
+        if self.opened.tiers is not None:
+            self.opened.tiers.count_into(counters)
+
+    def gauges(self) -> dict[str, float]:
+        """Return how the tiers of this rank stand now."""
+        tiers = None if self.opened is None else self.opened.tiers
+        return {} if tiers is None else tiers.gauges()
 
     def end(self) -> None:
         """clear_connector_metadata: give up what no hook has started."""
@@ -251,6 +268,30 @@ class WorkerBridge(Side):
         self._reported_facts = facts
         return (HostFacts(self._rank, memory, tuple(path.value for path in paths)),)
 
+    def _new_tier_facts(self) -> tuple[TierFacts, ...]:
+        """Return how the tiers stand, if that has changed."""
+        if self.opened is None or self.opened.tiers is None:
+            return ()
+        facts = self.opened.tiers.take_facts()
+        return () if facts is None else (facts,)
+
+    def _ask_tiers(self, plan: StepPlan) -> None:
+        """Hand on what the tiers are to do: it has no order with the forward."""
+        tiers = None if self.opened is None else self.opened.tiers
+        if tiers is not None:
+            for probe in plan.probes:
+                tiers.probe(probe)
+            for fetch in plan.fetches:
+                tiers.fetch(fetch)
+            for spill in plan.spills:
+                tiers.spill(spill)
+            return
+        nothing = (Presence(self._rank, p.probe_id, bytes(len(p.keys))) for p in plan.probes)
+        self._presences.extend(nothing)
+        for transfer in (*plan.fetches, *plan.spills):
+            failure = FailureReason.NOT_RUNNING
+            self._outcomes.append(Outcome(self._rank, transfer.transfer_id, failure))
+
     def _cancel_unstarted(self) -> None:
         for transfer in (*self._loads, *self._stores):
             self._fail(transfer, FailureReason.CANCELLED)
@@ -260,6 +301,10 @@ class WorkerBridge(Side):
         for transfer_id, failure in opened.transfers.drain():
             self._running.discard(transfer_id)
             self._outcomes.append(Outcome(self._rank, transfer_id, failure))
+        if opened.tiers is not None:
+            answers = opened.tiers.drain()
+            self._presences.extend(answers.presences)
+            self._outcomes.extend(answers.outcomes)
         # After the outcomes: no slot may be granted again between its load's failure and this.
         if slot_ids := opened.transfers.take_bad_slots():
             self._bad_slots.append(BadSlots(self._rank, slot_ids))

@@ -29,6 +29,10 @@ from safe_offload.worker.shared_memory import (
     share_memory,
 )
 from safe_offload.worker.threads import DirectionThreads, on_other_cores
+from safe_offload.worker.tiers.choice import OpenTier, open_tier
+from safe_offload.worker.tiers.circuit import Circuit
+from safe_offload.worker.tiers.meaning import Meaning
+from safe_offload.worker.tiers.runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 
@@ -53,12 +57,14 @@ class Opened:
         backend: theirs.
         share: which part of each store is this rank's.
         storage: of the KV cache; it must stay for as long as something may be copied.
+        tiers: below the host memory; None if there are none.
     """
 
     transfers: Transfers
     backend: ProvableBackend
     share: Share
     storage: Any
+    tiers: TierRunner | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,9 @@ class Opening:
         is_child: vLLM has started this process for the worker.
         open_backend: makes the copies for a KV cache.
         make_loop: makes the event loop of the transfers.
+        meaning_of: returns what the bytes of blocks mean, from their geometry and the first of the
+            ranks that hold the same; asked for only if there are tiers.
+        open_tier: makes a tier, and what names its objects.
     """
 
     config: OffloadConfig
@@ -82,6 +91,8 @@ class Opening:
     is_child: bool = False
     open_backend: OpenBackend = open_backend
     make_loop: Callable[[], Loop] = LoopThread
+    meaning_of: Callable[[Geometry, int], Meaning]
+    open_tier: OpenTier = open_tier
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
         """Take the host memory, start the transfers, and return them if a way to copy is right.
@@ -102,7 +113,7 @@ class Opening:
         is_bound = device.type == "cpu" and self.is_child
         with on_other_cores() if is_bound else contextlib.nullcontext():
             backend, rows = self.open_backend(storage, device, layout, host, self.config)
-            transfers = self._start(backend, host, layout, is_shared=share.count > 1)
+            transfers, tiers = self._start(backend, host, layout, share)
         if self.config.self_test:
             # Other ranks of the share test in this memory too, each in slots of its own.
             slots = share.part(layout.slots_per_slab) if share.count > 1 else None
@@ -120,23 +131,69 @@ class Opening:
             backend.num_usable_slots,
             ", ".join(path.value for path in backend.paths),
         )
-        return Opened(transfers, backend, share, storage)
+        return Opened(transfers, backend, share, storage, tiers)
 
     def _start(
-        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, *, is_shared: bool
-    ) -> Transfers:
-        verifier = None
+        self, backend: ProvableBackend, host: HostMemory, layout: HostLayout, share: Share
+    ) -> tuple[Transfers, TierRunner | None]:
+        loop, verifier, tiers = self.make_loop(), None, None
         if self.config.verify_every:
             threads = DirectionThreads("safe-offload-verify")
-            kept = checksum_table(host, layout) if is_shared else None
+            kept = checksum_table(host, layout) if share.count > 1 else None
             verifier = Verifier(backend, threads, self.config.verify_every, kept)
-        return Transfers(
+        if self.config.tiers:
+            tiers = TierRunner(
+                self.rank,
+                self._open_tiers(layout.geometry),
+                HostSlots(host, layout, backend),
+                loop,
+                share=share,
+                verifier=verifier,
+            )
+        transfers = Transfers(
             backend,
-            self.make_loop(),
+            loop,
             self.config.max_inflight_bytes,
             timeout_s=self.config.transfer_timeout_s,
             verifier=verifier,
+            tiers=tiers,
         )
+        return transfers, tiers
+
+    def _open_tiers(self, geometry: Geometry) -> list[Circuit]:
+        """Make the tiers, each with a namespace that follows from all that its bytes mean."""
+        circuits = []
+        meaning = self.meaning_of(geometry, self.rank - self.rank % self.config.ranks_per_copy)
+        for config in self.config.tiers:
+            facts = meaning.facts_of(config)
+            tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
+            rate = config.write_bytes_per_s
+            circuit = Circuit(
+                tier,
+                config,
+                namespace_of,
+                slot_bytes=geometry.slot_bytes,
+                write_bytes_per_s=rate and rate / self.config.world_size,
+            )
+            circuits.append(circuit)
+            limit = config.capacity_bytes
+            logger.info(
+                "Tier %d of rank %d is %s: %s, namespace %s.",
+                len(circuits),
+                self.rank,
+                tier.label,
+                "no limit" if limit is None else f"at most {format_bytes(limit)}",
+                namespace_of("").hex(),
+            )
+            if meaning.is_alone_in(config) and not self.rank:
+                logger.warning(
+                    "Nothing in tier %s is shared with other engines or found again after a "
+                    'restart: %s. If they are the same in every process, write "model_version" '
+                    "into the tier, and another one whenever they change.",
+                    tier.label,
+                    " and ".join(meaning.doubts),
+                )
+        return circuits
 
     def _take_host_memory(
         self, geometry: Geometry, device: torch.device

@@ -59,7 +59,7 @@ class DirectionThreads:
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._executors = {
-            direction: _start_threads(num_threads, f"{name}-{direction.value}")
+            direction: start_threads(num_threads, f"{name}-{direction.value}")
             for direction in Direction
         }
 
@@ -80,7 +80,12 @@ class DirectionThreads:
             executor.shutdown(wait=True)
 
 
-def _start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Return threads that all run already; see `DirectionThreads`.
+
+    Raises:
+        ConfigError: the system refuses one of them.
+    """
     executor = ThreadPoolExecutor(num_threads, name)
     # Each waits for all others, so that none of them is given two of these.
     gate = threading.Barrier(num_threads + 1)

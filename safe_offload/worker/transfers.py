@@ -22,6 +22,7 @@ from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.backends.base import Backend, Completion, Copy, Direction
 from safe_offload.worker.loop_thread import Loop
+from safe_offload.worker.tiers.runner import TierRunner
 from safe_offload.worker.turnstile import Turn, Turnstile
 from safe_offload.worker.verify import Verifier
 
@@ -121,6 +122,7 @@ class Transfers:
         max_inflight_bytes: bytes of the copies that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
         verifier: notes and compares checksums; closed when the loop has ended.
+        tiers: run on this loop too, and close with it; None if there are none.
     """
 
     def __init__(
@@ -131,11 +133,13 @@ class Transfers:
         *,
         timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
         verifier: Verifier | None = None,
+        tiers: TierRunner | None = None,
     ) -> None:
         self._backend = backend
         self._loop = loop
         self._timeout_s = timeout_s
         self._verifier = verifier
+        self._tiers = tiers
         # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
@@ -226,7 +230,8 @@ class Transfers:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
 
         Returns:
-            Whether all copies ended in time. If not, the loop goes on until they have.
+            Whether all copies, and all tiers, ended in time. If not, the loop goes on until they
+            have.
         """
         self._loop.call(self._closing.set)
         if not self._loop.wait(self._ended, timeout_s):
@@ -246,11 +251,16 @@ class Transfers:
 
     async def _main(self) -> None:
         async with self._group:
+            if self._tiers is not None:
+                self._group.create_task(self._tiers.run())
             await self._closing.wait()
             self._turnstile.cancel_waiting()
+            if self._tiers is not None:
+                self._tiers.close()
 
     def _end(self) -> None:
         """End the copies, then let every transfer fail: vLLM gives their blocks to others then."""
+        is_free = self._tiers is None or self._tiers.end()
         try:
             if self._verifier is not None:
                 self._verifier.close()  # it reads the memory that the backend frees
@@ -261,6 +271,9 @@ class Transfers:
             self._ended.set()
             for pending in list(self._pending.values()):
                 pending.decided.set()
+        if not is_free:
+            logger.error("A tier still uses the host memory of this worker, which is not freed.")
+            return
         try:
             self._backend.close()
         except Exception:

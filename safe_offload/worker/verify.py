@@ -1,4 +1,4 @@
-"""Checksums of host slots: noted after every store, compared after a load's copy.
+"""Checksums of host slots: noted after every store and fetch, compared after a load's copy.
 
 What changes between a look and its copy would be served. The load is not reported before the look
 is over, so that attention never reads what was found changed.
@@ -59,14 +59,21 @@ class Verifier:
         """
         return await self._threads.run(copy.direction, self._look, transfer_id, copy)
 
+    async def note(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        """Note slots that came from elsewhere than a store; nothing may write them yet."""
+        await self._threads.run(Direction.STORE, self._note, slot_ids)
+
     def close(self) -> None:
         """Wait until nothing looks at host memory any more; a second call does nothing."""
         self._threads.close()
 
     def _look(self, transfer_id: int, copy: Copy) -> list[int]:
         if copy.direction is Direction.STORE:
-            self._kept[copy.slot_ids] = self._backend.checksums(copy.slot_ids)
+            self._note(copy.slot_ids)
             return []
         slot_ids = np.unique(copy.slot_ids[transfer_id % self._every :: self._every])
         is_bad = self._backend.checksums(slot_ids) != self._kept[slot_ids]
         return [int(slot_id) for slot_id in slot_ids[is_bad]]
+
+    def _note(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        self._kept[slot_ids] = self._backend.checksums(slot_ids)

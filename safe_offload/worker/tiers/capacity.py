@@ -1,0 +1,373 @@
+"""How much a directory may hold, kept by all processes that share it together.
+
+`usage` says how many bytes are taken. A process takes some of them ahead, under a `flock` that it
+holds for microseconds, and writes objects into what it has taken. So what lies in the directory is
+never more than `usage` says, and that is never more than the limit. What a process that is killed
+had taken ahead stays taken until the directory is next counted.
+
+When little is left, one process counts what is there and evicts what has not been used for longest.
+It holds `evict.lock`, which the kernel frees with its process. A count makes what was taken ahead
+before it void (the generation in `usage`), since it counts only what has been written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from safe_offload.units import MIB
+from safe_offload.worker.tiers.directory import FILE_MODE, Stored, remove, walk
+
+USAGE_FILE: Final = "usage"
+LOCK_FILE: Final = "evict.lock"
+EVICT_FROM: Final = 0.97
+EVICT_TO: Final = 0.9
+ORPHAN_AGE_S: Final = 3600.0
+
+_AHEAD_BYTES_MAX: Final = 64 * MIB
+_AHEAD_SHARE: Final = 64
+_LOCK_PATIENCE_S: Final = 0.2
+_LOCK_PAUSE_S: Final = 0.001
+_PATIENCE_S: Final = 1.0
+_PAUSE_S: Final = 0.05  # after a count that made no room, or that another process was at
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_COUNTED: Final = struct.Struct("<QQ")
+_DIGEST: Final = struct.Struct("<Q")
+_USAGE_BYTES: Final = _COUNTED.size + _DIGEST.size
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the file `usage` says.
+
+    Attributes:
+        generation: how often the directory was counted; what was taken in another one is void.
+        taken_bytes: objects, and what processes took ahead.
+    """
+
+    generation: int
+    taken_bytes: int
+
+    @classmethod
+    def read(cls, usage_fd: int) -> Usage | None:
+        """Return what it says; None if it says nothing that can be trusted."""
+        found = os.pread(usage_fd, _USAGE_BYTES + 1, 0)
+        if len(found) != _USAGE_BYTES:
+            return None
+        fields = found[: _COUNTED.size]
+        if _DIGEST.unpack_from(found, _COUNTED.size)[0] != xxhash.xxh3_64_intdigest(fields):
+            return None
+        return cls(*_COUNTED.unpack(fields))
+
+    def write(self, usage_fd: int) -> None:
+        """Write it, in one call."""
+        fields = _COUNTED.pack(self.generation, self.taken_bytes)
+        os.pwrite(usage_fd, fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)), 0)
+        os.ftruncate(usage_fd, _USAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a count found and did.
+
+    Attributes:
+        held_bytes: what is there now.
+        num_evicted: objects that were deleted.
+        evicted_bytes: their size.
+        num_orphans: temporaries that were deleted.
+    """
+
+    held_bytes: int
+    num_evicted: int = 0
+    evicted_bytes: int = 0
+    num_orphans: int = 0
+
+
+class Capacity:
+    """The share of one process in the capacity of a directory; any thread may call it.
+
+    Args:
+        limit_bytes: of all processes together; None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._generation = -1
+        self._ahead_bytes = 0
+        self._is_short = False
+        self._count_again_at_s = 0.0
+        self.num_counts = 0  # how often `keep` has ended
+        self.used_bytes = -1
+
+    def take(self, root_fd: int, size_bytes: int) -> bool:
+        """Take room for a file; return whether there is some.
+
+        Raises:
+            OSError: the directory cannot be written, or its file system has no `flock`.
+        """
+        if self._limit_bytes is None:
+            return True
+        if size_bytes > self._limit_bytes:
+            return False
+        with self._lock:
+            return self._draw(root_fd, size_bytes)
+
+    def wants_count(self) -> bool:
+        """Return whether little is left, so that the directory should be counted (`keep`)."""
+        return self._is_short and time.monotonic() >= self._count_again_at_s
+
+    def await_count(self, num_counts: int) -> bool:
+        """Wait until there have been more counts than a number, a short time at most.
+
+        Returns:
+            Whether there have; False at once if the last one made no room.
+        """
+        with self._lock:
+            if time.monotonic() < self._count_again_at_s:
+                return self.num_counts != num_counts
+            return self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
+
+    def _draw(self, root_fd: int, size_bytes: int) -> bool:
+        limit_bytes = self._limit_bytes
+        assert limit_bytes is not None
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            usage = Usage.read(usage_fd)
+            if usage is not None and usage.generation == self._generation:
+                if self._ahead_bytes >= size_bytes:
+                    self._ahead_bytes -= size_bytes
+                    return True
+            else:
+                self._ahead_bytes = 0
+            _lock(usage_fd)
+            usage = Usage.read(usage_fd)
+            if usage is None:
+                self._is_short = True
+                return False
+            left_bytes = limit_bytes - usage.taken_bytes
+            wanted_bytes = max(size_bytes, min(_AHEAD_BYTES_MAX, limit_bytes // _AHEAD_SHARE))
+            got_bytes = wanted_bytes if wanted_bytes <= left_bytes else size_bytes
+            if got_bytes > left_bytes:
+                self._is_short = True
+                return False
+            if usage.generation != self._generation:
+                self._generation, self._ahead_bytes = usage.generation, 0
+            self.used_bytes = usage.taken_bytes + got_bytes
+            Usage(usage.generation, self.used_bytes).write(usage_fd)
+            self._ahead_bytes += got_bytes - size_bytes
+            self._is_short = self.used_bytes > EVICT_FROM * limit_bytes
+            return True
+
+    def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
+        """Count what is there, sweep orphans, and evict if little is left.
+
+        Args:
+            root_fd: of the directory.
+            is_disk_full: evict a batch of whatever is there, since the file system is full.
+
+        Returns:
+            What was done; None if another process is at it.
+
+        Raises:
+            OSError: the directory cannot be written, or its file system has no `flock`.
+        """
+        kept = None
+        try:
+            kept = keep(root_fd, self._limit_bytes, is_disk_full=is_disk_full)
+            return kept
+        finally:
+            with self._lock:
+                self._is_short = False
+                pause_s = _PAUSE_S
+                if kept is not None:
+                    self.used_bytes = kept.held_bytes
+                    limit_bytes = self._limit_bytes or kept.held_bytes
+                    if kept.held_bytes <= EVICT_FROM * limit_bytes:
+                        pause_s = 0.0
+                self._count_again_at_s = time.monotonic() + pause_s
+                self.num_counts += 1
+                self._room.notify_all()
+
+    def close(self, root_fd: int) -> None:
+        """Give back to the others what was taken ahead.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        with self._lock:
+            if self._ahead_bytes <= 0:
+                return
+            with _opened(USAGE_FILE, root_fd) as usage_fd:
+                _lock(usage_fd)
+                usage = Usage.read(usage_fd)
+                if usage is not None and usage.generation == self._generation:
+                    taken_bytes = max(usage.taken_bytes - self._ahead_bytes, 0)
+                    Usage(usage.generation, taken_bytes).write(usage_fd)
+            self._ahead_bytes = 0
+
+
+def keep(
+    root_fd: int,
+    limit_bytes: int | None,
+    *,
+    is_disk_full: bool = False,
+    used_before_ns: int = 0,
+    orphan_age_s: float = ORPHAN_AGE_S,
+) -> Kept | None:
+    """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
+
+    Args:
+        root_fd: of the directory.
+        limit_bytes: of all processes together; None for no limit.
+        is_disk_full: evict a batch of whatever is there.
+        used_before_ns: evict what was last used before that, in any case.
+        orphan_age_s: how old a temporary is whose writer has died.
+
+    Returns:
+        What was done; None if another process is at it.
+
+    Raises:
+        OSError: the directory cannot be written, or its file system has no `flock`.
+    """
+    with _opened(LOCK_FILE, root_fd) as lock_fd:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            before = _begin_count(usage_fd, limit_bytes)
+        num_orphans, files = _count(root_fd, orphan_age_s)
+        held_bytes = files.total_bytes
+        to_bytes = _target(held_bytes, limit_bytes, before, is_disk_full=is_disk_full)
+        cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
+        num_evicted, evicted_bytes = 0, 0
+        if cutoff_ns > 0:
+            num_evicted, evicted_bytes = _evict(
+                root_fd, cutoff_ns, held_bytes - to_bytes, used_before_ns
+            )
+        held_bytes -= evicted_bytes
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            _end_count(usage_fd, before, held_bytes)
+        return Kept(held_bytes, num_evicted, evicted_bytes, num_orphans)
+
+
+def _target(held_bytes: int, limit_bytes: int | None, before: Usage, *, is_disk_full: bool) -> int:
+    """Return how many bytes may stay."""
+    if is_disk_full:
+        return int(EVICT_TO * held_bytes)
+    if limit_bytes is None:
+        return held_bytes
+    # What is there may be a little less than what is taken, and there must be room afterwards.
+    if max(held_bytes, min(before.taken_bytes, limit_bytes)) > EVICT_FROM * limit_bytes:
+        return min(int(EVICT_TO * limit_bytes), held_bytes)
+    return held_bytes
+
+
+def _begin_count(usage_fd: int, limit_bytes: int | None) -> Usage:
+    """Make void what was taken ahead; nobody can take anything if it is not known what is taken."""
+    _lock(usage_fd)
+    usage = Usage.read(usage_fd)
+    if usage is None:
+        usage = Usage(time.time_ns(), limit_bytes or 0)
+    begun = Usage(usage.generation + 1, usage.taken_bytes)
+    begun.write(usage_fd)
+    return begun
+
+
+def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
+    """Write down what is there, and what has been taken since the count began."""
+    _lock(usage_fd)
+    usage = Usage.read(usage_fd) or before
+    taken_since = max(usage.taken_bytes - before.taken_bytes, 0)
+    Usage(before.generation, held_bytes + taken_since).write(usage_fd)
+
+
+class _Files:
+    """Sizes and times of use of files, 16 bytes for each."""
+
+    def __init__(self) -> None:
+        self._sizes = array("q")
+        self._used_at = array("q")
+
+    def add(self, file: Stored) -> None:
+        self._sizes.append(file.size_bytes)
+        self._used_at.append(file.used_at_ns)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def cutoff_ns(self, excess_bytes: int) -> int:
+        """Return up to which time of use files must go, the oldest first; 0 if none must."""
+        if excess_bytes <= 0:
+            return 0
+        used_at = np.array(self._used_at, dtype=np.int64)
+        order = np.argsort(used_at, kind="stable")
+        gone_bytes = np.cumsum(np.array(self._sizes, dtype=np.int64)[order])
+        last = int(np.searchsorted(gone_bytes, excess_bytes))
+        return int(used_at[order[min(last, len(order) - 1)]])
+
+
+def _count(root_fd: int, orphan_age_s: float) -> tuple[int, _Files]:
+    """Return how many orphans were swept, and the other files."""
+    files, num_orphans = _Files(), 0
+    orphan_before_ns = time.time_ns() - int(orphan_age_s * 1e9)
+    for file, folder_fd in walk(root_fd):
+        if file.is_temporary and file.used_at_ns < orphan_before_ns:
+            num_orphans += remove(file.file, folder_fd)
+        else:
+            files.add(file)
+    return num_orphans, files
+
+
+def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int) -> tuple[int, int]:
+    """Delete what was last used up to a time, until the excess is gone or all of it must go."""
+    num_evicted, evicted_bytes = 0, 0
+    for file, folder_fd in walk(root_fd):
+        if file.used_at_ns > cutoff_ns or file.is_temporary:
+            continue
+        is_due = evicted_bytes < excess_bytes or file.used_at_ns < used_before_ns
+        if is_due and remove(file.file, folder_fd):
+            num_evicted += 1
+            evicted_bytes += file.size_bytes
+    return num_evicted, evicted_bytes
+
+
+@contextmanager
+def _opened(name: str, root_fd: int) -> Iterator[int]:
+    """Open one of the two files; closing it gives up its lock."""
+    opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
+    try:
+        yield opened_fd
+    finally:
+        os.close(opened_fd)
+
+
+def _lock(usage_fd: int) -> None:
+    """Lock `usage`, which others hold for microseconds.
+
+    Raises:
+        OSError: another has held it for long, and may be stopped; or there is no `flock`.
+    """
+    give_up_at_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(usage_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up_at_s:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return

@@ -1,0 +1,409 @@
+"""Probes, fetches and spills of a rank, from vLLM's hooks to its tiers and back.
+
+Each message is a coroutine on the loop of the transfers, and is answered exactly once, however it
+ends. A tier that fails, lies or hangs is a miss. A fetch or a spill is not answered before the
+tiers have let go of its slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from safe_offload.layout import HostLayout
+from safe_offload.observe.counters import TIER_SERIES, Counters, TierSeries
+from safe_offload.protocol import (
+    FailureReason,
+    Keys,
+    Outcome,
+    Presence,
+    Probe,
+    TierFacts,
+    TierTransfer,
+)
+from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.loop_thread import Loop
+from safe_offload.worker.shared_memory import ALONE, Share
+from safe_offload.worker.tiers.base import Buffers, Result
+from safe_offload.worker.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
+from safe_offload.worker.verify import Verifier
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+FACTS_S = 1.0
+"""How often, at most, it is reported that the tiers hold more or less than before."""
+
+
+class Slots(Protocol):
+    """The host slots of a rank."""
+
+    @property
+    def num_usable_slots(self) -> int:
+        """How many slots, from the first, may be used."""
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """Return the bytes of a slot. Not called after `let_go`."""
+
+    def let_go(self) -> None:
+        """Hold the memory no longer: it is about to be freed."""
+
+
+class Usable(Protocol):
+    """What knows how many slots are ready."""
+
+    @property
+    def num_usable_slots(self) -> int:
+        """How many slots, from the first, may be used."""
+
+
+class HostSlots:
+    """See `Slots`: those of a host memory. `usable` is the backend that copies to them."""
+
+    def __init__(self, host: HostMemory, layout: HostLayout, usable: Usable) -> None:
+        self._memory: memoryview | None = host.tensor.numpy().data
+        self._layout = layout
+        self._usable = usable
+
+    @property
+    def num_usable_slots(self) -> int:
+        """See `Slots.num_usable_slots`."""
+        return self._usable.num_usable_slots
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """See `Slots.buffers`."""
+        memory = self._memory
+        assert memory is not None
+        return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
+
+    def let_go(self) -> None:
+        """See `Slots.let_go`."""
+        self._memory = None
+
+
+class Pending:
+    """A message that has been taken and not answered.
+
+    The loop's thread changes it; vLLM's settles it if the loop has ended.
+
+    Attributes:
+        operation: what is asked for.
+        number: id of the probe or of the transfer.
+        tiers: of a probe, see `Presence.tiers`.
+        places: of a fetch or a spill, those in its keys that are this rank's.
+        missing: of these, what is not in place.
+        task: that answers it; None before the loop has taken it.
+    """
+
+    __slots__ = (
+        *("failure", "is_settled", "keys", "missing", "number", "operation", "places"),
+        *("slot_ids", "task", "tiers", "word"),
+    )
+
+    def __init__(self, operation: Operation, number: int, keys: Keys, word: str) -> None:
+        self.operation = operation
+        self.number = number
+        self.keys = keys
+        self.word = word
+        self.tiers = bytearray(len(keys))
+        self.slot_ids: Sequence[int] = ()
+        self.places: Sequence[int] = ()
+        self.missing: Sequence[int] = ()
+        self.failure: FailureReason | None = None
+        self.is_settled = False
+        self.task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.operation.value} {self.number} of {len(self.keys)} keys>"
+
+    def keys_at(self, places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Return group and hash of some of the keys."""
+        group_ids, hashes = self.keys.group_ids, self.keys.hashes
+        return [(group_ids[place], hashes[place]) for place in places]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What has been answered since the last `drain`."""
+
+    presences: tuple[Presence, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+class TierRunner:
+    """The tiers of one rank, nearest first.
+
+    `probe`, `fetch`, `spill`, `drain`, `take_facts` and `statistics` belong to the thread that vLLM
+    calls its hooks on; `run`, `close` and `end` to the loop's.
+
+    Args:
+        rank: named in every answer.
+        circuits: the tiers, at most 255.
+        slots: host memory.
+        loop: of the transfers, which also run this (`Transfers`).
+        share: which part of each fetch and spill is this rank's.
+        verifier: notes the checksums of what has been fetched.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        circuits: Sequence[Circuit],
+        slots: Slots,
+        loop: Loop,
+        *,
+        share: Share = ALONE,
+        verifier: Verifier | None = None,
+    ) -> None:
+        assert 0 < len(circuits) < 256
+        self.circuits = tuple(circuits)
+        self._rank = rank
+        self._slots = slots
+        self._loop = loop
+        self._share = share
+        self._verifier = verifier
+        # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
+        self._pending: dict[tuple[Operation, int], Pending] = {}
+        self._facts: TierFacts | None = None
+        self._next_facts_s = 0.0
+        # On the loop's thread, but for the other end of the queue.
+        self._settled: deque[Pending] = deque()
+        self._group = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._has_ended = False
+
+    def __repr__(self) -> str:
+        return f"<TierRunner of {self.circuits}: {list(self._pending.values())}>"
+
+    # ---- on vLLM's thread ----------------------------------------------------------------------
+
+    def probe(self, probe: Probe) -> None:
+        """Ask the tiers, nearest first, each for what the nearer ones do not have."""
+        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
+
+    def fetch(self, fetch: TierTransfer) -> None:
+        """Read from the nearest tier that has it, key by key."""
+        self._take(self._part_of(Operation.FETCH, fetch))
+
+    def spill(self, spill: TierTransfer) -> None:
+        """Write to all tiers."""
+        self._take(self._part_of(Operation.SPILL, spill))
+
+    def drain(self) -> Answers:
+        """Return what has been answered since the last call."""
+        if self._has_ended:
+            for pending in self._pending.values():
+                if not pending.is_settled:
+                    self._settle(pending, FailureReason.NOT_RUNNING)
+        presences, outcomes = [], []
+        while self._settled:
+            pending = self._settled.popleft()
+            del self._pending[pending.operation, pending.number]
+            if pending.operation is Operation.PROBE:
+                presences.append(Presence(self._rank, pending.number, bytes(pending.tiers)))
+            else:
+                missing = () if pending.failure else tuple(pending.missing)
+                outcome = Outcome(self._rank, pending.number, pending.failure, missing)
+                outcomes.append(outcome)
+        return Answers(tuple(presences), tuple(outcomes))
+
+    def take_facts(self) -> TierFacts | None:
+        """Return how the tiers stand if that has changed; what they hold, not in every step."""
+        facts = TierFacts(
+            self._rank,
+            tuple(circuit.is_out for circuit in self.circuits),
+            tuple(circuit.tier.used_bytes for circuit in self.circuits),
+        )
+        last = self._facts
+        if facts == last:
+            return None
+        now_s = self._loop.now_s()
+        if last is not None and facts.are_out == last.are_out and now_s < self._next_facts_s:
+            return None
+        self._facts, self._next_facts_s = facts, now_s + FACTS_S
+        return facts
+
+    def count_into(self, counters: Counters) -> None:
+        """Count what the tiers did since the last call."""
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            counters[series.evicted_objects] += circuit.take_evicted()
+            for call in circuit.take_calls():
+                if call.seconds or LEFT_ALONE not in call.results:
+                    counters.observe(series.seconds[call.operation.value], call.seconds)
+                _count(call, series, counters)
+
+    def gauges(self) -> dict[str, float]:
+        """Return how the tiers stand now."""
+        gauges: dict[str, float] = {}
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
+            gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
+            gauges[series.is_out["read"]] = circuit.is_out
+            gauges[series.is_out["write"]] = circuit.is_out_for_writing
+        return {str(name): float(value) for name, value in gauges.items()}
+
+    def statistics(self) -> tuple[Pending, ...]:
+        """Return what has not been drained."""
+        return tuple(self._pending.values())
+
+    def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
+        pending = Pending(operation, transfer.transfer_id, transfer.keys, transfer.word)
+        pending.slot_ids = transfer.slot_ids
+        pending.places = self._share.part(len(transfer.keys), transfer.transfer_id)
+        return pending
+
+    def _take(self, pending: Pending) -> None:
+        key = pending.operation, pending.number
+        assert key not in self._pending
+        self._pending[key] = pending
+        if pending.operation is not Operation.PROBE:
+            num_slots = self._slots.num_usable_slots
+            if not all(0 <= slot_id < num_slots for slot_id in pending.slot_ids):
+                logger.error("%r names slots that are not there", pending)
+                self._settle(pending, FailureReason.BAD_PLAN)
+                return
+            if not pending.places:
+                self._settle(pending)  # other ranks do all of it
+                return
+        self._loop.call(self._spawn, pending)
+
+    # ---- on the loop's thread ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until `close`, and until the tiers have let go of all slots."""
+        try:
+            async with self._group:
+                await self._closing.wait()
+                for pending in list(self._pending.values()):
+                    if pending.task is not None:
+                        pending.task.cancel()
+        finally:
+            await asyncio.gather(*(circuit.close() for circuit in self.circuits))
+
+    def close(self) -> None:
+        """Give up what has not been begun, and let `run` end when the rest has."""
+        self._closing.set()
+
+    def end(self) -> bool:
+        """The loop has ended: nothing is answered by it any more.
+
+        Returns:
+            Whether no tier can touch the host memory any more, so that it may be freed.
+        """
+        self._has_ended = True
+        if any(circuit.num_running for circuit in self.circuits):
+            return False  # the loop died twice over: while it waited for them
+        self._slots.let_go()
+        return True
+
+    def _spawn(self, pending: Pending) -> None:
+        if not self._closing.is_set():
+            answering = self._answer(pending)
+            try:
+                pending.task = self._group.create_task(answering)
+                return
+            except RuntimeError:  # the group is shutting down
+                answering.close()
+        self._settle(pending, FailureReason.NOT_RUNNING)
+
+    async def _answer(self, pending: Pending) -> None:
+        """Answer one message; no exception leaves this frame."""
+        failure: FailureReason | None = None
+        try:
+            await self._work(pending)
+        except asyncio.CancelledError:
+            failure = FailureReason.CANCELLED
+        except Exception:
+            logger.exception("%r failed", pending)
+            failure = FailureReason.COPY_FAILED
+        self._settle(pending, failure)
+
+    def _work(self, pending: Pending) -> Coroutine[Any, Any, None]:
+        if pending.operation is Operation.PROBE:
+            return self._probe(pending)
+        return (
+            self._fetch(pending) if pending.operation is Operation.FETCH else self._spill(pending)
+        )
+
+    async def _probe(self, pending: Pending) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + max(circuit.config.timeout_s for circuit in self.circuits)
+        for number, circuit in enumerate(self.circuits, start=1):
+            places = [place for place, tier in enumerate(pending.tiers) if not tier]
+            left_s = deadline_s - loop.time()
+            if not places or left_s <= 0:
+                return
+            names = circuit.names(pending.keys_at(places), pending.word)
+            found = await circuit.probe(names, left_s)
+            for place, is_there in zip(places, found or (), strict=False):
+                if is_there:
+                    pending.tiers[place] = number
+
+    async def _fetch(self, pending: Pending) -> None:
+        missing = pending.missing = list(pending.places)
+        done: list[int] = []
+        for circuit in self.circuits:
+            if not missing or _is_cancelled():
+                break
+            slots = [self._slots.buffers(pending.slot_ids[place]) for place in missing]
+            names = circuit.names(pending.keys_at(missing), pending.word)
+            results = await circuit.fetch(names, slots)
+            if results is None:
+                continue
+            came = [result is Result.DONE for result in results]
+            done += [place for place, is_done in zip(missing, came, strict=True) if is_done]
+            missing = [place for place, is_done in zip(missing, came, strict=True) if not is_done]
+        if done and self._verifier is not None:
+            slot_ids = [pending.slot_ids[place] for place in done]
+            await self._verifier.note(np.array(slot_ids, dtype=np.int64))
+        pending.missing = missing
+
+    async def _spill(self, pending: Pending) -> None:
+        places = pending.missing = list(pending.places)
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        answers = await asyncio.gather(
+            *(
+                circuit.spill(circuit.names(pending.keys_at(places), pending.word), slots)
+                for circuit in self.circuits
+            )
+        )
+        taken = [
+            place
+            for results in answers
+            for place, result in zip(places, results or (), strict=False)
+            if result in (Result.DONE, Result.PRESENT)
+        ]
+        pending.missing = sorted(set(places).difference(taken))
+
+    def _settle(self, pending: Pending, failure: FailureReason | None = None) -> None:
+        assert not pending.is_settled
+        pending.failure = failure
+        pending.is_settled = True
+        self._settled.append(pending)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
+
+
+def _count(call: Call, series: TierSeries, counters: Counters) -> None:
+    num_moved = call.results.get(Result.DONE.value, 0)
+    if call.operation is Operation.PROBE:
+        return
+    if call.operation is Operation.FETCH:
+        reasons = series.misses
+        counters[series.read_objects] += num_moved
+        counters[series.read_bytes] += call.size_bytes
+    else:
+        reasons = series.dropped_spills
+        counters[series.written_objects] += num_moved
+        counters[series.written_bytes] += call.size_bytes
+    for reason, number in call.results.items():
+        if reason in reasons:
+            counters[reasons[reason]] += number

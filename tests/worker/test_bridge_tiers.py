@@ -1,0 +1,304 @@
+"""Tiers behind the worker's hooks: real threads, real host memory, a tier in a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from safe_offload.errors import SharingError
+from safe_offload.observe.counters import Counters
+from safe_offload.protocol import (
+    EMPTY_PLAN,
+    FailureReason,
+    Keys,
+    Presence,
+    Probe,
+    StepPlan,
+    TierFacts,
+    TierTransfer,
+    Transfer,
+    ids_of,
+)
+from safe_offload.worker import opening as opening_module
+from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.tiers.base import Result
+from safe_offload.worker.tiers.circuit import FAILURES_MAX
+from safe_offload.worker.tiers.meaning import Meaning
+from tests.worker.hand_tier import HandTier
+from tests.worker.memory import is_closed
+from tests.worker.test_bridge import BLOCKS, RANK, SLOT_BYTES, Worker
+from tests.worker.waiting import wait_until
+
+TIERS = [{"url": "file:///near"}, {"url": "file:///far"}]
+A, B, C = (bytes([letter]) * 32 for letter in b"abc")
+
+
+class TieredWorker(Worker):
+    """A worker with two tiers in dictionaries."""
+
+    def __init__(self, **options: Any) -> None:
+        self.tiers: dict[str, HandTier] = {}
+        self.facts: list[dict[str, str]] = []
+        self.doubts: tuple[str, ...] = options.pop("doubts", ())
+        extra = {"tiers": TIERS, **options.pop("extra", {})}
+        super().__init__(
+            extra=extra,
+            open_tier=self._open_tier,
+            meaning_of=self._meaning_of,
+            **options,
+        )
+
+    def _open_tier(self, config, slot_bytes, facts):
+        assert slot_bytes == SLOT_BYTES
+        self.facts.append(facts)
+        tier = self.tiers[config.path] = HandTier(config.path)
+        return tier, lambda word: repr((sorted(facts.items()), word)).encode()
+
+    def _meaning_of(self, geometry, copy_rank):
+        return Meaning(
+            {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}, self.doubts, "x"
+        )
+
+    @property
+    def near(self) -> HandTier:
+        return self.tiers["/near"]
+
+    def answered(self, *numbers: int) -> dict[int, Any]:
+        """Step until these have been answered; return the answers."""
+        found: dict[int, Any] = {}
+
+        def are_all_there() -> bool:
+            self.step(EMPTY_PLAN)
+            for report in self.reports:
+                found.update({each.probe_id: each.tiers for each in report.presences})
+                for outcome in report.outcomes:
+                    found[outcome.transfer_id] = outcome.failure or outcome.missing
+            return all(number in found for number in numbers)
+
+        wait_until(are_all_there)
+        return {number: found[number] for number in numbers}
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., TieredWorker]]:
+    workers: list[TieredWorker] = []
+
+    def make(**options: Any) -> TieredWorker:
+        workers.append(TieredWorker(**options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        for tier in worker.tiers.values():
+            tier.holds = set()
+            tier.release()
+        worker.bridge.shutdown()
+
+
+def keys(*hashes: bytes) -> Keys:
+    return Keys(bytes(len(hashes)), hashes)
+
+
+def moved(number: int, slot_ids: list[int], *hashes: bytes) -> tuple[TierTransfer, ...]:
+    return (TierTransfer(number, keys(*hashes), ids_of(slot_ids)),)
+
+
+@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
+def test_a_block_goes_through_the_host_to_a_tier_and_back(make_worker, layout):
+    worker = make_worker(layout=layout).register()
+    for block in range(BLOCKS):
+        worker.write_block(block, 10 * block)
+    stores = Transfer(1, ids_of([2, 5]), ids_of([4, 7]))
+    worker.step(StepPlan(stores_after_forward=(stores,)))
+    assert worker.settle() == {1: None}
+    worker.step(StepPlan(spills=moved(2, [4, 7], A, B)))
+    assert worker.answered(2) == {2: ()}
+    assert {len(content) for content in worker.near.objects.values()} == {SLOT_BYTES}
+    worker.step(StepPlan(probes=(Probe(3, keys(C, B, A)),), fetches=moved(4, [9, 1], B, C)))
+    assert worker.answered(3, 4) == {3: bytes([0, 1, 1]), 4: (1,)}
+    worker.step(StepPlan(loads=(Transfer(5, ids_of([8]), ids_of([9])),)))
+    worker.settle()
+    assert worker.read_block(8)[0] == 50
+
+
+def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
+    tiers = [
+        {"url": "file:///near", "namespace": "mine"},
+        {"url": "file:///far", "model_version": "7"},
+    ]
+    worker = make_worker(extra={"tiers": tiers}).register()
+    own = {"rank": str(RANK), "bytes": str(SLOT_BYTES)}
+    assert worker.facts == [
+        {**own, "namespace": "mine", "model_version": ""},
+        {**own, "namespace": "", "model_version": "7"},
+    ]
+    worker.step(StepPlan(spills=moved(1, [0], A)))
+    worker.answered(1)
+    names = [name for tier in worker.tiers.values() for name in tier.objects]
+    assert len({name.namespace for name in names}) == 2
+
+
+def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, caplog):
+    tiers = [{"url": "file:///near"}, {"url": "file:///far", "model_version": "7"}]
+    worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",), rank=0).register()
+    assert ["engine" in facts for facts in worker.facts] == [True, False]
+    assert caplog.text.count("after a restart: who knows") == 1
+
+
+def test_ranks_that_hold_the_same_have_one_namespace(make_worker, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise SharingError("each has a copy of its own, of the same bytes")
+
+    monkeypatch.setattr(opening_module, "share_memory", refuse)
+    ranks = [make_worker(rank=rank, ranks_per_copy=2).register() for rank in (4, 5)]
+    assert [worker.facts[0]["rank"] for worker in ranks] == ["4", "4"]
+
+
+def test_without_tiers_every_message_fails_and_is_answered(make_worker):
+    worker = make_worker(extra={"tiers": []}).register()
+    assert worker.bridge.opened.tiers is None
+    probes = (Probe(3, keys(A, B)),)
+    worker.step(StepPlan(probes=probes, fetches=moved(1, [0], A), spills=moved(2, [1], A)))
+    failed = FailureReason.NOT_RUNNING
+    assert worker.answered(1, 2, 3) == {1: failed, 2: failed, 3: bytes(2)}
+
+
+def test_after_shutdown_every_message_fails_and_is_answered(make_worker):
+    worker = make_worker().register()
+    worker.bridge.shutdown()
+    worker.step(StepPlan(probes=(Probe(3, keys(A)),), fetches=moved(1, [0], A)))
+    assert worker.answered(1, 3) == {1: FailureReason.NOT_RUNNING, 3: bytes(1)}
+
+
+def test_the_first_report_says_how_the_tiers_stand(make_worker):
+    worker = make_worker().register()
+    worker.step(EMPTY_PLAN)
+    assert worker.reports[0].tier_facts == (TierFacts(RANK, (False, False), (0, 0)),)
+    worker.reports.clear()
+    worker.step(EMPTY_PLAN)
+    assert worker.reports == [], "and no step makes a report of nothing"
+
+
+def test_a_presence_alone_is_a_report(make_worker):
+    worker = make_worker().register()
+    worker.settle()
+    worker.reports.clear()
+    worker.step(StepPlan(probes=(Probe(3, keys(A)),)))
+    worker.answered(3)
+    assert [report.presences for report in worker.reports] == [(Presence(RANK, 3, bytes(1)),)]
+
+
+def test_tiers_go_on_while_vllm_sleeps(make_worker):
+    worker = make_worker().register()
+    worker.bridge.unregister()
+    worker.step(StepPlan(spills=moved(1, [0], A), probes=(Probe(2, keys(A)),)))
+    assert worker.answered(1)[1] == ()
+
+
+def test_shutdown_waits_for_a_fetch_and_then_frees_the_memory(make_worker):
+    worker = make_worker().register()
+    worker.near.holds = {"fetch"}
+    worker.step(StepPlan(fetches=moved(1, [0], A)))
+    wait_until(lambda: "fetch 1" in worker.near.calls)
+    worker.bridge.shutdown()
+    assert worker.near.is_closed
+    assert is_closed(worker.host)
+
+
+def test_shutdown_leaves_a_hanging_tier_behind_with_the_memory(make_worker, monkeypatch, caplog):
+    worker = make_worker().register()
+    worker.near.holds, worker.near.ignores_cancel = {"fetch"}, True
+    worker.step(StepPlan(fetches=moved(1, [0], A)))
+    wait_until(lambda: "fetch 1" in worker.near.calls)
+    transfers = worker.bridge.opened.transfers
+    monkeypatch.setattr(transfers, "close", lambda close=transfers.close: close(timeout_s=0.05))
+    worker.bridge.shutdown()
+    assert "A copy or a tier did not end within 5 s of shutdown" in caplog.text
+    assert not is_closed(worker.host)
+    worker.near.release()
+    worker.loop.join()
+    assert is_closed(worker.host)
+
+
+def test_tiers_are_closed_where_no_way_to_copy_is_right(make_worker, monkeypatch):
+    monkeypatch.setattr(SelfTest, "run", lambda *_, **__: False)
+    worker = make_worker().register()
+    assert worker.near.is_closed
+    worker.step(StepPlan(probes=(Probe(3, keys(A)),)))
+    assert worker.answered(3) == {3: bytes(1)}
+
+
+def test_a_slot_that_was_fetched_is_verified_like_one_that_was_stored(make_worker):
+    worker = make_worker(extra={"verify": "load"}).register()
+    for block in range(BLOCKS):
+        worker.write_block(block, 10 * block)
+    worker.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([2]), ids_of([4])),)))
+    worker.settle()
+    worker.step(StepPlan(spills=moved(2, [4], A)))
+    worker.answered(2)
+    worker.step(StepPlan(fetches=moved(3, [9], A)))
+    worker.answered(3)
+    worker.step(StepPlan(loads=(Transfer(4, ids_of([8]), ids_of([9])),)))
+    assert worker.settle()[4] is None
+    worker.host.tensor[worker.layout.ranges_of(9)[0][0]] ^= 1
+    worker.step(StepPlan(loads=(Transfer(5, ids_of([8]), ids_of([9])),)))
+    assert worker.settle()[5] is FailureReason.CHECKSUM_MISMATCH
+
+
+def test_what_tiers_do_is_counted(make_worker):
+    worker = make_worker().register()
+    worker.step(StepPlan(spills=moved(1, [0, 1], A, B)))
+    worker.answered(1)
+    worker.near.answers["fetch"] = [[Result.CORRUPT, Result.ABSENT, Result.DONE]]
+    worker.near.num_evicted = 7
+    worker.step(StepPlan(fetches=moved(2, [2, 3, 4], A, C, B)))
+    worker.answered(2)
+    counters = Counters()
+    worker.bridge.count_into(counters)
+    assert {name: count for name, count in counters.take().items() if name.startswith("tier")} == {
+        'tier_written_objects{tier="1"}': 2,
+        'tier_written_bytes{tier="1"}': 2 * SLOT_BYTES,
+        'tier_written_objects{tier="2"}': 2,
+        'tier_written_bytes{tier="2"}': 2 * SLOT_BYTES,
+        'tier_read_objects{tier="1"}': 1,
+        'tier_read_bytes{tier="1"}': SLOT_BYTES,
+        'tier_misses{tier="1",reason="corrupt"}': 1,
+        'tier_misses{tier="1",reason="absent"}': 1,
+        'tier_read_objects{tier="2"}': 1,
+        'tier_read_bytes{tier="2"}': SLOT_BYTES,
+        'tier_misses{tier="2",reason="absent"}': 1,
+        'tier_evicted_objects{tier="1"}': 7,
+    }
+    observed = counters.take_observed()
+    assert (
+        sum(n for n, _ in observed['tier_call_seconds{tier="1",operation="spill"}'].values()) == 1
+    )
+    worker.bridge.count_into(counters)
+    assert counters.take() == {}
+
+
+def test_gauges_say_how_tiers_stand(make_worker):
+    near, far = {"url": "file:///near", "capacity": "1MiB"}, {"url": "file:///far"}
+    worker = make_worker(extra={"tiers": [near, far]})
+    assert worker.bridge.gauges() == {}
+    worker.register()
+    worker.step(StepPlan(spills=moved(1, [0], A)))
+    worker.answered(1)
+    gauges = worker.bridge.gauges()
+    assert gauges == {
+        'tier_stored_bytes{tier="1"}': SLOT_BYTES,
+        'tier_capacity_bytes{tier="1"}': 1 << 20,
+        'tier_is_out{tier="1",operation="read"}': 0,
+        'tier_is_out{tier="1",operation="write"}': 0,
+        'tier_stored_bytes{tier="2"}': SLOT_BYTES,
+        'tier_capacity_bytes{tier="2"}': 0,
+        'tier_is_out{tier="2",operation="read"}': 0,
+        'tier_is_out{tier="2",operation="write"}': 0,
+    }
+    worker.near.answers["spill"] = [OSError("read-only")] * FAILURES_MAX
+    for number in range(2, 2 + FAILURES_MAX):
+        worker.step(StepPlan(spills=moved(number, [0], B)))
+        worker.answered(number)
+    assert worker.bridge.gauges()['tier_is_out{tier="1",operation="write"}'] == 1

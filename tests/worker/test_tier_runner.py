@@ -1,0 +1,786 @@
+"""Messages to tiers: each is answered exactly once, and no slot is touched after that."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from safe_offload.observe.counters import Counters
+from safe_offload.protocol import (
+    FailureReason,
+    Keys,
+    Outcome,
+    Presence,
+    Probe,
+    TierTransfer,
+    ids_of,
+)
+from safe_offload.tier_config import TierConfig
+from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.shared_memory import Share
+from safe_offload.worker.tiers.base import Buffers, Name, Result
+from safe_offload.worker.tiers.circuit import (
+    FAILURES_MAX,
+    GRACE_S,
+    LEFT_ALONE,
+    PAUSE_S,
+    PAUSE_S_MAX,
+    Circuit,
+    Operation,
+)
+from safe_offload.worker.tiers.runner import TierRunner
+from safe_offload.worker.transfers import Transfers
+from tests.worker.fake_backend import FakeBackend, transfer
+from tests.worker.hand_tier import HandLoop, HandTier
+
+RANK = 3
+NUM_SLOTS = 40
+SLOT_BYTES = 6
+TIMEOUT_S = 5.0
+CONFIG = TierConfig("file", "/nowhere", timeout_s=TIMEOUT_S)
+A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
+
+
+class Memory:
+    """See `Slots`: two ranges of each slot."""
+
+    num_usable_slots = NUM_SLOTS
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(NUM_SLOTS * SLOT_BYTES)
+        self.is_let_go = False
+
+    def buffers(self, slot_id: int) -> Buffers:
+        assert not self.is_let_go
+        at = slot_id * SLOT_BYTES
+        view = memoryview(self.bytes)
+        return view[at : at + 2], view[at + 2 : at + SLOT_BYTES]
+
+    def let_go(self) -> None:
+        self.is_let_go = True
+
+    def __getitem__(self, slot_id: int) -> bytes:
+        return bytes(self.bytes[slot_id * SLOT_BYTES : (slot_id + 1) * SLOT_BYTES])
+
+    def __setitem__(self, slot_id: int, content: bytes) -> None:
+        self.bytes[slot_id * SLOT_BYTES : (slot_id + 1) * SLOT_BYTES] = content
+
+
+class ClosingBackend(FakeBackend):
+    """Notices when its memory is freed under a tier."""
+
+    def __init__(self, tiers: tuple[HandTier, ...]) -> None:
+        super().__init__()
+        self.tiers = tiers
+
+    def close(self) -> None:
+        assert not any(tier.touching for tier in self.tiers)
+        super().close()
+
+
+class Rig:
+    """A runner over hand-driven tiers, on a loop with transfers as in a worker."""
+
+    def __init__(self, *tiers: HandTier, config: TierConfig = CONFIG, **options: Any) -> None:
+        self.tiers = tiers or (HandTier(),)
+        self.tier = self.tiers[0]
+        self.memory = Memory()
+        self.loop = HandLoop()
+        self.circuits = [
+            Circuit(
+                tier,
+                config,
+                namespace,
+                slot_bytes=SLOT_BYTES,
+                write_bytes_per_s=config.write_bytes_per_s,
+                chance=options.get("chance", lambda: 0.5),
+            )
+            for tier in self.tiers
+        ]
+        self.runner = TierRunner(
+            RANK,
+            self.circuits,
+            self.memory,
+            self.loop,
+            share=options.get("share", Share()),
+            verifier=options.get("verifier"),
+        )
+        self.backend = ClosingBackend(self.tiers)
+        self.transfers = Transfers(self.backend, self.loop, 1 << 20, tiers=self.runner)
+        self.presences: list[Presence] = []
+        self.outcomes: list[Outcome] = []
+
+    def drain(self) -> None:
+        self.loop.turn()
+        answers = self.runner.drain()
+        self.presences += answers.presences
+        self.outcomes += answers.outcomes
+        for found in (self.presences, self.outcomes):
+            assert all(each.rank == RANK for each in found)
+        for ids in (
+            [presence.probe_id for presence in self.presences],
+            [outcome.transfer_id for outcome in self.outcomes],
+        ):
+            assert len(set(ids)) == len(ids), "answered twice"
+
+    def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
+        """Ask; return the answer if there is one at once."""
+        self.runner.probe(Probe(number, keys(*hashes), word))
+        return self.presence(number)
+
+    def presence(self, number: int) -> bytes | None:
+        self.drain()
+        found = [presence.tiers for presence in self.presences if presence.probe_id == number]
+        return found[0] if found else None
+
+    def fetch(self, number: int, slot_ids: list[int], *hashes: bytes) -> Any:
+        """Fetch; return the failure or the missing places, None if it is not over."""
+        self.runner.fetch(TierTransfer(number, keys(*hashes), ids_of(slot_ids)))
+        return self.outcome(number)
+
+    def spill(self, number: int, slot_ids: list[int], *hashes: bytes, word: str = "") -> Any:
+        self.runner.spill(TierTransfer(number, keys(*hashes), ids_of(slot_ids), word))
+        return self.outcome(number)
+
+    def outcome(self, number: int) -> Any:
+        self.drain()
+        found = [outcome for outcome in self.outcomes if outcome.transfer_id == number]
+        return (found[0].failure or found[0].missing) if found else None
+
+    def close(self) -> bool:
+        return self.transfers.close()
+
+    def fail(self, kind: str, times: int = FAILURES_MAX) -> None:
+        """Let a tier fail some times in a row."""
+        for _ in range(times):
+            self.tier.answers[kind] = [OSError(5, "input or output")]
+            number = next(NUMBERS)
+            if kind == "probe":
+                self.probe(number, A)
+            else:
+                getattr(self, kind)(number, [0], A)
+
+
+NUMBERS = itertools.count(10_000)
+
+
+def namespace(word: str) -> bytes:
+    return b"namespace" + word.encode()
+
+
+def keys(*hashes: bytes) -> Keys:
+    return Keys(bytes(len(hashes)), hashes)
+
+
+def name(block_hash: bytes, word: str = "") -> Name:
+    return Name(namespace(word), 0, block_hash)
+
+
+def content(word: int) -> bytes:
+    return bytes([word]) * SLOT_BYTES
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(*tiers: HandTier, **options: Any) -> Rig:
+        rigs.append(Rig(*tiers, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        for tier in rig.tiers:
+            tier.holds = set()
+            tier.release()
+        rig.close()
+        rig.drain()
+        assert not rig.runner.statistics()
+        assert rig.backend.is_closed
+        assert rig.memory.is_let_go
+
+
+# ---- what the messages do ------------------------------------------------------------------------
+
+
+def test_what_was_spilled_is_found_and_comes_back(make_rig):
+    rig = make_rig()
+    rig.memory[4], rig.memory[7] = content(1), content(2)
+    assert rig.probe(1, A, B, C) == bytes([0, 0, 0])
+    assert rig.spill(2, [4, 7], A, B) == ()
+    assert rig.probe(3, A, C, B) == bytes([1, 0, 1])
+    assert rig.fetch(4, [10, 11, 12], B, C, A) == (1,)
+    assert rig.memory[10], rig.memory[12] == (content(2), content(1))
+
+
+def test_two_groups_do_not_share_an_object(make_rig):
+    rig = make_rig()
+    both = Keys(bytes([0, 1]), (A, A))
+    rig.runner.spill(TierTransfer(1, both, ids_of([2, 3])))
+    assert rig.outcome(1) == ()
+    assert {found.group_idx for found in rig.tier.objects} == {0, 1}
+
+
+def test_another_word_is_another_namespace(make_rig):
+    rig = make_rig()
+    rig.spill(1, [0], A, word="after a reset")
+    assert rig.probe(2, A) == bytes([0])
+    assert rig.probe(3, A, word="after a reset") == bytes([1])
+
+
+def test_the_nearest_tier_that_has_it_is_named_and_read(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.objects = {name(A): content(1)}
+    far.objects = {name(A): content(9), name(B): content(2)}
+    assert rig.probe(1, A, B, C) == bytes([1, 2, 0])
+    assert (near.calls, far.calls) == (["probe 3"], ["probe 2"])
+    assert rig.fetch(2, [0, 1, 2], A, B, C) == (2,)
+    assert (rig.memory[0], rig.memory[1]) == (content(1), content(2))
+    assert (near.calls[1:], far.calls[1:]) == (["fetch 3"], ["fetch 2"])
+
+
+def test_a_far_tier_is_not_asked_for_what_a_near_one_has(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.objects = {name(A): content(1)}
+    assert rig.probe(1, A) == bytes([1])
+    assert rig.fetch(2, [0], A) == ()
+    assert far.calls == []
+
+
+def test_a_spill_goes_to_every_tier_and_is_missing_only_where_none_took_it(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.answers["spill"] = [[Result.FULL, Result.FULL, Result.DONE]]
+    far.answers["spill"] = [[Result.DONE, Result.FAILED, Result.PRESENT]]
+    assert rig.spill(1, [0, 1, 2], A, B, C) == (1,)
+    far.holds = {"spill"}
+    assert rig.spill(2, [3], D) is None, "the far tier still reads the slot"
+    far.release()
+    assert rig.outcome(2) == ()
+
+
+def test_ranks_with_one_copy_divide_what_is_moved_and_not_what_is_asked(make_rig):
+    found = {name(x): content(5) for x in (A, B, C, D)}
+    ranks = [make_rig(HandTier(objects=dict(found)), share=Share(i, 3)) for i in range(3)]
+    for rig in ranks:
+        assert rig.probe(1, A, B, C, D) == bytes([1, 1, 1, 1])
+        assert rig.fetch(2, [0, 1, 2, 3], A, B, C, D) == ()
+    filled = [{i for i in range(4) if rig.memory[i] == content(5)} for rig in ranks]
+    assert sorted(itertools.chain(*filled)) == [0, 1, 2, 3]
+    # One object is one rank's; the others report at once that they have nothing to do with it.
+    for rig in ranks:
+        rig.tier.objects.clear()
+        assert rig.fetch(4, [9], A) in ((), (0,))
+    assert sum(rig.outcome(4) == (0,) for rig in ranks) == 1
+
+
+@pytest.mark.parametrize("slot_ids", [[0, NUM_SLOTS], [-1, 0]])
+def test_slots_that_are_not_there_are_refused(make_rig, slot_ids, caplog):
+    rig = make_rig()
+    assert rig.fetch(1, slot_ids, A, B) is FailureReason.BAD_PLAN
+    assert rig.spill(2, slot_ids, A, B) is FailureReason.BAD_PLAN
+    assert rig.tier.calls == []
+    assert "slots that are not there" in caplog.text
+
+
+def test_what_was_fetched_has_its_checksum_noted_before_it_is_reported(make_rig):
+    noted = []
+
+    class Verifier:
+        async def note(self, slot_ids):
+            assert not rig.outcomes
+            noted.append(slot_ids.tolist())
+
+    rig = make_rig(verifier=Verifier())
+    rig.tier.objects = {name(A): content(1), name(C): content(3)}
+    assert rig.fetch(1, [5, 6, 7], A, B, C) == (1,)
+    assert noted == [[5, 7]]
+    assert rig.fetch(2, [5], D) == (0,)
+    assert len(noted) == 1
+
+
+def test_a_fetch_whose_checksums_cannot_be_noted_has_failed(make_rig, caplog):
+    class Verifier:
+        async def note(self, slot_ids):
+            raise RuntimeError("no threads")
+
+    rig = make_rig(verifier=Verifier())
+    rig.tier.objects = {name(A): content(1)}
+    assert rig.fetch(1, [5], A) is FailureReason.COPY_FAILED
+    assert "no threads" in caplog.text
+
+
+# ---- what tiers do wrong -------------------------------------------------------------------------
+
+LIES = [
+    [],
+    [True] * 3,
+    None,
+    (True, True),
+    ["yes", "no"],
+    [Result.DONE],
+    [Result.DONE] * 3,
+    ["done", "done"],
+    {A: Result.DONE},
+    OSError(5, "input or output"),
+    ValueError("defect"),
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=repr)
+def test_a_tier_that_raises_or_lies_about_length_has_nothing(make_rig, lie):
+    for kind, expected in [("probe", bytes(2)), ("fetch", (0, 1)), ("spill", (0, 1))]:
+        rig = make_rig()
+        rig.tier.objects = {name(A): content(1), name(B): content(2)}
+        rig.tier.answers[kind] = [lie]
+        slots = [] if kind == "probe" else [[0, 1]]
+        assert getattr(rig, kind)(1, *slots, A, B) == expected
+        # Once is no reason to leave it alone.
+        assert rig.probe(2, A, C) == bytes([1, 0])
+
+
+def test_a_call_that_raises_before_it_is_a_coroutine_has_failed_too(make_rig):
+    rig = make_rig()
+
+    def broken(*args):
+        raise TypeError("no coroutine")
+
+    rig.tier.fetch = broken
+    assert rig.fetch(1, [0], A) == (0,)
+
+
+@pytest.mark.parametrize("result", [r for r in Result if r is not Result.DONE])
+def test_only_what_is_done_has_come(make_rig, result):
+    rig = make_rig()
+    rig.tier.answers["fetch"] = [[result, Result.DONE]]
+    assert rig.fetch(1, [0, 1], A, B) == (0,)
+
+
+def test_a_probe_is_answered_at_its_deadline_with_what_is_known(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.objects = {name(A): content(1)}
+    far.holds, far.ignores_cancel = {"probe"}, True
+    assert rig.probe(1, A, B) is None
+    rig.loop.pass_time(TIMEOUT_S - 0.1)
+    assert rig.presence(1) is None
+    rig.loop.pass_time(0.1)
+    assert rig.presence(1) == bytes([1, 0])
+    far.release()  # what comes late changes nothing
+    assert rig.presence(1) == bytes([1, 0])
+
+
+def test_all_tiers_together_have_one_deadline_for_a_probe(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(1, A)
+    rig.loop.pass_time(3)
+    near.release()
+    assert rig.presence(1) is None
+    assert far.calls == ["probe 1"]
+    rig.loop.pass_time(TIMEOUT_S - 3)
+    assert rig.presence(1) == bytes([0])
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_at_its_deadline_a_transfer_gives_up_what_was_not_begun(make_rig, kind):
+    rig = make_rig()
+    rig.tier.holds = {kind}
+    assert getattr(rig, kind)(1, [0, 1], A, B) is None
+    rig.loop.pass_time(TIMEOUT_S - 0.1)
+    assert rig.outcome(1) is None
+    rig.loop.pass_time(0.1)
+    assert rig.outcome(1) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_slots_that_a_hanging_tier_may_touch_are_not_given_back(make_rig, kind, caplog):
+    rig = make_rig()
+    rig.tier.objects = {name(A): content(1)}
+    rig.tier.holds, rig.tier.ignores_cancel = {kind}, True
+    getattr(rig, kind)(1, [0], A)
+    for _ in range(20):
+        rig.loop.pass_time(100)
+        assert rig.outcome(1) is None
+    assert caplog.text.count("has not returned") == 1
+    rig.tier.release()
+    assert rig.outcome(1) == (), "late, and right"
+
+
+def test_calls_that_hang_do_not_hold_up_those_behind_them(make_rig):
+    rig = make_rig()
+    rig.tier.objects = {name(A): content(1), name(B): content(2)}
+    rig.tier.holds, rig.tier.ignores_cancel = {"fetch"}, True
+    for number in range(1, 5):
+        assert rig.fetch(number, [number], A) is None
+    assert rig.tier.calls == ["fetch 1", "fetch 1"]
+    rig.tier.holds = set()
+    rig.loop.pass_time(TIMEOUT_S)
+    rig.loop.pass_time(GRACE_S)
+    assert [rig.outcome(number) for number in range(1, 5)] == [None, None, (), ()]
+    rig.tier.release()
+    assert [rig.outcome(number) for number in range(1, 5)] == [(), (), (), ()]
+
+
+def test_the_deadline_of_a_fetch_begins_with_its_turn(make_rig):
+    rig = make_rig()
+    rig.tier.objects = {name(A): content(1)}
+    rig.tier.holds = {"fetch"}
+    for number in range(1, 7):
+        rig.fetch(number, [number], A)
+    for first in (1, 3, 5):
+        rig.loop.pass_time(TIMEOUT_S - 1)
+        rig.tier.release(2)
+        assert [rig.outcome(number) for number in (first, first + 1)] == [(), ()]
+        assert rig.outcome(first + 2) is None
+
+
+def test_writing_keeps_to_its_rate(make_rig):
+    config = TierConfig("file", "/nowhere", write_bytes_per_s=SLOT_BYTES)
+    rig = make_rig(config=config)
+    assert rig.spill(1, [0, 1, 2], A, B, C) == ()
+    assert rig.spill(2, [3], D) is None
+    rig.loop.pass_time(2.9)
+    assert rig.outcome(2) is None
+    rig.loop.pass_time(0.2)
+    assert rig.outcome(2) == ()
+
+
+# ---- the breaker ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["probe", "fetch", "spill"])
+def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog):
+    caplog.set_level("INFO")
+    rig = make_rig()
+    rig.fail(kind, FAILURES_MAX - 1)
+    assert not rig.circuits[0].is_out
+    rig.fail(kind, 1)
+    assert rig.circuits[0].is_out is (kind != "spill")
+    assert rig.circuits[0].is_out_for_writing is (kind == "spill")
+    before = list(rig.tier.calls)
+    rig.tier.objects = {name(A): content(1)}
+    if kind == "probe":
+        assert rig.probe(1, A) == bytes([0])
+    else:
+        assert getattr(rig, kind)(1, [0], A) == (0,)
+    assert rig.tier.calls == before
+    rig.loop.pass_time(PAUSE_S)
+    assert not rig.circuits[0].is_out
+    if kind == "probe":
+        assert rig.probe(2, A) == bytes([1])
+    else:
+        assert getattr(rig, kind)(2, [0], A) == ()
+    assert caplog.text.count("left alone") == 1
+    assert caplog.text.count("works again") == 1
+
+
+def test_success_in_between_keeps_it_in_use(make_rig):
+    rig = make_rig()
+    for _ in range(3):
+        rig.fail("probe", FAILURES_MAX - 1)
+        assert rig.probe(next(NUMBERS), A) == bytes([0])
+    assert not rig.circuits[0].is_out
+
+
+def test_probes_that_work_do_not_hide_fetches_that_fail(make_rig):
+    rig = make_rig()
+    rig.tier.objects = {name(A): content(1)}
+    for _ in range(FAILURES_MAX):
+        assert rig.probe(next(NUMBERS), A) == bytes([1])
+        rig.fail("fetch", 1)
+    assert rig.circuits[0].is_out
+    assert rig.probe(1, A) == bytes([0]), "what cannot be read is not there"
+    rig.loop.pass_time(PAUSE_S)
+    assert rig.probe(2, A) == bytes([1])
+
+
+def test_what_cannot_be_written_can_still_be_read(make_rig):
+    rig = make_rig()
+    rig.tier.objects = {name(A): content(1)}
+    rig.fail("spill")
+    assert rig.probe(1, A) == bytes([1])
+    assert rig.fetch(2, [0], A) == ()
+    assert rig.runner.take_facts().are_out == (False,)
+
+
+def test_a_full_tier_is_not_one_that_fails(make_rig):
+    rig = make_rig()
+    for _ in range(FAILURES_MAX + 1):
+        rig.tier.answers["spill"] = [[Result.FULL]]
+        assert rig.spill(next(NUMBERS), [0], A) == (0,)
+    assert not rig.circuits[0].is_out_for_writing
+
+
+def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
+    rig = make_rig()
+    for _ in range(FAILURES_MAX + 1):
+        rig.tier.holds = {"fetch"}
+        rig.tier.ignores_cancel = True
+        rig.tier.answers["fetch"] = [[Result.DONE, Result.CANCELLED]]
+        number = next(NUMBERS)
+        rig.fetch(number, [0, 1], A, B)
+        rig.loop.pass_time(TIMEOUT_S)
+        rig.tier.release()
+        assert rig.outcome(number) == (1,)
+    assert not rig.circuits[0].is_out
+
+
+@pytest.mark.parametrize("ignores_cancel", [False, True])
+@pytest.mark.parametrize("kind", ["probe", "fetch", "spill"])
+def test_time_outs_are_failures(make_rig, kind, ignores_cancel, caplog):
+    rig = make_rig()
+    rig.tier.holds, rig.tier.ignores_cancel = {kind}, ignores_cancel
+    for number in range(FAILURES_MAX):
+        slots = [] if kind == "probe" else [[number]]
+        getattr(rig, kind)(number, *slots, A)
+        rig.loop.pass_time(TIMEOUT_S)
+        assert "left alone" not in caplog.text or number == FAILURES_MAX - 1
+        rig.loop.pass_time(GRACE_S)
+    assert f"Tier hand ({kind}) has failed {FAILURES_MAX} times in a row" in caplog.text
+
+
+def test_one_call_at_a_time_tries_it_again(make_rig):
+    rig = make_rig()
+    rig.fail("fetch")
+    rig.loop.pass_time(PAUSE_S)
+    rig.tier.objects = {name(A): content(1)}
+    rig.tier.holds = {"fetch"}
+    num_calls = len(rig.tier.calls)
+    assert rig.fetch(1, [1], A) is None
+    assert rig.fetch(2, [2], A) == (0,)
+    assert len(rig.tier.calls) == num_calls + 1
+    rig.tier.release()
+    assert rig.outcome(1) == ()
+    rig.tier.holds = set()
+    assert rig.fetch(3, [3], A) == ()
+
+
+def test_pauses_grow_up_to_a_bound_and_begin_again_small(make_rig):
+    rig = make_rig(chance=lambda: 0.5)
+    rig.fail("probe")
+    lengths = []
+    for _ in range(9):
+        begin_s = rig.loop.now_s()
+        while rig.circuits[0].is_out:
+            rig.loop.pass_time(0.25)
+        lengths.append(rig.loop.now_s() - begin_s)
+        rig.fail("probe", 1)
+    assert lengths == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert lengths[-1] == PAUSE_S_MAX
+    rig.loop.pass_time(PAUSE_S_MAX)
+    assert rig.probe(1, A) == bytes([0])
+    rig.fail("probe")
+    rig.loop.pass_time(PAUSE_S)
+    assert not rig.circuits[0].is_out
+
+
+@pytest.mark.parametrize(("chance", "pause_s"), [(0.0, 0.5), (0.999, 1.499)])
+def test_pauses_have_a_jitter(make_rig, chance, pause_s):
+    rig = make_rig(chance=lambda: chance)
+    rig.fail("probe")
+    rig.loop.pass_time(pause_s - 0.01)
+    assert rig.circuits[0].is_out
+    rig.loop.pass_time(0.02)
+    assert not rig.circuits[0].is_out
+
+
+def test_another_tier_goes_on_while_one_is_left_alone(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    far.objects = {name(A): content(2)}
+    rig.fail("probe")
+    assert rig.probe(1, A) == bytes([2])
+    rig.fail("fetch")
+    assert rig.fetch(2, [0], A) == ()
+    assert rig.runner.take_facts().are_out == (True, False)
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_closing_answers_everything_and_closes_the_tiers_before_the_memory_goes(make_rig):
+    rig = make_rig()
+    rig.tier.holds = {"probe", "fetch", "spill"}
+    rig.probe(1, A)
+    for number in (2, 3, 4):
+        rig.fetch(number, [number], A)
+    for number in (5, 6):
+        rig.spill(number, [number], A)
+    assert rig.close()
+    rig.drain()
+    assert rig.presence(1) == bytes([0])
+    assert {outcome.transfer_id for outcome in rig.outcomes} == {2, 3, 4, 5, 6}
+    assert rig.tier.is_closed
+    assert rig.backend.is_closed
+
+
+def test_memory_is_not_freed_while_a_tier_may_touch_it(make_rig):
+    rig = make_rig()
+    rig.tier.holds, rig.tier.ignores_cancel = {"fetch"}, True
+    rig.fetch(1, [1], A)
+    assert not rig.close()
+    assert not rig.backend.is_closed
+    assert rig.outcome(1) is None
+    rig.tier.release()
+    rig.loop.turn()
+    rig.loop.pass_time(1)
+    assert rig.backend.is_closed
+
+
+@pytest.mark.parametrize("kind", ["probe", "close"])
+def test_a_tier_that_hangs_without_a_slot_is_left_behind(make_rig, kind):
+    rig = make_rig()
+    rig.tier.holds, rig.tier.ignores_cancel = {kind}, True
+    rig.probe(1, A)
+    assert rig.close()
+    assert rig.backend.is_closed
+    assert rig.presence(1) is not None
+
+
+def test_what_comes_after_the_end_fails(make_rig):
+    rig = make_rig()
+    assert rig.close()
+    assert rig.probe(1, A, B) == bytes([0, 0])
+    assert rig.fetch(2, [0], A) is FailureReason.NOT_RUNNING
+    assert rig.spill(3, [0], A) is FailureReason.NOT_RUNNING
+
+
+def test_a_loop_that_dies_takes_its_messages_with_it(make_rig):
+    rig = make_rig()
+    rig.tier.holds = {"probe", "fetch", "spill"}
+    rig.probe(1, A)
+    rig.fetch(2, [0], A)
+    rig.spill(3, [1], A)
+    rig.fetch(4, [2], B)
+    rig.fetch(5, [3], C)
+    rig.loop.kill()
+    rig.loop.pass_time(10)
+    assert rig.presence(1) == bytes([0])
+    assert {outcome.transfer_id for outcome in rig.outcomes} == {2, 3, 4, 5}
+    assert rig.backend.is_closed
+
+
+def test_a_loop_that_dies_over_a_hanging_tier_frees_nothing_until_that_returns(make_rig):
+    rig = make_rig()
+    rig.tier.holds, rig.tier.ignores_cancel = {"fetch"}, True
+    rig.fetch(1, [1], A)
+    rig.loop.kill()
+    rig.loop.pass_time(100)
+    assert not rig.backend.is_closed
+    rig.tier.release()
+    rig.loop.pass_time(10)
+    assert rig.backend.is_closed
+    assert rig.outcome(1) is not None
+
+
+def test_copies_go_on_beside_tiers_that_hang(make_rig):
+    rig = make_rig()
+    rig.tier.holds, rig.tier.ignores_cancel = {"probe", "fetch", "spill"}, True
+    rig.probe(1, A)
+    rig.fetch(2, [1], A)
+    rig.transfers.submit(Direction.LOAD, transfer(3))
+    rig.loop.turn()
+    rig.backend.complete_all()
+    rig.loop.turn()
+    assert rig.transfers.drain() == [(3, None)]
+
+
+# ---- what is told of it --------------------------------------------------------------------------
+
+
+def test_facts_are_told_when_they_have_changed_and_not_in_every_step(make_rig):
+    rig = make_rig(HandTier("near"), HandTier("far"))
+    assert rig.runner.take_facts().used_bytes == (0, 0)
+    assert rig.runner.take_facts() is None
+    rig.spill(1, [0], A)
+    assert rig.runner.take_facts() is None
+    rig.loop.pass_time(1)
+    assert rig.runner.take_facts().used_bytes == (SLOT_BYTES, SLOT_BYTES)
+    rig.fail("probe")  # at once
+    assert rig.runner.take_facts().are_out == (True, False)
+
+
+def test_calls_are_kept_with_what_they_did(make_rig):
+    rig = make_rig()
+    circuit = rig.circuits[0]
+    rig.spill(1, [0, 1], A, B)
+    rig.tier.holds = {"fetch"}
+    rig.fetch(2, [2, 3], A, C)
+    rig.loop.pass_time(0.5)
+    rig.tier.release()
+    rig.drain()
+    spill, fetch = circuit.take_calls()
+    assert (spill.operation, spill.results, spill.size_bytes) == (
+        Operation.SPILL,
+        {"done": 2},
+        2 * SLOT_BYTES,
+    )
+    assert (fetch.operation, fetch.seconds, fetch.size_bytes) == (Operation.FETCH, 0.5, SLOT_BYTES)
+    assert fetch.results == {"done": 1, "absent": 1}
+    rig.tier.holds = set()
+    rig.fail("fetch")
+    circuit.take_calls()
+    rig.fetch(3, [4], A)
+    assert [call.results for call in circuit.take_calls()] == [{LEFT_ALONE: 1}]
+    counters = Counters()
+    rig.runner.count_into(counters)
+    rig.fetch(4, [4], A)
+    rig.runner.count_into(counters)
+    assert counters.take() == {'tier_misses{tier="1",reason="left_alone"}': 1}
+    assert counters.take_observed() == {}, "it was not called"
+
+
+# ---- all orders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_message_is_answered_once_in_any_order(seed):
+    """Random calls, failures, time and a random end: what was asked is answered, once."""
+    chance = random.Random(seed)
+    tiers = [HandTier(f"tier {index}") for index in range(chance.randint(1, 3))]
+    rig = Rig(*tiers, chance=chance.random)
+    probes, transfers = set(), set()
+    free = list(range(NUM_SLOTS))
+    held: dict[int, list[int]] = {}
+    for number in range(1, 80):
+        tier = chance.choice(tiers)
+        tier.holds = {kind for kind in ("probe", "fetch", "spill") if chance.random() < 0.3}
+        tier.ignores_cancel = chance.random() < 0.3
+        if chance.random() < 0.3:
+            kind = chance.choice(["probe", "fetch", "spill"])
+            tier.answers[kind] = [chance.choice(LIES) for _ in range(chance.randint(1, 5))]
+        hashes = [bytes([chance.randrange(9)]) * 32 for _ in range(chance.randint(1, 4))]
+        if chance.random() < 0.4 or len(free) < 4:
+            rig.runner.probe(Probe(number, keys(*hashes)))
+            probes.add(number)
+        else:
+            held[number] = [free.pop() for _ in hashes]
+            message = TierTransfer(number, keys(*hashes), ids_of(held[number]))
+            chance.choice([rig.runner.fetch, rig.runner.spill])(message)
+            transfers.add(number)
+        if chance.random() < 0.5:
+            chance.choice(tiers).release(chance.randint(1, 3))
+        rig.loop.pass_time(chance.choice([0, 0, 0.1, 2, 7]))
+        num_outcomes = len(rig.outcomes)
+        rig.drain()
+        for outcome in rig.outcomes[num_outcomes:]:
+            free += held.pop(outcome.transfer_id)
+    if chance.random() < 0.3:
+        rig.loop.kill()
+    for tier in tiers:
+        tier.holds = set()
+        tier.release()
+    rig.close()
+    rig.loop.pass_time(10)
+    rig.drain()
+    assert {presence.probe_id for presence in rig.presences} == probes
+    assert {outcome.transfer_id for outcome in rig.outcomes} == transfers
+    assert rig.backend.is_closed
