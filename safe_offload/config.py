@@ -26,6 +26,7 @@ from safe_offload.settings import (
     size,
     switch,
 )
+from safe_offload.tier_config import TierConfig
 from safe_offload.units import format_bytes
 
 # As many ranks as any server has. It does not depend on the world size, so that settings can be
@@ -139,6 +140,7 @@ class OffloadConfig:
     # all hold the same KV cache.
     world_size: int = 1
     ranks_per_copy: int = 1
+    tiers: tuple[TierConfig, ...] = ()
 
     @property
     def capacity_key(self) -> str:

@@ -22,6 +22,7 @@ SHARED = (
     "settings.py",
     "units.py",
     "compat.py",
+    "tier_config.py",
 )
 """What both processes import."""
 
@@ -193,8 +194,9 @@ def test_errors_import_nothing():
 
 
 def test_settings_and_layout_do_without_torch_and_vllm():
+    light = {"__init__.py", "errors.py", "settings.py", "units.py", "tier_config.py"}
     for name in ("config.py", "layout.py"):
-        assert _loaded_with(name) <= {name, "__init__.py", "errors.py", "settings.py", "units.py"}
+        assert _loaded_with(name) <= {name, *light}
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
 
@@ -203,7 +205,7 @@ def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
         *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py"),
-        *("__init__.py", "config.py", "settings.py", "units.py", "errors.py"),
+        *("__init__.py", "config.py", "settings.py", "units.py", "errors.py", "tier_config.py"),
     }
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)
