@@ -110,9 +110,11 @@ class WaitChecker:
         waiter.is_for_tiers = True
         hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
         # Or it waits for room, which those have whose blocks are fetched, or were.
-        leases = self._core.connector.side.leases
-        has_fetched = any(lease.kind is LeaseKind.FETCH for lease in leases)
-        is_idle = not (has_fetched or self._ledger.asks_tiers_for(hashes))
+        side = self._core.connector.side
+        has_room = side.hits.slots.num_free and not any(
+            lease.kind is LeaseKind.FETCH for lease in side.leases
+        )
+        is_idle = has_room and not self._ledger.asks_tiers_for(hashes)
         waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
         if waiter.num_idle_asks > IDLE_ASKS_MAX:
             name = waiter.request.request_id
