@@ -5,11 +5,14 @@ The rest of the package imports from vLLM only what is the same in all of them.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
+import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
     get_max_concurrency_for_kv_cache_config,
@@ -38,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
 
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
+from safe_offload.tier_config import HASH_SEED_VARIABLE, hash_problem
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -142,6 +147,28 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
             "remove it and hisparse_config."
         )
+
+
+def require_shared_hashes(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError if no other process would find blocks in a tier."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
+    if problem is not None:
+        what, fix = problem
+        raise ConfigError(
+            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in "tiers" would '
+            f"not be found by another engine, or after a restart. Fix: {fix}."
+        )
+
+
+def has_hash_seed(algorithm: str) -> bool:
+    """Return whether the hashes of all processes begin with the same seed.
+
+    Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, resolve_none_hash_seed; 0.31 has no default.
+    """
+    has_default = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    is_default = has_default and algorithm.startswith("sha256")
+    return is_default or HASH_SEED_VARIABLE in os.environ
 
 
 def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
@@ -457,7 +484,12 @@ def block_removed(group: EventGroup, block_hashes: list[bytes | int]) -> BlockRe
 
 
 def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
-    """Return the byte ranges of a block, repeated where cache groups share them.
+    """Return the byte ranges of a block, repeated where cache groups share them."""
+    return [segment for _, segment in layer_segments(kv_cache_config)]
+
+
+def layer_segments(kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, Segment]]:
+    """Yield each layer with the byte ranges that it has in a block.
 
     Layer `l` of a `KVCacheTensor` has block `b` at `offset + l * layer_stride + b * block_stride`.
     If layers are outermost, a layer fills `layer_stride` with regions of `num_blocks *
@@ -465,7 +497,6 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
     `layer_stride` bytes, or one part of that size for each head if heads lie outside layers
     (BHLNC). Source: vLLM 0.32.0, v1/kv_cache_interface.py, KVCacheTensor.
     """
-    found = []
     for tensor in kv_cache_config.kv_cache_tensors:
         region_bytes = kv_cache_config.num_blocks * tensor.block_stride
         for layer_idx, layer in enumerate(tensor.layers):
@@ -474,11 +505,10 @@ def segments(kv_cache_config: KVCacheConfig) -> list[Segment]:
                 part_stride = len(tensor.layers) * tensor.layer_stride
                 num_parts = _page_bytes(kv_cache_config, layer) // tensor.layer_stride
                 for start in range(offset, offset + max(num_parts, 1) * part_stride, part_stride):
-                    found.append(Segment(tensor.block_stride, start, tensor.layer_stride))
+                    yield layer, Segment(tensor.block_stride, start, tensor.layer_stride)
                 continue
             for start in range(offset, offset + tensor.layer_stride, region_bytes):
-                found.append(Segment(tensor.block_stride, start, tensor.block_stride))
-    return found
+                yield layer, Segment(tensor.block_stride, start, tensor.block_stride)
 
 
 def _page_bytes(kv_cache_config: KVCacheConfig, layer: str) -> int:
@@ -489,3 +519,122 @@ def _page_bytes(kv_cache_config: KVCacheConfig, layer: str) -> int:
             # UniformTypeKVCacheSpecs has one spec for each of its layers.
             return int(getattr(spec, "kv_cache_specs", {}).get(layer, spec).page_size_bytes)
     return 0
+
+
+# ---- what gives the bytes of a block their meaning, for tiers -----------------------------------
+
+_CHANGES_NOTHING = ("_name_or_path", "transformers_version", "architectures_version")
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return everything of a configuration that changes what a model writes into a block.
+
+    What cannot matter may be among it: a change then costs the cache, not a wrong answer.
+    `max_model_len` is: from it some models choose how they rotate positions (vLLM 0.32.0,
+    Phi3LongRoPEScaledRotaryEmbedding).
+    """
+    parallel = vllm_config.parallel_config
+    facts = {
+        "vllm": installed_version(),
+        "model_runner": "V2" if uses_v2_model_runner(vllm_config) else "V1",
+        "hash": f"{vllm_config.cache_config.prefix_caching_hash_algo} {hash_seed()}",
+        **_one_model("model", vllm_config.model_config),
+        "load_format": f"{vllm_config.load_config.load_format}",
+        "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}",
+        "kv_cache_layout": f"{getattr(vllm_config.cache_config, 'kv_cache_layout', None)}",
+        "cache": vllm_config.cache_config.compute_hash(),
+        **{
+            name: f"{getattr(parallel, name, 1)}"
+            for name in (
+                *("tensor_parallel_size", "pipeline_parallel_size"),
+                *("decode_context_parallel_size", "prefill_context_parallel_size"),
+                *("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
+            )
+        },
+    }
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        facts["drafts"] = f"{speculative.method} {speculative.num_speculative_tokens}"
+        draft = getattr(speculative, "draft_model_config", None)
+        facts |= {} if draft is None else _one_model("draft_model", draft)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        # They follow from the first requests that an engine serves.
+        facts["kv_scales_of"] = engine_word(vllm_config)
+    return facts
+
+
+def _one_model(name: str, config: Any) -> dict[str, str]:
+    hf_config = config.hf_config.to_dict()
+    for key in _CHANGES_NOTHING:
+        hf_config.pop(key, None)
+    written = json.dumps(hf_config, sort_keys=True, default=str)
+    multimodal = getattr(config, "multimodal_config", None)
+    return {
+        name: f"{config.model}",
+        f"{name}_revision": f"{config.revision}",
+        f"{name}_code_revision": f"{config.code_revision}",
+        f"{name}_config": hashlib.sha256(written.encode()).hexdigest(),
+        f"{name}_dtype": f"{config.dtype}",
+        f"{name}_quantization": f"{config.quantization}",
+        f"{name}_max_len": f"{config.max_model_len}",
+        f"{name}_options": config.compute_hash(),
+        f"{name}_inputs": "" if multimodal is None else f"{multimodal.compute_hash()}",
+    }
+
+
+def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str, str]:
+    """Return by layer how attention keeps its keys and values; the model must have been loaded.
+
+    Some CPUs have layouts of their own (vLLM 0.32.0, v1/attention/backends/cpu_attn.py, `isa`).
+    """
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    facts = {}
+    for name in layer_names:
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        told = [type(layer).__name__, "" if backend is None else f"{backend.get_name()}"]
+        for field in ("kv_cache_dtype", "_k_scale_float", "_v_scale_float", "isa"):
+            told.append(f"{getattr(layer, field, '')}")
+        facts[name] = " ".join(told)
+    return facts
+
+
+def group_facts(kv_cache_config: KVCacheConfig) -> list[str]:
+    """Return what each KV cache group keeps in a block."""
+    return [f"{group.kv_cache_spec!r}" for group in kv_cache_config.kv_cache_groups]
+
+
+def model_places(vllm_config: VllmConfig) -> dict[str, tuple[str, str | None, str | None]]:
+    """Return name, revision and download folder of the model and of a draft model."""
+    folder = getattr(vllm_config.load_config, "download_dir", None)
+    models = {"model": vllm_config.model_config}
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        models["draft_model"] = draft
+    return {
+        name: (f"{config.model_weights or config.model}", config.revision, folder)
+        if hasattr(config, "model_weights")
+        else (f"{config.model}", config.revision, folder)
+        for name, config in models.items()
+    }
+
+
+def uses_adapters(vllm_config: VllmConfig) -> bool:
+    """Return whether requests may name LoRA adapters.
+
+    vLLM's hashes know their names and paths, not their bytes (0.32.0, v1/core/kv_cache_utils.py).
+    """
+    return vllm_config.lora_config is not None
+
+
+def engine_word(vllm_config: VllmConfig) -> str:
+    """Return a word that all processes of one engine know, and no other engine."""
+    transfer_config = vllm_config.kv_transfer_config
+    assert transfer_config is not None
+    return f"{vllm_config.instance_id} {transfer_config.engine_id}"
+
+
+def hash_seed() -> str:
+    """Return what says which seed block hashes begin with; not the seed, which may be a secret."""
+    seed = os.environ.get(HASH_SEED_VARIABLE)
+    return "" if seed is None else hashlib.sha256(f"seed {seed}".encode()).hexdigest()

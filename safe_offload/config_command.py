@@ -17,6 +17,7 @@ from typing import Any, Final
 from safe_offload.config import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.settings import shown
+from safe_offload.tier_config import TIER_SETTINGS, URL
 from safe_offload.transfer_config import (
     CONNECTOR_NAME,
     DEFAULT_KV_ROLE,
@@ -68,6 +69,10 @@ def _all_settings(*, explain: bool) -> Iterator[str]:
     yield f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. Each may be left out.\n"
     yield _row("key", "default", "allowed")
     for row in SETTINGS.values():
+        default = "" if row.default is None else json.dumps(row.default)
+        yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
+    yield '\nSettings of each mapping in "tiers":\n'
+    for row in (URL, *TIER_SETTINGS.values()):
         default = "" if row.default is None else json.dumps(row.default)
         yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
 

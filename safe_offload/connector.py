@@ -102,6 +102,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=compat.ranks_per_copy(vllm_config, kv_cache_config),
         )
+        if self._config.tiers:
+            compat.require_shared_hashes(vllm_config)
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
@@ -151,6 +153,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
+        from safe_offload.worker.tiers.meaning import meaning_of
 
         parallel = self._vllm_config.parallel_config
         opening = Opening(
@@ -159,6 +162,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank=parallel.rank,
             num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
             is_child=parallel.distributed_executor_backend == "mp",
+            meaning_of=functools.partial(meaning_of, self._vllm_config, self._kv_cache_config),
         )
         return WorkerBridge(opening)
 

@@ -3,13 +3,20 @@
 An error here is the last thing that is printed. Workers check the memory again when they take it.
 """
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from safe_offload import last_words
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
+from safe_offload.tier_config import SHARED_HASH
 from safe_offload.transfer_config import CONNECTOR_NAME, children_of, is_ours
+
+DEFAULT_HASH: Final = "sha256"
+"""As safe as the one that takes its place: both end in SHA-256."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def require_no_other_offloading(arguments: Any) -> None:
@@ -34,15 +41,17 @@ def require_no_other_offloading(arguments: Any) -> None:
 
 
 def prepare_start(config: Any) -> None:
-    """Refuse a host pool that this machine cannot hold, and listen for what the engine refuses.
+    """Settle hashes, refuse a host pool that is too large, listen for what the engine refuses.
 
     Args:
         config: vLLM's VllmConfig.
 
     Raises:
-        ConfigError: the pool is too large.
+        ConfigError: this machine cannot hold the pool, or no tier can be used with these hashes.
     """
     ours = _ours(config.kv_transfer_config)
+    if any(_has_tiers(written) for written in ours):
+        _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
     if not ours or last_words.is_another_listening():
         return
@@ -63,6 +72,30 @@ def _ours(transfer_config: Any) -> list[Mapping[str, Any]]:
     is_mapping = isinstance(transfer_config, Mapping)
     written = transfer_config if is_mapping else vars(transfer_config)
     return [each for each in (written, *children_of(written)) if is_ours(each)]
+
+
+def _has_tiers(written: Mapping[str, Any]) -> bool:
+    extra = written.get("kv_connector_extra_config")
+    return bool(OffloadConfig.from_extra_config(extra, world_size=1).tiers)
+
+
+def _settle_hashes(config: Any) -> None:
+    """Let vLLM's default algorithm, which nobody has to have written, be one that tiers can use.
+
+    Nothing has been hashed yet: the engine's own processes get this configuration.
+    """
+    from safe_offload import compat
+
+    cache_config = config.cache_config
+    if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
+        cache_config.prefix_caching_hash_algo = SHARED_HASH
+        logger.info(
+            "prefix_caching_hash_algo is %s, not vLLM's default %s: with tiers, hashes must be the "
+            "same in every process.",
+            SHARED_HASH,
+            DEFAULT_HASH,
+        )
+    compat.require_shared_hashes(config)
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:

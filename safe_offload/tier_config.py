@@ -11,18 +11,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
     Place,
+    Setting,
     choice,
     count,
     refuse,
     seconds,
     setting,
     settings_of,
+    shown,
     size,
     text,
 )
@@ -38,6 +40,13 @@ URL_KEY: Final = "url"
 _EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
 _URL_FORMS: Final = "file:// and the absolute path of a directory"
 _LATER_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix", "s3", "gs", "az", "http")
+_URL_PATTERN: Final = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]{0,19})://(?P<rest>.*)", re.ASCII | re.IGNORECASE | re.DOTALL
+)
+PATH_LENGTH_SHOWN: Final = 100
+
+SHARED_HASH: Final = "sha256_cbor"
+HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ def tiers() -> Kind:
             found.append(tier)
         return tuple(found)
 
-    return Kind('a list of mappings, each with a `"url"`: [tiers](#tiers)', read)
+    return Kind('a list of mappings, each with a "url"', read)
 
 
 def directory() -> Kind:
@@ -161,7 +170,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
             nearest = difflib.get_close_matches(spelling, TIER_KEYS, n=1, cutoff=0.5)
             fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else ""
             refuse(
-                Place(name, place),
+                Place(f"{place}[{shown(name)}]", ""),
                 written[name],
                 "this is not a setting of a tier",
                 f"the keys {', '.join(TIER_KEYS)}",
@@ -175,7 +184,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
         for field, row in TIER_SETTINGS.items()
         if row.key in written
     }
-    scheme, path = _read_url(Place(URL_KEY, place), written[URL_KEY])
+    scheme, path = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
     return TierConfig(scheme, path, **values)
 
 
@@ -184,24 +193,25 @@ def _read_url(key: str, value: object) -> tuple[str, str]:
     fix = f'write "{key}": "file:///mnt/nvme/kv"'
     if not isinstance(value, str):
         refuse(key, value, "this is not a string", _URL_FORMS, fix)
-    match = re.match(r"([a-z][a-z0-9+.-]*)://", value, re.ASCII | re.IGNORECASE)
+    match = _URL_PATTERN.match(value)
     if match is None:
-        if not _problem_of_path(value):
+        if not _problem_of_path(value) and len(value) <= PATH_LENGTH_SHOWN:
             fix = f'write "{key}": "file://{value}"'
         refuse(key, value, "this is not a url", _URL_FORMS, fix)
-    scheme = match[1].lower()
+    scheme = match["scheme"].lower()
     if scheme != "file":
         problem = f'the scheme "{scheme}" is unknown'
         if scheme in _LATER_SCHEMES:
             problem = f'there is no tier for "{scheme}" yet'
         refuse(key, value, problem, _URL_FORMS, f"{fix}, or leave this tier out")
-    parts = urlsplit(value)
-    path = unquote(parts.path)
+    machine, slash, rest = match["rest"].partition("/")
+    path = unquote(slash + rest)
     problem = _problem_of_path(path)
-    if parts.netloc not in ("", "localhost"):
-        problem = f'"{parts.netloc}" stands where a machine is named; three slashes are needed'
-        fix = f'write "{key}": "file:///{parts.netloc}{parts.path}"'
-    elif parts.query or parts.fragment:
+    if machine not in ("", "localhost"):
+        problem = f"{shown(machine)} stands where a machine is named; three slashes are needed"
+        if not _problem_of_path(f"/{machine}{path}") and len(value) <= PATH_LENGTH_SHOWN:
+            fix = f'write "{key}": "file:///{match["rest"]}"'
+    elif "?" in rest or "#" in rest:
         problem = 'a path with "?" or "#" must be written with %3F or %23'
     if problem:
         refuse(key, value, problem, _URL_FORMS, fix)
@@ -212,6 +222,37 @@ def _problem_of_path(path: str) -> str:
     """Return what is wrong with the path of a directory, or nothing."""
     if not path.startswith("/"):
         return "the path is not absolute"
-    if "\0" in path:
-        return "the path has a zero byte"
+    if not path.isprintable():
+        return "the path has characters that cannot be printed"
     return "the whole file system is no tier" if not path.strip("/.") else ""
+
+
+URL: Final = Setting(
+    URL_KEY,
+    Kind(_URL_FORMS, _read_url),
+    None,
+    "Where the tier is; it must be written.",
+)
+
+
+def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
+    """Return why another process would not find blocks by these hashes, and the fix.
+
+    Args:
+        algorithm: vLLM's `prefix_caching_hash_algo`.
+        has_seed: hashes begin with a seed that all processes know.
+
+    Returns:
+        None if it would.
+
+    Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
+    """
+    if not algorithm.endswith("_cbor"):
+        problem = "hashes pickles, which can differ between processes for equal tokens"
+        return problem, f"write --prefix-caching-hash-algo {SHARED_HASH}"
+    if not has_seed:
+        fix = f"set the variable {HASH_SEED_VARIABLE} to one number for all engines"
+        if algorithm != SHARED_HASH:
+            fix += f", or write --prefix-caching-hash-algo {SHARED_HASH}"
+        return "begins with a seed that is another one in every process", fix
+    return None

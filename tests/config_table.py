@@ -1,4 +1,4 @@
-"""The table of settings in docs/configuration.md, written from the settings themselves.
+"""The tables of settings in docs/configuration.md, written from the settings themselves.
 
 python -m tests.config_table
 """
@@ -7,19 +7,32 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from safe_offload.config import SETTINGS
+from safe_offload.settings import Setting
+from safe_offload.tier_config import TIER_SETTINGS, URL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"
 TABLE = re.compile(rf"^{re.escape(HEAD)}(?:\|.*\n)*", re.MULTILINE)
 
 
-def table() -> str:
-    """Return the table as Markdown, a row for each setting."""
+def tables() -> list[str]:
+    """Return the tables as Markdown: of all settings, and of those of a tier."""
+    return [_table(SETTINGS.values()), _table([URL, *TIER_SETTINGS.values()])]
+
+
+def write(page: str) -> str:
+    """Return the page with its tables written again."""
+    texts = iter(tables())
+    return TABLE.sub(lambda _: next(texts), page)
+
+
+def _table(settings: Iterable[Setting]) -> str:
     rows = HEAD
-    for row in SETTINGS.values():
+    for row in settings:
         default = "" if row.default is None else f"`{json.dumps(row.default)}`"
         allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", row.kind.allowed)
         rows += f"| `{row.key}` | {default} | {allowed} | {row.help} |\n"
@@ -27,4 +40,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))
+    PAGE.write_text(write(PAGE.read_text()))

@@ -21,6 +21,7 @@ from safe_offload.config import (
 from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.settings import MAX_BYTES_PER_RANK, MIN_SIZE_BYTES
+from safe_offload.tier_config import MAX_TIERS, TierConfig
 from safe_offload.units import GIB, KIB, MIB, format_bytes
 from tests import config_table
 
@@ -345,21 +346,155 @@ def test_a_key_that_is_near_to_nothing_is_refused_without_a_guess():
     assert "Fix: remove it" in refusal("x" * 10_000_000, 1)
 
 
-def test_the_disk_tier_is_refused_with_what_to_do():
-    message = refusal("kv_offload_backend", "disk")
-    assert "there is no disk tier here" in message
-    assert "SimpleCPUOffloadConnector" in message
-    with pytest.raises(ConfigError, match="kv_offload_backend"):
-        read(disk_path="/mnt/kv", kv_offload_backend="disk")
-    for key in ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"):
-        message = refusal(key, "/mnt/kv")
-        assert "there is no disk tier here" in message
-        assert "Fix: remove it" in message
+def test_simple_cpu_offload_connectors_disk_is_one_tier():
+    config = read(4, kv_offload_backend="disk", disk_path="/mnt/kv/")
+    assert config.tiers == (TierConfig("file", "/mnt/kv", 4 * 100 * GIB),)
+    config = read(2, kv_offload_backend="disk", disk_path="/mnt/kv", disk_capacity_bytes="1TiB")
+    assert config.tiers[0].capacity_bytes == 2 << 40, "there each rank has a file of that size"
+    assert read(kv_offload_backend="cpu").tiers == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "problem", "fix"),
+    [
+        ({"kv_offload_backend": "disk"}, "no directory", 'add "disk_path": "/mnt/nvme/kv"'),
+        ({"disk_path": "/mnt/kv"}, "no effect alone", 'add "kv_offload_backend": "disk"'),
+        ({"disk_capacity_bytes": "1TiB"}, "no effect alone", 'add "kv_offload_backend": "disk"'),
+        (
+            {"kv_offload_backend": "disk", "disk_path": "/mnt/kv", "tiers": []},
+            '"tiers" is written too',
+            'move the directory into "tiers"',
+        ),
+        (
+            {"kv_offload_backend": "disk", "disk_path": "mnt/kv"},
+            "not absolute",
+            'write "disk_path": "/mnt/nvme/kv"',
+        ),
+        ({"disk_buffer_slots": 4}, "needs no buffers", "remove it"),
+        ({"use_page_cache": True}, "past the page cache", "remove it"),
+    ],
+)
+def test_what_cannot_be_meant_by_the_keys_of_a_disk_is_refused(written, problem, fix):
+    with pytest.raises(ConfigError) as caught:
+        read(**written)
+    assert problem in str(caught.value)
+    assert f"Fix: {fix}" in str(caught.value)
 
 
 @pytest.mark.parametrize("written", ["gpu", "CPU", "", None, True, 1, ["cpu"]])
-def test_another_backend_than_cpu_is_refused(written):
-    assert 'Allowed: "cpu"' in refusal("kv_offload_backend", written)
+def test_another_backend_than_these_is_refused(written):
+    assert 'Allowed: "cpu", "disk"' in refusal("kv_offload_backend", written)
+
+
+# ---- tiers ---------------------------------------------------------------------------------------
+
+URL = "file:///mnt/nvme/kv"
+
+
+def tier(**written: object) -> TierConfig:
+    (found,) = read(tiers=[{"url": URL, **written}]).tiers
+    return found
+
+
+def tier_refusal(*written: object) -> str:
+    return refusal("tiers", list(written))
+
+
+def test_a_tier_is_a_url_and_what_else_is_written():
+    assert read().tiers == ()
+    assert tier() == TierConfig("file", "/mnt/nvme/kv")
+    assert tier(
+        capacity="1TiB",
+        namespace="blue",
+        model_version="7",
+        store="evicted",
+        max_bytes_per_s="500MB",
+        wait_s=0.5,
+        timeout_s=3,
+        threads=8,
+    ) == TierConfig("file", "/mnt/nvme/kv", 1 << 40, "blue", "7", True, 500_000_000, 0.5, 3.0, 8)
+
+
+def test_tiers_keep_their_order():
+    near, far = {"url": "file:///near"}, {"url": "file:///far"}
+    assert [found.path for found in read(tiers=[near, far]).tiers] == ["/near", "/far"]
+    assert [found.path for found in read(tiers=[far, near]).tiers] == ["/far", "/near"]
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///mnt/kv", "/mnt/kv"),
+        ("FILE:///mnt/kv/", "/mnt/kv"),
+        ("file://localhost/mnt/kv", "/mnt/kv"),
+        ("file:///mnt//kv/../kv", "/mnt/kv"),
+        ("file:///mnt/my%20disk%23", "/mnt/my disk#"),
+    ],
+)
+def test_urls_that_name_a_directory(url, path):
+    assert tier(url=url).path == path
+
+
+@pytest.mark.parametrize(
+    ("url", "problem", "fix"),
+    [
+        ("/mnt/kv", "this is not a url", '"file:///mnt/kv"'),
+        ("mnt/kv", "this is not a url", '"file:///mnt/nvme/kv"'),
+        ("file://mnt/kv", '"mnt" stands where a machine is named', '"file:///mnt/kv"'),
+        ("file://", "not absolute", '"file:///mnt/nvme/kv"'),
+        ("file:///", "the whole file system", '"file:///mnt/nvme/kv"'),
+        ("file:///..", "the whole file system", '"file:///mnt/nvme/kv"'),
+        ("file:///a?b", "%3F", '"file:///mnt/nvme/kv"'),
+        ("file:///a%0Ab", "cannot be printed", '"file:///mnt/nvme/kv"'),
+        ("redis://kv:6379", 'there is no tier for "redis" yet', "or leave this tier out"),
+        ("rediss://kv:6379", 'there is no tier for "rediss" yet', "or leave this tier out"),
+        ("s3://bucket/kv", 'there is no tier for "s3" yet', "or leave this tier out"),
+        ("ftp://kv", 'the scheme "ftp" is unknown', "or leave this tier out"),
+        (7, "this is not a string", '"file:///mnt/nvme/kv"'),
+    ],
+)
+def test_urls_that_name_none_are_refused_with_one_that_does(url, problem, fix):
+    message = tier_refusal({"url": url})
+    assert message.startswith('kv_connector_extra_config["tiers"][0]["url"] = ')
+    assert problem in message
+    assert fix in message.partition("Fix: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({}, '["tiers"][0] = {}: it has no "url"'),
+        ("file:///mnt/kv", '["tiers"][0] = "file:///mnt/kv": this is not a mapping'),
+        ({"url": URL, "ttl": 3}, '["tiers"][0]["ttl"] = 3: this is not a setting of a tier'),
+        ({"url": URL, "wait": 3}, 'Fix: write "wait_s" if that is meant'),
+        ({"url": URL, 7: 3}, '["tiers"][0][7] = 3: this is not a setting of a tier'),
+        ({"url": URL, "wait_s": 0}, '["tiers"][0]["wait_s"] = 0: it is not more than 0'),
+        ({"url": URL, "timeout_s": "5"}, '["tiers"][0]["timeout_s"] = "5"'),
+        ({"url": URL, "capacity": 1}, '["tiers"][0]["capacity"] = 1: 1 bytes is too small'),
+        ({"url": URL, "store": "all"}, 'Allowed: "computed", "evicted"'),
+        ({"url": URL, "threads": 0}, '["tiers"][0]["threads"] = 0: it is too small'),
+        ({"url": URL, "namespace": 3}, '["tiers"][0]["namespace"] = 3'),
+        ({"url": URL, "model_version": "a\n"}, "cannot be printed"),
+    ],
+)
+def test_what_a_tier_cannot_mean_is_refused_where_it_stands(written, message):
+    assert message in tier_refusal(written)
+
+
+def test_a_directory_is_one_tier():
+    message = tier_refusal({"url": "file:///a"}, {"url": "file:///b"}, {"url": "file:///b/"})
+    assert '["tiers"][2]["url"] = "file:///b/": tier 1 has the same directory' in message
+
+
+def test_there_is_an_end_to_tiers():
+    many = [{"url": f"file:///{index}"} for index in range(MAX_TIERS + 1)]
+    assert f"0 to {MAX_TIERS} mappings" in refusal("tiers", many)
+    assert len(read(tiers=many[1:]).tiers) == MAX_TIERS
+
+
+@pytest.mark.parametrize("written", [None, "file:///mnt/kv", {"url": URL}, 3])
+def test_tiers_are_a_list(written):
+    assert "this is not a list" in refusal("tiers", written)
 
 
 def test_a_field_of_the_outer_config_is_sent_one_level_up():
@@ -474,6 +609,6 @@ def test_ranks_with_one_copy_have_the_slots_of_their_memory_together():
         config.num_slots_of(200 * KIB)
 
 
-def test_the_table_on_the_page_is_the_table_of_settings():
-    (found,) = config_table.TABLE.findall(config_table.PAGE.read_text())
-    assert found == config_table.table(), "write it again: python -m tests.config_table"
+def test_the_tables_on_the_page_are_those_of_the_settings():
+    found = config_table.TABLE.findall(config_table.PAGE.read_text())
+    assert found == config_table.tables(), "write them again: python -m tests.config_table"

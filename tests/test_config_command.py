@@ -12,6 +12,7 @@ import pytest
 
 from safe_offload.cli import main
 from safe_offload.config import SETTINGS, VALID_KEYS
+from safe_offload.tier_config import TIER_KEYS, TIER_SETTINGS
 
 OURS: dict[str, Any] = {"kv_connector": "SafeCPUOffloadConnector"}
 OTHER: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -52,8 +53,10 @@ def test_every_setting_is_listed_with_its_default_and_what_is_allowed(
 ) -> None:
     assert main(["config"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    shown = {line.split()[0]: line for line in lines[3:]}
+    of_tiers = next(index for index, line in enumerate(lines) if '"tiers":' in line)
+    shown = {line.split()[0]: line for line in lines[3:of_tiers] if line}
     assert tuple(shown) == VALID_KEYS
+    assert tuple(line.split()[0] for line in lines[of_tiers + 2 :]) == TIER_KEYS
     assert '"8GiB"' in shown["cpu_bytes_to_use"]
     assert "seconds, more than 0 and at most 3600" in shown["transfer_timeout_s"]
 
@@ -61,7 +64,7 @@ def test_every_setting_is_listed_with_its_default_and_what_is_allowed(
 def test_explain_says_what_every_setting_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert all(row.help in said for row in SETTINGS.values())
+    assert all(row.help in said for row in (*SETTINGS.values(), *TIER_SETTINGS.values()))
 
 
 def test_what_is_not_written_is_shown_with_who_sets_it(run: Any) -> None:
@@ -70,6 +73,11 @@ def test_what_is_not_written_is_shown_with_who_sets_it(run: Any) -> None:
     assert shown["kv_load_failure_policy"] == '"recompute" filled in'
     assert shown["cpu_bytes_to_use"] == '"8GiB" default'
     assert "num_cpu_blocks" not in shown
+
+
+def test_tiers_are_shown_as_they_were_written(run: Any) -> None:
+    assert run(ours(tiers=[{"url": "file:///a"}]))["tiers"] == '[{"url": "file:///a"}] written'
+    assert run(OURS)["tiers"] == "[] default"
 
 
 def test_what_is_written_is_shown_as_it_was_written(run: Any) -> None:

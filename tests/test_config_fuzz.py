@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safe_offload import plugin
 from safe_offload.config import OUTER_KEYS, VALID_KEYS, OffloadConfig
 from safe_offload.errors import ConfigError
+from safe_offload.tier_config import TIER_KEYS
 
 MESSAGE_LENGTH_MAX = 900
 
@@ -120,7 +121,36 @@ def test_whatever_is_written_works_or_is_answered_with_one_line(
 @given(key=st.sampled_from(VALID_KEYS), value=junk)
 def test_a_value_that_cannot_be_used_is_named_with_its_key(key: str, value: object) -> None:
     message = refusal({key: value})
-    assert message is None or message.startswith(f'kv_connector_extra_config["{key}"] = ')
+    start = f'kv_connector_extra_config["{key}"]'
+    assert message is None or message.startswith((f"{start} = ", f"{start}["))
+
+
+tier = st.fixed_dictionaries(
+    {},
+    optional={
+        "url": any_text
+        | junk
+        | st.builds("file://{}".format, any_text)
+        | st.builds("file:///{}".format, any_text)
+        | st.builds("{}://{}".format, any_text, any_text),
+        **{key: junk for key in TIER_KEYS if key != "url"},
+    },
+) | st.dictionaries(any_text | st.sampled_from(TIER_KEYS) | st.none() | st.integers(), junk)
+
+
+@settings(max_examples=400, deadline=None)
+@given(tiers=st.lists(tier, max_size=3))
+def test_whatever_is_written_of_tiers_works_or_is_answered_with_one_line(
+    tiers: list[dict[Any, Any]],
+) -> None:
+    message = refusal({"tiers": tiers})
+    if message is not None:
+        check_message(message, {"tiers": tiers})
+        assert message.startswith('kv_connector_extra_config["tiers"][')
+        return
+    for found in OffloadConfig.from_extra_config({"tiers": tiers}, world_size=1).tiers:
+        assert found.path.startswith("/")
+        assert found.path.strip("/")
 
 
 def nested(depth: int) -> list[Any]:

@@ -108,3 +108,52 @@ def test_in_a_further_api_server_the_memory_is_the_engines_already(listening, mo
 def test_engines_without_us_are_none_of_our_business(written, listening):
     engine_start.prepare_start(engine(written))
     assert not listening
+
+
+# ---- hashes that tiers need ----------------------------------------------------------------------
+
+TIERED = sized([{"url": "file:///mnt/nvme/kv"}], "tiers")
+
+
+def hashing(written: dict[str, Any], algorithm: str) -> SimpleNamespace:
+    config = engine(written)
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    return config
+
+
+@pytest.mark.parametrize("written", [TIERED, multi(OTHER, TIERED)])
+def test_with_tiers_the_default_hash_is_one_that_all_processes_share(written, listening, caplog):
+    caplog.set_level("INFO")
+    config = hashing(written, "sha256")
+    engine_start.prepare_start(config)
+    assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert "prefix_caching_hash_algo is sha256_cbor, not vLLM's default sha256" in caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+@pytest.mark.parametrize("written", [OURS, OTHER])
+def test_without_tiers_the_hash_stays_as_it_is(written, algorithm, listening):
+    config = hashing(written, algorithm)
+    engine_start.prepare_start(config)
+    assert config.cache_config.prefix_caching_hash_algo == algorithm
+
+
+def test_a_hash_of_pickles_is_refused_with_tiers(listening):
+    with pytest.raises(ConfigError, match="Fix: write --prefix-caching-hash-algo sha256_cbor"):
+        engine_start.prepare_start(hashing(TIERED, "xxhash"))
+    assert not listening
+
+
+def test_a_hash_with_a_random_seed_is_refused_with_tiers(listening, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
+        engine_start.prepare_start(hashing(TIERED, "xxhash_cbor"))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    engine_start.prepare_start(hashing(TIERED, "xxhash_cbor"))
+
+
+def test_a_further_api_server_settles_the_hash_too(listening, monkeypatch):
+    monkeypatch.setattr(engine_start.last_words, "is_another_listening", lambda: True)
+    config = hashing(TIERED, "sha256")
+    engine_start.prepare_start(config)
+    assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"

@@ -98,7 +98,7 @@ def examine(
     configs = _configs(written, vllm)
     pools = memory.pools_of(configs, vllm.engine, vllm.model)
     found += guarded("configuration", configuration.check_environment, machine.environment, vllm)
-    found += guarded("configuration", configuration.check_arguments, vllm)
+    found += guarded("configuration", configuration.check_arguments, vllm, configs)
     found += guarded("versions", versions.check_versions, vllm)
     found += guarded("versions", versions.check_gpu_packages, is_gpu)
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)

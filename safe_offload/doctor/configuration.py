@@ -10,7 +10,9 @@ from safe_offload.config import CAPACITY_KEYS, OffloadConfig
 from safe_offload.config_command import check, parse
 from safe_offload.doctor.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.doctor.vllm_facts import VllmFacts
+from safe_offload.engine_start import DEFAULT_HASH
 from safe_offload.errors import ConfigError
+from safe_offload.tier_config import SHARED_HASH, hash_problem
 from safe_offload.transfer_config import (
     CONNECTOR_MODULE,
     CONNECTOR_NAME,
@@ -138,8 +140,8 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
         yield ok(id, f"{wanted} and knows {CONNECTOR_NAME}")
 
 
-def check_arguments(vllm: VllmFacts) -> Iterator[Finding]:
-    """Check what vLLM says of all its arguments together."""
+def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
+    """Check what vLLM says of all its arguments together, and with our settings."""
     id = "configuration.arguments"
     problem = vllm.arguments_problem or vllm.engine_problem
     if problem:
@@ -165,6 +167,8 @@ def check_arguments(vllm: VllmFacts) -> Iterator[Finding]:
         )
     yield from _check_prefix_caching(vllm)
     yield from _check_hash(vllm.engine.hash_algorithm)
+    if any(config.tiers for config in configs):
+        yield _tier_hash(vllm.engine.hash_algorithm, has_seed=vllm.engine.has_hash_seed)
 
 
 def _check_prefix_caching(vllm: VllmFacts) -> Iterator[Finding]:
@@ -193,3 +197,19 @@ def _check_hash(algorithm: str) -> Iterator[Finding]:
             f"{ISOLATING_HASHES[0]}, unless you trust every client",
             f"remove --prefix-caching-hash-algo, or write {ISOLATING_HASHES[0]}",
         )
+
+
+def _tier_hash(algorithm: str, *, has_seed: bool) -> Finding:
+    id = "configuration.tier-hash"
+    if algorithm == DEFAULT_HASH:
+        algorithm = SHARED_HASH  # as the start does
+    problem = hash_problem(algorithm, has_seed=has_seed)
+    if problem is None:
+        return ok(id, f"other engines find what is in the tiers: by {algorithm}")
+    what, fix = problem
+    return error(
+        id,
+        f"prefix_caching_hash_algo is {algorithm}, which {what}",
+        'hashes that are the same in every process, which "tiers" need',
+        fix,
+    )

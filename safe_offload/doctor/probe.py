@@ -99,6 +99,8 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
 
 def _from_arguments(args: Any) -> dict[str, Any]:
     """What is known of an engine without its model."""
+    from safe_offload import compat
+
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     return {
         "prefix_caching": args.enable_prefix_caching is not False,
@@ -108,6 +110,7 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "num_local_ranks": num_ranks // (args.nnodes or 1),
         "num_local_engines": args.data_parallel_size_local or args.data_parallel_size,
         "other_offloading_gib": args.kv_offloading_size,
+        "has_hash_seed": compat.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 

@@ -29,6 +29,7 @@ class EngineFacts:
         num_local_ranks: of these on this machine.
         num_local_engines: data-parallel replicas on this machine.
         other_offloading_gib: `--kv-offloading-size`; None if it is not set.
+        has_hash_seed: hashes begin with the same seed in every process.
     """
 
     prefix_caching: bool
@@ -38,6 +39,7 @@ class EngineFacts:
     num_local_ranks: int
     num_local_engines: int
     other_offloading_gib: float | None
+    has_hash_seed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

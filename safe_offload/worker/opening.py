@@ -29,8 +29,9 @@ from safe_offload.worker.shared_memory import (
     share_memory,
 )
 from safe_offload.worker.threads import DirectionThreads, on_other_cores
-from safe_offload.worker.tiers.choice import Facts, OpenTier, open_tier
+from safe_offload.worker.tiers.choice import OpenTier, open_tier
 from safe_offload.worker.tiers.circuit import Circuit
+from safe_offload.worker.tiers.meaning import Meaning
 from safe_offload.worker.tiers.runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
@@ -78,8 +79,8 @@ class Opening:
         is_child: vLLM has started this process for the worker.
         open_backend: makes the copies for a KV cache.
         make_loop: makes the event loop of the transfers.
-        facts: returns what gives the bytes of this rank their meaning, once the model is loaded;
-            asked for only if there are tiers.
+        meaning_of: returns what the bytes of blocks mean, from their geometry and the first of the
+            ranks that hold the same; asked for only if there are tiers.
         open_tier: makes a tier, and what names its objects.
     """
 
@@ -90,7 +91,7 @@ class Opening:
     is_child: bool = False
     open_backend: OpenBackend = open_backend
     make_loop: Callable[[], Loop] = LoopThread
-    facts: Callable[[], Facts] = dict
+    meaning_of: Callable[[Geometry, int], Meaning]
     open_tier: OpenTier = open_tier
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
@@ -143,7 +144,7 @@ class Opening:
         if self.config.tiers:
             tiers = TierRunner(
                 self.rank,
-                self._open_tiers(backend.slot_bytes),
+                self._open_tiers(layout.geometry),
                 HostSlots(host, layout, backend),
                 loop,
                 share=share,
@@ -159,24 +160,39 @@ class Opening:
         )
         return transfers, tiers
 
-    def _open_tiers(self, slot_bytes: int) -> list[Circuit]:
+    def _open_tiers(self, geometry: Geometry) -> list[Circuit]:
         """Make the tiers, each with a namespace that follows from all that its bytes mean."""
         circuits = []
-        engine_facts = self.facts()
+        meaning = self.meaning_of(geometry, self.rank - self.rank % self.config.ranks_per_copy)
         for config in self.config.tiers:
-            own = {"namespace": config.namespace, "model_version": config.model_version}
-            facts = {**engine_facts, **own}
+            facts = meaning.facts_of(config)
+            tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
-            tier, namespace_of = self.open_tier(config, slot_bytes, facts)
-            circuits.append(
-                Circuit(
-                    tier,
-                    config,
-                    namespace_of,
-                    slot_bytes=slot_bytes,
-                    write_bytes_per_s=rate and rate / self.config.world_size,
-                )
+            circuit = Circuit(
+                tier,
+                config,
+                namespace_of,
+                slot_bytes=geometry.slot_bytes,
+                write_bytes_per_s=rate and rate / self.config.world_size,
             )
+            circuits.append(circuit)
+            limit = config.capacity_bytes
+            logger.info(
+                "Tier %d of rank %d is %s: %s, namespace %s.",
+                len(circuits),
+                self.rank,
+                tier.label,
+                "no limit" if limit is None else f"at most {format_bytes(limit)}",
+                namespace_of("").hex(),
+            )
+            if meaning.is_alone_in(config) and not self.rank:
+                logger.warning(
+                    "Nothing in tier %s is shared with other engines or found again after a "
+                    'restart: %s. If they are the same in every process, write "model_version" '
+                    "into the tier, and another one whenever they change.",
+                    tier.label,
+                    " and ".join(meaning.doubts),
+                )
         return circuits
 
     def _take_host_memory(

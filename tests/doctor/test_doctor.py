@@ -37,6 +37,7 @@ ENGINE = EngineFacts(
     num_local_ranks=2,
     num_local_engines=1,
     other_offloading_gib=None,
+    has_hash_seed=True,
 )
 MODEL = ModelFacts(
     block_bytes=2 * MIB,
@@ -371,6 +372,33 @@ def test_arguments_that_vllm_refuses(examine):
 
 def test_a_hash_that_can_be_made_to_collide(examine):
     assert only(examine(vllm=with_engine(hash_algorithm="xxhash"))).id == "configuration.hash"
+
+
+TIERS = [{"url": "file:///mnt/nvme/kv"}]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_hashes_that_other_engines_have_too(examine, algorithm):
+    found = examine(ours(tiers=TIERS), vllm=with_engine(hash_algorithm=algorithm))
+    assert not wrong(found)
+    told = next(f.found for f in found if f.id == "configuration.tier-hash")
+    assert "by sha256_cbor" in told, "the start replaces vLLM's default"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "has_seed", "fix"),
+    [
+        ("xxhash", True, "--prefix-caching-hash-algo sha256_cbor"),
+        ("xxhash_cbor", False, "PYTHONHASHSEED"),
+        ("sha256_cbor", False, "PYTHONHASHSEED"),
+    ],
+)
+def test_hashes_by_which_no_other_engine_finds_what_is_in_a_tier(examine, algorithm, has_seed, fix):
+    vllm = with_engine(hash_algorithm=algorithm, has_hash_seed=has_seed)
+    problem = wrong(examine(ours(tiers=TIERS), vllm=vllm))["configuration.tier-hash"]
+    assert problem.severity is Severity.ERROR
+    assert fix in problem.fix
+    assert "configuration.tier-hash" not in wrong(examine(vllm=vllm)), "without tiers it is fine"
 
 
 def test_two_sizes_of_which_one_counts(examine):

@@ -40,6 +40,7 @@ from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.loop_thread import new_event_loop
 from safe_offload.worker.opening import Opening, open_backend
 from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.tiers.meaning import Meaning
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, transfer
 from tests.worker.memory import is_closed
 from tests.worker.waiting import wait_until
@@ -99,6 +100,7 @@ class Worker:
             num_ranks_on_host=opening.pop("num_ranks_on_host", ranks_per_copy),
             open_backend=self._open_backend,
             make_loop=lambda: self.loop,
+            meaning_of=opening.pop("meaning_of", lambda geometry, copy_rank: Meaning({})),
             **opening,
         )
         self.bridge = WorkerBridge(self.opening)

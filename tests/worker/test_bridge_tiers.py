@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload.errors import SharingError
 from safe_offload.protocol import (
     EMPTY_PLAN,
     FailureReason,
@@ -19,7 +20,9 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
+from safe_offload.worker import opening as opening_module
 from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.tiers.meaning import Meaning
 from tests.worker.hand_tier import HandTier
 from tests.worker.memory import is_closed
 from tests.worker.test_bridge import BLOCKS, RANK, SLOT_BYTES, Worker
@@ -35,11 +38,12 @@ class TieredWorker(Worker):
     def __init__(self, **options: Any) -> None:
         self.tiers: dict[str, HandTier] = {}
         self.facts: list[dict[str, str]] = []
+        self.doubts: tuple[str, ...] = options.pop("doubts", ())
         extra = {"tiers": TIERS, **options.pop("extra", {})}
         super().__init__(
             extra=extra,
             open_tier=self._open_tier,
-            facts=lambda: {"model": "tiny"},
+            meaning_of=self._meaning_of,
             **options,
         )
 
@@ -48,6 +52,11 @@ class TieredWorker(Worker):
         self.facts.append(facts)
         tier = self.tiers[config.path] = HandTier(config.path)
         return tier, lambda word: repr((sorted(facts.items()), word)).encode()
+
+    def _meaning_of(self, geometry, copy_rank):
+        return Meaning(
+            {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}, self.doubts, "x"
+        )
 
     @property
     def near(self) -> HandTier:
@@ -117,14 +126,31 @@ def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
         {"url": "file:///far", "model_version": "7"},
     ]
     worker = make_worker(extra={"tiers": tiers}).register()
+    own = {"rank": str(RANK), "bytes": str(SLOT_BYTES)}
     assert worker.facts == [
-        {"model": "tiny", "namespace": "mine", "model_version": ""},
-        {"model": "tiny", "namespace": "", "model_version": "7"},
+        {**own, "namespace": "mine", "model_version": ""},
+        {**own, "namespace": "", "model_version": "7"},
     ]
     worker.step(StepPlan(spills=moved(1, [0], A)))
     worker.answered(1)
     names = [name for tier in worker.tiers.values() for name in tier.objects]
     assert len({name.namespace for name in names}) == 2
+
+
+def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, caplog):
+    tiers = [{"url": "file:///near"}, {"url": "file:///far", "model_version": "7"}]
+    worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",), rank=0).register()
+    assert ["engine" in facts for facts in worker.facts] == [True, False]
+    assert caplog.text.count("after a restart: who knows") == 1
+
+
+def test_ranks_that_hold_the_same_have_one_namespace(make_worker, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise SharingError("each has a copy of its own, of the same bytes")
+
+    monkeypatch.setattr(opening_module, "share_memory", refuse)
+    ranks = [make_worker(rank=rank, ranks_per_copy=2).register() for rank in (4, 5)]
+    assert [worker.facts[0]["rank"] for worker in ranks] == ["4", "4"]
 
 
 def test_without_tiers_every_message_fails_and_is_answered(make_worker):
