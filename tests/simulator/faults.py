@@ -82,8 +82,12 @@ class Faults:
                 self._due.append(fault)
 
     def _flip(self, fault: Fault) -> None:
-        """Flip a bit of what is kept, if anything is: what is being stored has no checksum yet."""
-        slots = self._contents.kept_slots()
+        """Flip a bit of what is kept, if anything is.
+
+        What is being stored has no checksum yet, and that of what is being spilled was compared.
+        """
+        spilled = self._slots.spilled()
+        slots = [slot for slot in self._contents.kept_slots() if slot not in spilled]
         if not slots:
             return
         chance = self._core.chance

@@ -35,6 +35,11 @@ class SlotChecker:
         if lease is not None:
             lease.release()
 
+    def spilled(self) -> set[int]:
+        """Slots that some rank may still be reading to write them to a tier."""
+        records = (record for _, record in self._ledger.open_tier_transfers())
+        return {slot for record in records if not record.is_fetch for slot in record.slot_ids}
+
     def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
         try:
             slots = original(count)
