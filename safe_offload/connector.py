@@ -36,6 +36,7 @@ from safe_offload.scheduler.events import KvEvents, make_events
 from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.scheduler.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.reach import Reaches
 from safe_offload.scheduler.slots import SlotPool
 from safe_offload.sides import Side
 from safe_offload.start_advice import advise
@@ -143,8 +144,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             min_load_tokens=config.min_load_tokens,
             num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
+            tiers=config.tiers,
         )
-        return lambda gpu: Planner(hits, gpu, options, self._counters)
+        reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
+        return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)
 
     def _make_worker(self) -> Side:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
@@ -203,7 +206,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See KVConnectorBase_V1; None only while another loads the same (see `sharing`)."""
+        """See KVConnectorBase_V1; None while another loads the same, or a tier may have more."""
         num_tokens = self.side.match(request, num_computed_tokens, self._clock())
         return num_tokens, bool(num_tokens)
 

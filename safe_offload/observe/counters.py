@@ -19,6 +19,7 @@ Observed = dict[str, dict[int, tuple[int, float]]]
 """By name of a histogram: how many values are in a bucket, by its index, and their sum."""
 
 _EVICTED = "Blocks overwritten by others, by whether they had ever been loaded."
+_DROPPED_SPILLS = "Blocks that were to be written to tiers and were not."
 _DROPPED = "Finished ids kept from vLLM's scheduler, which could not have acted on them."
 
 
@@ -79,6 +80,18 @@ class Count(Series, enum.ReprEnum):
         "unpaid_hits",
         "Hits not offered: computing their tokens is expected to be faster.",
     )
+    TIER_LOOKUPS = "tier_lookups", "Requests of which the tiers were asked for blocks."
+    TIER_WAITS_CUT = "tier_waits_cut", "Of tier_lookups, those waited for as long as allowed."
+    FETCHED_BLOCKS = "fetched_blocks", "Blocks that came from a tier and can be hit."
+    MISSED_BLOCKS = "missed_blocks", "Blocks that were to be fetched from a tier and did not come."
+    UNPAID_FETCH_TOKENS = (
+        "unpaid_fetch_tokens",
+        "Tokens not fetched from a tier: computing them is expected to be faster.",
+    )
+    ROOMLESS_BLOCKS = "roomless_blocks", "Blocks not fetched from a tier for want of host slots."
+    SPILLED_BLOCKS = "spilled_blocks", "Blocks of the host that are in all tiers from then on."
+    DROPPED_SPILLS_EVICTED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "evicted")
+    DROPPED_SPILLS_REFUSED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "refused")
     STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."
     DUPLICATE_REPORTS = "duplicate_reports", "Worker reports that came twice from one rank."
     DROPPED_UNKNOWN_IDS = "dropped_ids", _DROPPED, ("reason", "unknown")
@@ -103,7 +116,15 @@ def _failures(direction: str) -> dict[FailureReason, Series]:
 
 FAILED_LOADS = _failures("load")
 FAILED_STORES = _failures("store")
-COUNTERS: tuple[Series, ...] = (*Count, *FAILED_LOADS.values(), *FAILED_STORES.values())
+FAILED_FETCHES = _failures("fetch")
+FAILED_SPILLS = _failures("spill")
+COUNTERS: tuple[Series, ...] = (
+    *Count,
+    *FAILED_LOADS.values(),
+    *FAILED_STORES.values(),
+    *FAILED_FETCHES.values(),
+    *FAILED_SPILLS.values(),
+)
 """Everything that is counted."""
 
 
@@ -130,12 +151,24 @@ LOAD_SIZE_BYTES, STORE_SIZE_BYTES = _both("transfer_bytes", "Bytes of one copy o
 LOAD_WAIT_S = Series(
     "load_wait_seconds", "Time that a request waited for its load.", buckets=SECONDS
 )
+TIER_WAIT_S = Series(
+    "tier_wait_seconds", "Time that a request waited for tiers, of those that did.", buckets=SECONDS
+)
+PROBE_S = Series(
+    "probe_seconds", "Time from the plan that asks the tiers to all answers.", buckets=SECONDS
+)
+FETCH_S = Series(
+    "fetch_seconds",
+    "Time from the plan that fetches blocks for a request to the last of them.",
+    buckets=SECONDS,
+)
 HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load was begun.", buckets=TOKENS)
 HISTOGRAMS = {
     str(series): series
     for series in (
         *(LOAD_S, STORE_S, LOAD_QUEUED_S, STORE_QUEUED_S),
         *(LOAD_SIZE_BYTES, STORE_SIZE_BYTES, LOAD_WAIT_S, HIT_TOKENS),
+        *(TIER_WAIT_S, PROBE_S, FETCH_S),
     )
 }
 """Everything that is observed one by one, by name."""

@@ -165,6 +165,7 @@ class GpuBlocks:
     """
 
     def __init__(self, kv_cache_manager: Any) -> None:
+        self._coordinator = kv_cache_manager.coordinator
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._pool = kv_cache_manager.block_pool
         # Every other manager takes blocks out of a table that lives on: a window slides, a state
@@ -219,6 +220,13 @@ class GpuBlocks:
         Source: SingleTypeKVCacheManager.has_positionally_stable_blocks.
         """
         return bool(getattr(self._managers[group_idx], "has_positionally_stable_blocks", True))
+
+    def num_cached_tokens(self, request: Any) -> int:
+        """Return how many first tokens of a request vLLM's prefix cache has; changes nothing."""
+        found = self._coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        return int(found[1])
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether vLLM still keeps any block for this request id."""

@@ -170,6 +170,11 @@ class Costs:
         """Whether what steps and loads take decides anything."""
         return self._min_load_tokens is None
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether it is known what computing takes."""
+        return self.is_measuring and self.steps.num_samples >= SAMPLES_MIN
+
     def pays(self, offer: Offer) -> bool:
         """Whether a hit is to be offered, or another's load to be waited for."""
         if self._min_load_tokens is not None:
@@ -222,6 +227,104 @@ class Costs:
 def _rate(points: list[tuple[float, float]]) -> int:
     """Tokens a second at the largest size that was measured."""
     return round(points[-1][0] / points[-1][1]) if points and points[-1][1] > 0 else 0
+
+
+WAIT_SHARE = 0.1
+"""Of the time that computing takes: so much longer may a request take that waits for a tier."""
+WAIT_SLACK_S = 0.01
+
+NOTHING_FETCHED: dict[str, float] = {"fetch_bytes_per_second": 0, "fetch_latency_seconds": 0}
+
+
+class TierCosts:
+    """What probes and fetches have taken, and what follows from it.
+
+    Its state: the curves, by keys asked for and by slots filled, of the time from the plan that
+    names them to the one after their last report; how often it was refused; and the gauges, with
+    the number of fetches that they are of.
+
+    Args:
+        costs: of what computing and loading take.
+        num_tiers: the nearest first; a fetch counts for the farthest that it comes from.
+    """
+
+    def __init__(self, costs: Costs, num_tiers: int) -> None:
+        self._costs = costs
+        self._probes = Curve(is_cheap_beyond=True)
+        self._fetches = [Curve(is_cheap_beyond=True) for _ in range(num_tiers)]
+        self._num_refused = 0
+        self._gauges = NOTHING_FETCHED
+        self._gauges_of = 0
+
+    def __repr__(self) -> str:
+        return f"TierCosts({[curve.num_samples for curve in self._fetches]} fetches)"
+
+    def add_probe(self, num_keys: int, seconds: float) -> None:
+        """Note how long an answer took."""
+        self._probes.add(num_keys, seconds)
+
+    def add_fetch(self, tier: int, num_slots: int, seconds: float) -> None:
+        """Note how long a fetch took."""
+        self._fetches[tier - 1].add(num_slots, seconds)
+
+    def probe_pays(self, offer: Offer, num_slots: int) -> bool:
+        """Whether tiers are to be asked for what they would bring at best.
+
+        Args:
+            offer: what that is.
+            num_slots: that it fills.
+        """
+        return any(
+            self._pays(offer, fetch_s + self._probes.at(num_slots))
+            for fetch_s in [curve.at(num_slots) for curve in self._fetches]
+        )
+
+    def fetch_pays(self, offer: Offer, num_slots: int, tier: int) -> bool:
+        """Whether so many slots are to be filled from a tier, and hit then.
+
+        Now and then it is said of what does not pay too, to measure how fetches fare now.
+        """
+        if self._pays(offer, self._fetches[tier - 1].at(num_slots)):
+            return True
+        self._num_refused += self._costs.is_measuring
+        return self._num_refused % PROBE_EVERY == PROBE_EVERY - 1
+
+    def _pays(self, offer: Offer, tier_s: float) -> bool:
+        costs = self._costs
+        if not costs.is_measuring:
+            return costs.pays(offer)
+        if not costs.knows_steps:
+            return True
+        return tier_s + costs.load_s(offer) <= costs.compute_s(offer)
+
+    def wait_max_s(self, offer: Offer, share: float) -> float | None:
+        """Return how long a request may wait in all for what a tier could bring it.
+
+        It has the part that has come, and computes the rest if it goes on: so whenever a tier
+        stalls, the request takes little longer than without it.
+
+        Args:
+            offer: what the tier could bring.
+            share: the part of it that has come.
+
+        Returns:
+            None as long as it is not known what computing takes.
+        """
+        if not self._costs.knows_steps:
+            return None
+        return (share + WAIT_SHARE) * self._costs.compute_s(offer) + WAIT_SLACK_S
+
+    def gauges(self, slot_bytes: int) -> dict[str, float]:
+        """Return what was measured of the slowest tier; see `observe.metrics.GAUGES`."""
+        num_samples = sum(curve.num_samples for curve in self._fetches)
+        if num_samples != self._gauges_of:
+            self._gauges_of = num_samples
+            points = [curve.points for curve in self._fetches if curve.num_samples]
+            self._gauges = {
+                "fetch_bytes_per_second": slot_bytes * min(map(_rate, points)),
+                "fetch_latency_seconds": max(round(p[0][1], 6) for p in points),
+            }
+        return self._gauges
 
 
 class StepWatch:

@@ -123,6 +123,10 @@ class Directory:
             if slot not in self._being_stored
         }
 
+    def group_of(self, slot: int) -> int:
+        """Return the KV cache group of what a slot holds."""
+        return self._groups[slot]
+
     def all_keys(self) -> list[Key]:
         """Return all that is found, or being stored, under each of its keys."""
         return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]

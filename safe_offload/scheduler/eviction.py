@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
@@ -41,6 +42,21 @@ class EvictionPolicy(ABC):
         One that was leased already may be among them; it has been used once more. Slots from
         `evict` are leased without this call: what they will hold is new.
         """
+
+    @abstractmethod
+    def hold(self, slots: Iterable[int]) -> None:
+        """Take out slots whose content is read, which is no use of it (a spill).
+
+        One that was leased already may be among them.
+        """
+
+    @abstractmethod
+    def hurry(self, slots: Sequence[int], now_s: float) -> None:
+        """Let evictable slots go before all others, the first of them first."""
+
+    @abstractmethod
+    def peek(self, count: int) -> list[int]:
+        """Return up to `count` slots that are evicted next, the first to go first."""
 
     @abstractmethod
     def evict(self, count: int, now_s: float) -> list[int]:
@@ -93,6 +109,19 @@ class Lru(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._queue.remove(slots)
 
+    def hold(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        self._queue.remove(slots)
+
+    def hurry(self, slots: Sequence[int], now_s: float) -> None:
+        """See `EvictionPolicy`."""
+        self._queue.remove(slots)
+        self._queue.prepend(slots, now_s)
+
+    def peek(self, count: int) -> list[int]:
+        """See `EvictionPolicy`."""
+        return self._queue.peek(count)
+
     def evict(self, count: int, now_s: float) -> list[int]:
         """See `EvictionPolicy`."""
         return self._evicted(self._queue.take(count), now_s)
@@ -137,6 +166,22 @@ class Slru(EvictionPolicy):
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         self._take_out(list(slots), was_hit=True)
+
+    def hold(self, slots: Iterable[int]) -> None:
+        """See `EvictionPolicy`."""
+        slots = list(slots)
+        self._probation.remove(slots)
+        self._protected.remove(slots)
+
+    def hurry(self, slots: Sequence[int], now_s: float) -> None:
+        """See `EvictionPolicy`."""
+        self.hold(slots)
+        self._probation.prepend(slots, now_s)
+
+    def peek(self, count: int) -> list[int]:
+        """See `EvictionPolicy`; protected slots that are too many come after all others here."""
+        first = self._probation.peek(count)
+        return first + self._protected.peek(count - len(first))
 
     def evict(self, count: int, now_s: float) -> list[int]:
         """See `EvictionPolicy`."""
@@ -204,6 +249,26 @@ class _Queue:
         self._num_entries += len(slots)
         if self._num_entries > 2 * self._num_slots:
             self._sweep(4 * len(slots))
+
+    def prepend(self, slots: Sequence[int], released_s: float) -> None:
+        """Add slots to the front; the first of them is taken first."""
+        if not slots:
+            return
+        self._last_ticket = ticket = self._last_ticket + 1
+        for slot in slots:
+            self._tickets[slot] = ticket
+        self._swept.appendleft((ticket, released_s, list(reversed(slots))))
+        self._num_slots += len(slots)
+        self._num_entries += len(slots)
+
+    def peek(self, count: int) -> list[int]:
+        """Return the first slots, as `take` would."""
+        found: list[int] = []
+        for ticket, _, batch in chain(self._swept, self._batches):
+            if len(found) >= count:
+                break
+            found += [slot for slot in reversed(batch) if self._tickets[slot] == ticket]
+        return found[: max(0, count)]
 
     def remove(self, slots: Iterable[int]) -> None:
         tickets = self._tickets

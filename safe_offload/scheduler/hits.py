@@ -136,6 +136,20 @@ class FullAttentionInRuns(FullAttentionManager):
         return runs, num_tokens
 
 
+def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
+    """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
+    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    # It makes a pool of its own, which has no use: one block is the least.
+    config = replace(kv_cache_config, num_blocks=1)
+    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
+    compat.replace_full_attention(coordinator, FullAttentionInRuns)
+    coordinator.block_pool = pool
+    for manager in coordinator.single_type_managers:
+        manager.block_pool = pool
+        manager._null_block = NO_SLOT
+    return coordinator
+
+
 class HostHits:
     """Finds hits on the host; knows how the model's KV cache is cut into groups and blocks.
 
@@ -172,19 +186,14 @@ class HostHits:
         # after the GPU's hit is right only at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
         self.group_ids = compat.cacheable_group_ids(kv_cache_config)
-        # The coordinator makes a pool of its own, which has no use: one block is the least.
-        config = replace(kv_cache_config, num_blocks=1)
-        coordinator = compat.make_coordinator(vllm_config, config, block_size, self.hash_block_size)
-        compat.replace_full_attention(coordinator, FullAttentionInRuns)
-        coordinator.block_pool = _SlotsAsBlocks(self.directory, self.hash_block_size)
-        for manager in coordinator.single_type_managers:
-            manager.block_pool = coordinator.block_pool
-            manager._null_block = NO_SLOT
+        coordinator = coordinator_over(
+            _SlotsAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
+        )
         self._coordinator = coordinator
         self._full_group = compat.full_attention_group(coordinator, self.hash_block_size)
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
         self.is_plain = compat.has_plain_hits(coordinator, self.hash_block_size)
-        self.has_states = bool(compat.state_group_ids(config))
+        self.has_states = bool(compat.state_group_ids(kv_cache_config))
         self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
         self.retention_interval = compat.retention_interval(coordinator)
 

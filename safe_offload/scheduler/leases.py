@@ -20,6 +20,10 @@ class LeaseKind(enum.Enum):
     PREFIX = "prefix"
     """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool that
     is too small for all of it."""
+    FETCH = "fetch"
+    """Its slots are being filled from a tier, or were, for requests that have not matched yet."""
+    SPILL = "spill"
+    """Its slots are being written to a tier."""
 
 
 class Lease:
@@ -45,6 +49,14 @@ class Lease:
             del book._held[self]
             if self.slots:
                 book._pool.release(self.slots)
+
+    def put_back(self) -> None:
+        """Let go of all slots; those that nothing else leases are evicted before all others."""
+        slots = self.slots
+        if self._book is not None:
+            pool = self._book._pool
+            self.release()
+            pool.evict_first(slots)
 
     def keep(self, kind: LeaseKind, slots: list[int]) -> None:
         """Hold some of its slots for another reason, and let go of the others."""
@@ -100,6 +112,11 @@ class LeaseBook:
         """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free."""
         slots = self._pool.grant(count)
         return self._hold(kind, slots) if slots else None
+
+    def hold(self, kind: LeaseKind, slots: Sequence[int]) -> Lease:
+        """Lease slots that hold something, without that being a use of what they hold."""
+        self._pool.hold(slots)
+        return self._hold(kind, list(slots))
 
     def extend(self, lease: Lease, slots: Sequence[int]) -> None:
         """Add slots that hold something to a held lease."""

@@ -1,4 +1,4 @@
-"""Loads and stores, from their planning until every rank has reported them."""
+"""Transfers of all kinds, from their planning until every rank has reported them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from safe_offload.protocol import FailureReason
 
 if TYPE_CHECKING:
-    from safe_offload.protocol import Transfer
+    from safe_offload.protocol import Outcome, TierTransfer, Transfer
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.leases import Lease
     from safe_offload.scheduler.requests import RequestState
@@ -130,3 +130,73 @@ class Store(Pending):
         """No prefix is extended by what it keeps."""
         for part in self.parts:
             part.owners.clear()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TierPending(Pending):
+    """A fetch or a spill.
+
+    Attributes:
+        message: what the workers are told.
+        lease: its slots.
+        missing: places in its keys that some rank could not fetch, or not spill.
+    """
+
+    message: TierTransfer
+    lease: Lease
+    missing: set[int]
+
+    def settled(self, outcome: Outcome) -> bool:
+        """Note what a rank has reported; return whether it was the last one."""
+        self.missing.update(outcome.missing)
+        return self.reported(outcome.rank, outcome.failure)
+
+
+@dataclass(slots=True, eq=False)
+class Course:
+    """All that is fetched for one request at one time, so that it can be timed.
+
+    Attributes:
+        tier: the farthest that something comes from, counted from 1.
+        num_slots: that it fills.
+        num_left: fetches of it that have not ended.
+        is_whole: nothing of it was missing.
+        sent_s: when the plan was made that names it.
+    """
+
+    tier: int
+    num_slots: int
+    num_left: int
+    is_whole: bool = True
+    sent_s: float | None = None
+
+    def sent(self, now_s: float) -> None:
+        """A plan names it."""
+        self.sent_s = now_s
+
+    def ended(self, *, is_whole: bool) -> bool:
+        """A fetch of it has ended; return whether that was the last one."""
+        self.is_whole &= is_whole
+        self.num_left -= 1
+        return not self.num_left
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch(TierPending):
+    """A part of a course.
+
+    Attributes:
+        epoch: of the directory when it was planned; what comes after a reset is not published.
+        users: requests that wait for it, or for which it has come. Its lease is theirs.
+        first_token: of what it brings.
+    """
+
+    epoch: int
+    course: Course
+    users: set[RequestState]
+    first_token: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has got all of it."""
+        return not self.ranks_left and self.failure is None and not self.missing

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import allocated_block_ids, early_written_block_ids
@@ -30,6 +31,7 @@ from safe_offload.scheduler.sharing import WAIT_MAX_S
 from safe_offload.scheduler.store_eager import EagerStores
 from safe_offload.scheduler.store_lazy import LazyStores
 from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.tiers import NO_TIERS, TierMessages, TierOptions, Tiers
 from safe_offload.sides import Side
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.hits import HostHits
+    from safe_offload.scheduler.reach import Reaches
     from safe_offload.scheduler.store_policy import StorePolicy
+    from safe_offload.tier_config import TierConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -65,6 +69,8 @@ class PlannerOptions:
         transfer_timeout_s: no request waits longer for loads of others.
         min_load_tokens, num_step_tokens_max: see `cost.Costs`.
         num_steps_in_flight: see `cost.StepWatch`.
+        tiers: below host memory, the nearest first.
+        new_word: see `tiers.TierOptions`.
     """
 
     num_ranks: int
@@ -78,6 +84,8 @@ class PlannerOptions:
     min_load_tokens: int | None = 0
     num_step_tokens_max: int = 1
     num_steps_in_flight: int = 1
+    tiers: tuple[TierConfig, ...] = ()
+    new_word: Callable[[], str] = secrets.token_hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,7 @@ class Statistics:
         holders: requests that hold GPU blocks for a load.
         is_disabled: it only finishes what is in flight.
         contained_errors: since counts were taken last.
+        lookups, fetches, spills: of tiers.
     """
 
     requests: int
@@ -105,6 +114,9 @@ class Statistics:
     holders: int
     is_disabled: bool
     contained_errors: int
+    lookups: int = 0
+    fetches: int = 0
+    spills: int = 0
 
 
 class Planner(Side):
@@ -119,10 +131,16 @@ class Planner(Side):
         gpu: vLLM's blocks.
         options: see `PlannerOptions`.
         counters: what it does is counted here.
+        reaches: needed where there are tiers.
     """
 
     def __init__(
-        self, hits: HostHits, gpu: GpuBlocks, options: PlannerOptions, counters: Counters
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        options: PlannerOptions,
+        counters: Counters,
+        reaches: Reaches | None = None,
     ) -> None:
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
@@ -155,6 +173,12 @@ class Planner(Side):
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
+        self.tiers: Tiers | None = None
+        if reaches is not None and options.tiers:
+            what = TierOptions(options.tiers, num_ranks, options.slot_bytes, options.new_word)
+            self.tiers = Tiers(
+                reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
+            )
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
@@ -175,7 +199,15 @@ class Planner(Side):
             state = self.book.add(request)
             if self.events is not None:
                 self.events.seen(request)
+            if self.tiers is not None:
+                self._look_up(state)
         return state
+
+    def _look_up(self, state: RequestState) -> None:
+        """Ask the tiers for a new request, while it waits for its turn."""
+        assert self.tiers is not None
+        if not (self._is_disabled or state.request.skip_reading_prefix_cache):
+            self.tiers.see(state)
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
         """get_num_new_matched_tokens: report and lease the longest host hit (I1).
@@ -189,7 +221,8 @@ class Planner(Side):
 
         Returns:
             Number of tokens after those that can be loaded, 0 for none; None while a load of the
-            same blocks for another request is under way, which this one waits for.
+            same blocks for another request is under way, which this one waits for, or a tier is
+            asked for more.
         """
         state = self.book.find(request) or self.see(request)
         phase = state.phase
@@ -200,9 +233,13 @@ class Planner(Side):
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0
+        if self.tiers is not None and self.tiers.waits(state, num_computed_tokens, now_s):
+            return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
             self.policy.expect(num_computed_tokens + num_tokens)
+            if self.tiers is not None:
+                self.tiers.matched(state)
         return num_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -226,6 +263,8 @@ class Planner(Side):
             self.loads.run(state)
             state.move(Phase.RUNNING)
             self.policy.run(state)
+        if self.tiers is not None:
+            self.tiers.scheduled(state, is_running=num_external_tokens <= 0)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
@@ -258,6 +297,8 @@ class Planner(Side):
             self.book.finish(state)
             self.policy.end(state)
             self.stores.end(state)
+            if self.tiers is not None:
+                self.tiers.end(state)
             if self.events is not None:
                 self.events.ended(state.request)
 
@@ -287,13 +328,21 @@ class Planner(Side):
                 self._rescue(scheduler_output)
             self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
         before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        if not (before or after or fences or self.loads.has_news):
+        tiers = self._plan_tiers(now_s) if self.tiers is not None else None
+        if not (before or after or fences or self.loads.has_news or tiers):
             return EMPTY_PLAN
         plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)
+        if tiers is not None and self.tiers is not None:
+            plan = replace(plan, probes=tiers.probes, fetches=tiers.fetches, spills=tiers.spills)
+            self.tiers.sent(now_s)
         self.stores.sent()
         self.loads.sent(now_s)
         self.has_changed = True
         return plan
+
+    def _plan_tiers(self, now_s: float) -> TierMessages | None:
+        assert self.tiers is not None
+        return None if self._is_disabled else self.tiers.plan(now_s)
 
     def _count_waits(self, now_s: float) -> None:
         """Requests whose loads have landed since the last plan may run from now on."""
@@ -364,7 +413,11 @@ class Planner(Side):
                     output.finished_recving = {*received, load.owner.request.request_id}
         for store in complete:
             if isinstance(store, Store):
+                if self.tiers is not None:
+                    self.tiers.stored(store)
                 self.stores.settle(store)
+        if self.tiers is not None:
+            self.tiers.settle(report)
         for capacity in report.capacities:
             self._ranks.add_capacity(capacity)
         for facts in report.host_facts:
@@ -379,7 +432,8 @@ class Planner(Side):
         """Note what one rank has reported; return the transfer if it was the last rank."""
         transfer = self._find(outcome.transfer_id)
         if transfer is None:
-            self._counters[Count.STALE_REPORTS] += 1
+            if self.tiers is None or not self.tiers.note(outcome):
+                self._counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
@@ -400,6 +454,8 @@ class Planner(Side):
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
             self._is_disabled = True
+            if self.tiers is not None:
+                self.tiers.stop()
             if self.events is not None:
                 self.events.withdraw(self.hits.directory.all_keys())
 
@@ -422,9 +478,15 @@ class Planner(Side):
                 transfer = self._find(outcome.transfer_id)
                 if transfer is not None:
                     transfer.reported(outcome.rank, None)
+                elif self.tiers is not None:
+                    self.tiers.note(outcome)
         self.loads.give_up(self.book)
         self.stores.give_up()
-        self.leases.keep_only({*self.loads.leases, *self.stores.leases})
+        leases = {*self.loads.leases, *self.stores.leases}
+        if self.tiers is not None:
+            self.tiers.give_up()
+            leases.update(self.tiers.leases)
+        self.leases.keep_only(leases)
         if self.events is not None:
             self.events.withdraw(keys)
 
@@ -443,6 +505,8 @@ class Planner(Side):
         for state in self.book:
             self.loads.reset(state)
             self.stores.let_go_prefix(state)
+        if self.tiers is not None:
+            self.tiers.reset()
         self._pass_over()
 
     def _pass_over(self) -> None:
@@ -461,7 +525,9 @@ class Planner(Side):
         """
         if self.events is not None and self.events.is_pending:
             return True
-        return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)
+        if self._start_steps_left or self.stores.has_work or self.loads.has_work:
+            return True
+        return self.tiers is not None and self.tiers.has_work
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
@@ -469,6 +535,7 @@ class Planner(Side):
 
     def statistics(self) -> Statistics:
         """Return how it stands; see `Statistics`."""
+        tiers = self.tiers
         return Statistics(
             requests=self.book.num_live,
             leases=len(self.leases),
@@ -479,6 +546,9 @@ class Planner(Side):
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
             contained_errors=self._counters[Count.CONTAINED_ERRORS],
+            lookups=tiers.num_active if tiers is not None else 0,
+            fetches=len(tiers.fetches) if tiers is not None else 0,
+            spills=len(tiers.spills) if tiers is not None else 0,
         )
 
     def gauges(self) -> dict[str, float]:
@@ -494,6 +564,7 @@ class Planner(Side):
             "stores_in_flight": len(self.stores),
             "loads_in_flight": len(self.loads),
             **self.costs.gauges(),
+            **(NO_TIERS if self.tiers is None else self.tiers.gauges()),
         }
 
     @property
@@ -509,3 +580,5 @@ class Planner(Side):
         """
         self.leases.check_invariants()
         self.stores.check_invariants()
+        if self.tiers is not None:
+            self.tiers.check_invariants()

@@ -70,6 +70,16 @@ class SlotPool:
         return self.num_usable - len(self._empty)
 
     @property
+    def num_empty(self) -> int:
+        """Slots that hold nothing and can be granted."""
+        return len(self._empty)
+
+    @property
+    def num_free(self) -> int:
+        """What a grant can take."""
+        return len(self._empty) + len(self._evictable)
+
+    @property
     def num_retired(self) -> int:
         """Slots that are never granted again."""
         return len(self._retired)
@@ -114,6 +124,12 @@ class SlotPool:
             leased.update(slots)
         self._evictable.lease(slots)
 
+    def hold(self, slots: Sequence[int]) -> None:
+        """Add one lease to each slot, given once, which is no use of what they hold."""
+        self._more_leases.update(self._leased.intersection(slots))
+        self._leased.update(slots)
+        self._evictable.hold(slots)
+
     def release(self, slots: Sequence[int]) -> None:
         """Take one lease from each slot, given in prefix order.
 
@@ -145,6 +161,17 @@ class SlotPool:
             filled = [slot for slot in reversed(slots) if slot in hashes]
             self._evictable.release(filled, self._now_s)
             self._empty += [slot for slot in reversed(slots) if slot not in hashes]
+
+    def evict_first(self, slots: Sequence[int]) -> None:
+        """Let those of the slots that are evictable go before all others, in this order."""
+        hashes = self.directory.hashes
+        self._evictable.hurry(
+            [slot for slot in slots if slot in hashes and slot not in self._leased], self._now_s
+        )
+
+    def next_evicted(self, count: int) -> list[int]:
+        """Return up to so many evictable slots, those that go first, in their order."""
+        return self._evictable.peek(count)
 
     def forget(self, slots: Iterable[int]) -> None:
         """Never find these slots again; leases on them stay as they are."""

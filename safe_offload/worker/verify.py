@@ -1,5 +1,8 @@
 """Checksums of host slots: noted after every store and fetch, compared after a load's copy.
 
+A spill compares them too, before it is begun: a bit that has flipped must not go on to a tier, which
+would give it a checksum of its own.
+
 What changes between a look and its copy would be served. The load is not reported before the look
 is over, so that attention never reads what was found changed.
 """
@@ -63,6 +66,10 @@ class Verifier:
         """Note slots that came from elsewhere than a store; nothing may write them yet."""
         await self._threads.run(Direction.STORE, self._note, slot_ids)
 
+    async def changed(self, slot_ids: npt.NDArray[np.int64]) -> list[int]:
+        """Return those of some slots that are not what was noted; nothing may write them yet."""
+        return await self._threads.run(Direction.STORE, self._compare, slot_ids)
+
     def close(self) -> None:
         """Wait until nothing looks at host memory any more; a second call does nothing."""
         self._threads.close()
@@ -71,7 +78,9 @@ class Verifier:
         if copy.direction is Direction.STORE:
             self._note(copy.slot_ids)
             return []
-        slot_ids = np.unique(copy.slot_ids[transfer_id % self._every :: self._every])
+        return self._compare(np.unique(copy.slot_ids[transfer_id % self._every :: self._every]))
+
+    def _compare(self, slot_ids: npt.NDArray[np.int64]) -> list[int]:
         is_bad = self._backend.checksums(slot_ids) != self._kept[slot_ids]
         return [int(slot_id) for slot_id in slot_ids[is_bad]]
 

@@ -127,6 +127,8 @@ class Device:
     fails_loads: bool = False
     """Every load fails half way."""
     on_host_write: Callable[[int, int], None] = lambda rank, slot_id: None
+    on_tick: list[Callable[[], None]] = field(default_factory=list)
+    """What else goes on as time passes."""
     running: list[SimCopy] = field(default_factory=list)
     num_usable_slots: int = 0
     """Host slots that are ready."""
@@ -285,6 +287,8 @@ class Device:
             else:
                 draw = self.chance.bits("tick", self.rank, self.num_ticks, len(copy.pending))
                 self._move(copy, draw % (len(copy.pending) + 1))
+        for tick in self.on_tick:
+            tick()
 
     def _may_move(self, copy: SimCopy) -> bool:
         return self.num_executed >= copy.after and self.clock.now_s >= copy.stalled_until_s

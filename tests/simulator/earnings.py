@@ -24,15 +24,19 @@ class Floor:
         loaded: share of the loads that delivered.
         hit: share of the tokens that vLLM took as hits, of those that a GPU cache without end would
             have had and the GPU's own did not.
+        fetched: blocks fetched from tiers, for each block of tokens that was computed for the first
+            time.
     """
 
     stored: float
     loaded: float
     hit: float
+    fetched: float = 0.0
 
     def __str__(self) -> str:
         """As the command prints it."""
-        return f"stored {self.stored:.2f} loaded {self.loaded:.2f} hit {self.hit:.2f}"
+        said = f"stored {self.stored:.2f} loaded {self.loaded:.2f} hit {self.hit:.2f}"
+        return f"{said} fetched {self.fetched:.2f}" if self.fetched else said
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Earned:
         loads: all of them.
         tokens_hit: that vLLM wanted loaded.
         tokens_missing: that a GPU cache without end would have had, and the GPU's did not.
+        blocks_fetched: that every rank had from its tiers.
     """
 
     blocks_stored: int = 0
@@ -54,6 +59,7 @@ class Earned:
     loads: int = 0
     tokens_hit: int = 0
     tokens_missing: int = 0
+    blocks_fetched: int = 0
 
     def __add__(self, other: Earned) -> Earned:
         return Earned(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -64,6 +70,7 @@ class Earned:
             self.blocks_stored / max(self.blocks_computed, 1),
             self.loads_good / max(self.loads, 1),
             self.tokens_hit / max(self.tokens_missing, 1),
+            self.blocks_fetched / max(self.blocks_computed, 1),
         )
 
     def what_is_below(self, floor: Floor) -> str:
@@ -71,7 +78,7 @@ class Earned:
         found = self.shares()
         return ", ".join(
             f"{name} {getattr(found, name):.2f} of at least {getattr(floor, name):.2f}"
-            for name in ("stored", "loaded", "hit")
+            for name in ("stored", "loaded", "hit", "fetched")
             if getattr(found, name) < getattr(floor, name)
         )
 
@@ -155,4 +162,5 @@ class Earnings:
             blocks_stored=sum(len(transfer.block_ids) for transfer in stores),
             loads=sum(not record.is_store for record in records),
             loads_good=len(good) - len(stores),
+            blocks_fetched=sum(fetch.num_good for fetch in self._ledger.fetches.values()),
         )

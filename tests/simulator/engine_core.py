@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +21,17 @@ from safe_offload.compat import ranks_per_copy
 from safe_offload.config import OffloadConfig
 from safe_offload.worker.opening import Opened
 from safe_offload.worker.shared_memory import Share
+from safe_offload.worker.tiers.circuit import Circuit
+from safe_offload.worker.tiers.runner import TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend
 from tests.simulator.findings import Findings
+from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.model_runner import Batch, ModelRunner
 from tests.simulator.stepper import Stepper
+from tests.simulator.tiers import ObjectStore, RankTiers, SimSlots, namespace_of
 from tests.simulator.virtual_loop import Clock, VirtualLoop
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -53,9 +57,17 @@ class EngineCore(Stepper):
         shape: what it is made of.
         seed: decides when copies move and how far ranks lag behind.
         copy_ticks_max: how late copies may end.
+        stores: of its tiers, as many as the shape's settings name, nearest first.
     """
 
-    def __init__(self, shape: EngineShape, seed: int | str = 0, *, copy_ticks_max: int = 0) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        seed: int | str = 0,
+        *,
+        copy_ticks_max: int = 0,
+        stores: Sequence[ObjectStore] = (),
+    ) -> None:
         vllm_config, kv_cache_config = make_config(shape), make_kv_cache_config(shape)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.config = replace(
@@ -72,6 +84,8 @@ class EngineCore(Stepper):
         self.num_steps = 0
         self._hosts: dict[int, tuple[list[list[int | None]], npt.NDArray[np.uint64]]] = {}
         """Host memory and its checksums, by the first of the ranks that have it."""
+        self.stores = stores
+        self.tiers: list[RankTiers] = []
         with as_model_runner(shape):
             self.workers = [
                 self._make_worker(rank, copy_ticks_max) for rank in range(shape.num_ranks)
@@ -127,15 +141,43 @@ class EngineCore(Stepper):
         verifier = None
         if self.config.verify_every:
             verifier = Verifier(backend, SlowThreads(), self.config.verify_every, checksums)
+        share = Share.of_rank(rank, self.config.ranks_per_copy)
+        tiers = self._open_tiers(rank, device, loop, share, verifier)
         transfers = Transfers(
             backend,
             loop,
             self.config.max_inflight_bytes,
             timeout_s=self.config.transfer_timeout_s,
             verifier=verifier,
+            tiers=tiers,
         )
-        share = Share.of_rank(rank, self.config.ranks_per_copy)
-        return device, loop, Opened(transfers, backend, share, storage=None)
+        return device, loop, Opened(transfers, backend, share, None, tiers)
+
+    def _open_tiers(
+        self,
+        rank: int,
+        device: Device,
+        loop: SteppedLoop,
+        share: Share,
+        verifier: Verifier | None,
+    ) -> TierRunner | None:
+        self.tiers.append(RankTiers(self.stores, device, self.chance))
+        if not self.stores:
+            return None
+        holder = self.shape.holder_of(rank)
+        chance = self.chance.stream("breaker", rank).random
+        circuits = [
+            Circuit(
+                tier,
+                config,
+                functools.partial(namespace_of, holder),
+                slot_bytes=PAGE_BYTES,
+                chance=chance,
+            )
+            for tier, config in zip(self.tiers[rank].tiers, self.config.tiers, strict=True)
+        ]
+        slots = SimSlots(device)
+        return TierRunner(rank, circuits, slots, loop, share=share, verifier=verifier)
 
     # ---- what clients do -----------------------------------------------------------------------
 
@@ -305,6 +347,7 @@ class EngineCore(Stepper):
         """End the ranks' engines."""
         for worker in self.workers:
             worker.device.hold_copies = False
+            self.tiers[worker.rank].recover()
             worker.transfers.close(PATIENCE_S)
 
 

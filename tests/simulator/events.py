@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from tests.simulator.device import CopyFault
+from tests.simulator.tiers import TierFault
 
 
 class Moment(enum.Enum):
@@ -118,19 +119,21 @@ class Fault:
 
     Attributes:
         rank: where, if that matters.
-        number: of the copy on that rank, or of the step.
+        number: of the copy on that rank, of the operation of its tiers, or of the step.
         amount: slots, or steps.
     """
 
     name: str
-    kind: FaultKind | CopyFault
+    kind: FaultKind | CopyFault | TierFault
     rank: int
     number: int
     amount: int = 0
 
     def __str__(self) -> str:
         """One line of a trace."""
-        where = "copy" if isinstance(self.kind, CopyFault) else "step"
+        where = "step"
+        if not isinstance(self.kind, FaultKind):
+            where = "copy" if isinstance(self.kind, CopyFault) else "operation"
         return (
             f"{self.name}: {self.kind.value} on rank {self.rank} at {where} {self.number}, "
             f"amount {self.amount}"

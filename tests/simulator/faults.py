@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload.protocol import StepReport
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Fault, FaultKind
+from tests.simulator.tiers import TierFault
 
 if TYPE_CHECKING:
     from tests.simulator.checkers import Checkers
@@ -30,13 +31,15 @@ class Faults:
         self._slots = checkers.slots
         self._contents = checkers.contents
         self._ids = ids
-        self._by_step = [fault for fault in faults if not isinstance(fault.kind, CopyFault)]
+        self._by_step = [fault for fault in faults if isinstance(fault.kind, FaultKind)]
         self._give_back_at: list[int] = []
         self._withheld: dict[int, tuple[int, list[StepReport]]] = {}
         self._due: list[Fault] = []
         for fault in faults:
             if isinstance(fault.kind, CopyFault):
                 core.workers[fault.rank].device.faults[fault.number] = fault.kind
+            elif isinstance(fault.kind, TierFault):
+                core.tiers[fault.rank].faults.planned.append((fault.number, fault.kind))
         core.mutate_outputs.append(self._mutate)
 
     @property
@@ -54,6 +57,7 @@ class Faults:
         self._give_back_at.clear()
         for worker in self._core.workers:
             worker.device.recover()
+            self._core.tiers[worker.rank].recover()
 
     def before_step(self, now: int) -> None:
         """Faults that happen between two steps."""
@@ -78,8 +82,12 @@ class Faults:
                 self._due.append(fault)
 
     def _flip(self, fault: Fault) -> None:
-        """Flip a bit of what is kept, if anything is: what is being stored has no checksum yet."""
-        slots = self._contents.kept_slots()
+        """Flip a bit of what is kept, if anything is.
+
+        What is being stored has no checksum yet, and that of what is being spilled was compared.
+        """
+        spilled = self._slots.spilled()
+        slots = [slot for slot in self._contents.kept_slots() if slot not in spilled]
         if not slots:
             return
         chance = self._core.chance

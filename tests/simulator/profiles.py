@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
+from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import EngineShape
 
-FaultCounts = dict[FaultKind | CopyFault, int]
+AnyFault = FaultKind | CopyFault | TierFault
+FaultCounts = dict[AnyFault, int]
 
 COPY_FAULTS: FaultCounts = {CopyFault.FAIL: 4, CopyFault.REFUSE: 2, CopyFault.STALL: 2}
 PEER_FAULTS: FaultCounts = {
@@ -70,6 +73,8 @@ class Profile:
         copy_ticks_max: how late copies may end; a step is about six ticks.
         faults: most faults of each kind in one run.
         settles: faults and aborts end with the last request, and all must settle within a bound.
+        tiers: nearest first; the shape's settings name as many.
+        num_lives: how often the engine is started, each time on the tiers that the last left.
     """
 
     about: str
@@ -78,6 +83,30 @@ class Profile:
     copy_ticks_max: int = 12
     faults: FaultCounts = field(default_factory=dict)
     settles: bool = False
+    tiers: tuple[TierOptions, ...] = ()
+    num_lives: int = 1
+
+
+TIER_FAULTS: FaultCounts = {
+    TierFault.FAIL: 8,
+    TierFault.LOSE: 8,
+    TierFault.STALL: 6,
+    TierFault.HANG: 2,
+    TierFault.LIE: 8,
+    TierFault.TEAR: 8,
+    TierFault.SWAP: 6,
+    TierFault.EVICT: 6,
+}
+
+WAIT_S = 30
+"""How long a request may wait for tiers: steps in which nothing is computed take a second each."""
+
+
+def tier_settings(count: int = 1, **settings: Any) -> dict[str, Any]:
+    """Settings that name tiers; what they keep is the simulator's."""
+    usual = {"wait_s": WAIT_S, "timeout_s": 10}
+    urls = (f"file:///tier/{index}" for index in range(count))
+    return {"tiers": [{"url": url, **usual, **settings} for url in urls]}
 
 
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90, has_events=True)
@@ -225,5 +254,38 @@ PROFILES: dict[str, Profile] = {
         Workload(num_aborts=20, num_resets=6, num_reused_ids=8),
         copy_ticks_max=24,
         faults=ALL_FAULTS,
+    ),
+    "tiers": Profile(
+        "a host pool that evicts and a tier that keeps: two engines, one after the other",
+        EngineShape(num_slots=60, num_blocks=26, has_events=True, extra=tier_settings()),
+        Workload(num_requests=32, num_stems=8, num_steps=120),
+        tiers=(TierOptions(),),
+        num_lives=2,
+    ),
+    "tiers-hybrid-lazy": Profile(
+        "lazy_offload with a window and full attention, two ranks on a GPU, two tiers that evict",
+        replace(
+            _HYBRID,
+            num_blocks=40,
+            tensor_ranks=2,
+            is_async=True,
+            has_streams=True,
+            extra={"lazy_offload": True, "verify": "load", **tier_settings(2)},
+        ),
+        Workload(num_requests=32, num_stems=6, num_steps=120),
+        tiers=(TierOptions(ticks_max=6, num_objects_max=120), TierOptions(ticks_max=40)),
+        num_lives=2,
+    ),
+    "tiers-faults": Profile(
+        "tiers that fail, lie, tear, stall and hang, on two ranks, with resets and aborts",
+        EngineShape(
+            num_blocks=26, tensor_ranks=2, is_async=True, extra={**_STRICT, **tier_settings()}
+        ),
+        Workload(num_requests=32, num_stems=6, num_aborts=20, num_resets=6, num_reused_ids=8),
+        copy_ticks_max=24,
+        faults={**TIER_FAULTS, **COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
+        settles=True,
+        tiers=(TierOptions(ticks_max=24),),
+        num_lives=2,
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +18,13 @@ from tests.simulator.moments import Moments
 from tests.simulator.profiles import Profile
 from tests.simulator.settling import Settling
 from tests.simulator.swarm import profile_of
+from tests.simulator.tiers import ObjectStore
 from tests.simulator.trace import Trace
 from tests.simulator.workload import make_events
 
 STEPS_MAX = 5000
+WAKE_TICKS, WAKES_MAX = 500, 100
+"""More than any operation of a tier takes; more than there are, one after the other."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class Result:
         finding: None if every promise was kept.
         trace: one line for everything that happened.
         digest: of the same, without names of ours (see `Trace`).
+        num_steps: of all its lives.
         counts: of the connector.
         earned: what was stored, loaded and hit.
     """
@@ -38,12 +43,20 @@ class Result:
     profile: str
     seed: int
     events: list[Event]
-    finding: Finding | None
-    trace: list[str]
-    digest: str
-    num_steps: int
-    counts: dict[str, int] = field(default_factory=dict)
+    finding: Finding | None = None
+    trace: list[str] = field(default_factory=list)
+    digest: str = ""
+    num_steps: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     earned: Earned = field(default_factory=Earned)
+
+    def add(self, life: Run) -> None:
+        """What became of one more life of the engine."""
+        self.trace += life.trace.lines
+        self.digest += life.trace.digest
+        self.num_steps += life.core.num_steps
+        self.counts.update(life.core.counts)
+        self.earned += life.earnings.total()
 
 
 class Run:
@@ -53,10 +66,21 @@ class Run:
         profile: the kind of run.
         seed: which one.
         events: what happens in it.
+        stores: of its tiers, as an earlier engine left them; empty ones if not given.
     """
 
-    def __init__(self, profile: Profile, seed: int, events: Sequence[Event]) -> None:
-        self.core = EngineCore(profile.shape, seed, copy_ticks_max=profile.copy_ticks_max)
+    def __init__(
+        self,
+        profile: Profile,
+        seed: int | str,
+        events: Sequence[Event],
+        stores: Sequence[ObjectStore] | None = None,
+    ) -> None:
+        if stores is None:
+            stores = [ObjectStore(options) for options in profile.tiers]
+        self.core = EngineCore(
+            profile.shape, seed, copy_ticks_max=profile.copy_ticks_max, stores=stores
+        )
         self.checkers = Checkers(self.core)
         self.earnings = Earnings(self.core, self.checkers.ledger)
         self.trace = Trace(self.core)
@@ -108,9 +132,26 @@ class Run:
                 self.checkers.after_step()
             self._check_answers()
         self._check_answers()
+        self._wake()
         self.checkers.after_drain()
         if self._is_faultless:
             self.checkers.progress.check_all_went_well()
+
+    def _wake(self) -> None:
+        """An engine does not step for tiers that have been silent for long; what comes next does.
+
+        By then they have ended.
+        """
+        core = self.core
+        for number in range(WAKES_MAX):
+            if not list(self.checkers.ledger.open_tier_transfers()):
+                return
+            for _ in range(WAKE_TICKS):
+                for worker in core.workers:
+                    worker.loop.turn()
+                    worker.device.tick()
+            core.add(f"wake{number}", [1, 2], 1)
+            core.drain()
 
     def _send_due(self) -> None:
         for send in [send for send in self._sends if send.step < self._now]:
@@ -199,23 +240,21 @@ def run(
     if only is not None:
         kept = set(only)
         events = [event for event in events if event.name in kept]
-    current = Run(chosen, seed, events)
-    finding = None
-    try:
-        current.go()
-    except Finding as found:
-        finding = found
-    finally:
-        current.core.close()
-    core = current.core
-    return Result(
-        profile,
-        seed,
-        events,
-        finding,
-        current.trace.lines,
-        current.trace.digest,
-        core.num_steps,
-        dict(core.counts),
-        current.earnings.total(),
-    )
+    stores = [ObjectStore(options) for options in chosen.tiers]
+    result = Result(profile, seed, events)
+    for life in range(chosen.num_lives):
+        if life:
+            result.trace.append(f"---- life {life + 1}")
+            for store in stores:
+                store.restart()
+        current = Run(chosen, f"{seed}/life {life}" if life else seed, events, stores)
+        try:
+            current.go()
+        except Finding as found:
+            result.finding = found
+        finally:
+            current.core.close()
+        result.add(current)
+        if result.finding is not None:
+            break
+    return result

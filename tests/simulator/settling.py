@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 from tests.simulator.groups import BLOCK_TOKENS
@@ -10,6 +12,8 @@ TICKS_PER_STEP = 6
 """Of a device, about."""
 COPY_ROUNDS = 4
 """Copies that wait for one another in turn, at most, when the last request has been computed."""
+TIER_STEPS = 60
+"""In which a tier has taken what is still to be written to it."""
 
 
 class Settling:
@@ -37,7 +41,10 @@ class Settling:
                 end - request.num_tokens for end, request in zip(ends, requests, strict=True)
             )
             num_turns += sum(num_left) // BLOCK_TOKENS
-        self.steps_max = (
+        # A step in which nothing is computed takes a second.
+        wait_s = max((tier.wait_s + tier.timeout_s for tier in core.config.tiers), default=0.0)
+        tier_steps = math.ceil(wait_s) * num_turns + TIER_STEPS * len(core.stores)
+        self.steps_max = tier_steps + (
             copy_steps * (COPY_ROUNDS + num_turns)
             + sum(
                 -(-request.num_tokens // core.shape.max_batched_tokens)

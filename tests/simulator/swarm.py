@@ -16,7 +16,15 @@ from tests.simulator.chance import Chance, Item
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.profiles import PROFILES, FaultCounts, Profile, Workload
+from tests.simulator.profiles import (
+    PROFILES,
+    WAIT_S,
+    FaultCounts,
+    Profile,
+    Workload,
+    tier_settings,
+)
+from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import (
     EngineShape,
     as_model_runner,
@@ -39,12 +47,21 @@ FAULTS_MAX: FaultCounts = {
     FaultKind.FOREIGN_IDS: 40,
     FaultKind.FLIP: 30,
     FaultKind.SQUEEZE: 8,
+    TierFault.FAIL: 12,
+    TierFault.LOSE: 12,
+    TierFault.STALL: 12,
+    TierFault.HANG: 3,
+    TierFault.LIE: 12,
+    TierFault.TEAR: 12,
+    TierFault.SWAP: 12,
+    TierFault.EVICT: 12,
 }
 FINAL_FAULTS_MAX: FaultCounts = {
     CopyFault.KILL: 1,
     FaultKind.LOOP_DIES: 1,
     FaultKind.BREAK: 1,
     FaultKind.LOADS_FAIL: 2,
+    TierFault.DIE: 1,
 }
 """After one of these little is stored or loaded, so few runs have any."""
 
@@ -153,6 +170,7 @@ class _Draw:
     def profile(self) -> Profile:
         workload = self._workload()
         extra = self._extra()
+        tiers = self._tiers(extra) if self._is_on("tiers", 0.3) else ()
         faults = self._faults(extra) if self._is_on("faults", 0.625) else {}
         if faults and self._is_on("timeout", 0.25):  # which makes transfers fail
             extra["transfer_timeout_s"] = self._one_of((2, 10), "timeout s")
@@ -166,6 +184,8 @@ class _Draw:
             copy_ticks_max=self._one_of((0, 4, 12, 24, 40, 60), "copy ticks"),
             faults=faults,
             settles=True,
+            tiers=tiers,
+            num_lives=self._one_of((1, 2), "lives") if tiers else 1,
         )
 
     # ---- what clients do -----------------------------------------------------------------------
@@ -254,6 +274,25 @@ class _Draw:
             extra["check_invariants"] = True
         return extra
 
+    def _tiers(self, extra: dict[str, Any]) -> tuple[TierOptions, ...]:
+        count = self._one_of((1, 1, 2), "tiers")
+        settings: dict[str, Any] = {
+            "wait_s": self._one_of((0.05, 2, WAIT_S, WAIT_S), "tier wait"),
+            "timeout_s": self._one_of((1, 10), "tier timeout"),
+        }
+        if self._is_on("tier evicted"):
+            settings["store"] = "evicted"
+        if self._is_on("model version", 0.125):
+            settings["model_version"] = "1"
+        extra.update(tier_settings(count, **settings))
+        return tuple(
+            TierOptions(
+                ticks_max=self._one_of((0, 6, 12, 40, 400), "tier ticks", index),
+                num_objects_max=self._one_of((0, 0, 20, 60), "tier objects", index),
+            )
+            for index in range(count)
+        )
+
     def _sparse(self, shape: EngineShape) -> dict[str, Any]:
         """What only some groups know: what is kept of windows and states, where hits end."""
         sparse: dict[str, Any] = {}
@@ -289,6 +328,9 @@ class _Draw:
         if extra.get("verify") != "load":  # nothing else promises to notice a bit that flips
             kinds.pop(FaultKind.FLIP, None)
         final = {k: most for k, most in FINAL_FAULTS_MAX.items() if self._is_on(k.value, 0.125)}
+        if "tiers" not in extra:
+            kinds = {k: most for k, most in kinds.items() if not isinstance(k, TierFault)}
+            final = {k: most for k, most in final.items() if not isinstance(k, TierFault)}
         return {
             kind: self._chance.between(1, most, "most", kind.value)
             for kind, most in {**kinds, **final}.items()

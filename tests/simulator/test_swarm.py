@@ -24,10 +24,12 @@ from tests.simulator.swarm import (
     described,
     draw,
 )
+from tests.simulator.tiers import TierFault
 from tests.simulator.vllm_setup import EngineShape
 from tests.simulator.workload import make_events
 
 NUM_DRAWS = 300
+SIZES = {"transfer_timeout_s", "tiers"}
 NOT_DRAWN = {"connector", "max_model_len"}
 """Fields of a shape: another connector than ours, and what follows from the workload."""
 
@@ -48,7 +50,8 @@ def features(profile: Profile) -> set[str]:
         *(options(shape) - sizes - NOT_DRAWN),
         *kinds,
         f"{len(shape.groups)} groups",
-        *(f"{key}={value}" for key, value in shape.extra.items() if key != "transfer_timeout_s"),
+        *(f"{key}={value}" for key, value in shape.extra.items() if key not in SIZES),
+        *([f"{len(profile.tiers)} tiers"] if profile.tiers else []),
         *(kind.value for kind in profile.faults),
         *(["salts"] if workload.num_salts > 1 else []),
         *(["late copies"] if profile.copy_ticks_max > 12 else []),
@@ -86,7 +89,8 @@ def test_every_option_is_drawn() -> None:
     workloads = set().union(*(options(profile.workload) for profile in drawn))
     assert {option.name for option in fields(EngineShape)} - shapes <= NOT_DRAWN
     assert {option.name for option in fields(Workload)} == workloads
-    assert {kind for profile in drawn for kind in profile.faults} == {*CopyFault, *FaultKind}
+    faults = {kind for profile in drawn for kind in profile.faults}
+    assert faults == {*CopyFault, *FaultKind, *TierFault} - {TierFault.SUBVERT}
     keys = {key for profile in drawn for key in profile.shape.extra}
     assert keys == {
         "lazy_offload",
@@ -96,6 +100,7 @@ def test_every_option_is_drawn() -> None:
         "max_inflight_bytes",
         "transfer_timeout_s",
         "check_invariants",
+        "tiers",
     }
 
 

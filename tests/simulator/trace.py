@@ -85,6 +85,14 @@ class Trace:
                     tuple(transfer.block_ids),
                     tuple(transfer.slot_ids),
                 )
+        for probe in plan.probes:
+            facts = (probe.probe_id, tuple(probe.keys.group_ids), len(set(probe.keys.hashes)))
+            self.note(f"  probe {probe.probe_id}: {len(probe.keys)} keys", "probe", *facts)
+        for what, tier_transfers in (("fetch", plan.fetches), ("spill", plan.spills)):
+            for tier_transfer in tier_transfers:
+                transfer_id, slots = tier_transfer.transfer_id, tuple(tier_transfer.slot_ids)
+                line = f"  {what} {transfer_id}: slots {_ids(slots)}"
+                self.note(line, what, transfer_id, tuple(tier_transfer.keys.group_ids), slots)
         if plan.fences:
             self.note(f"  fence {_ids(plan.fences)}", "fence", tuple(plan.fences))
         if plan.failures:
@@ -110,6 +118,13 @@ class Trace:
                     for o in report.outcomes
                 ),
             )
+            missing = {(o.transfer_id, o.rank): o.missing for o in report.outcomes if o.missing}
+            for (transfer_id, rank), places in missing.items():
+                line = f"  of {transfer_id}@{rank} places {_ids(places)} are missing"
+                self.note(line, "missing", transfer_id, rank, places)
+        for presence in report.presences if isinstance(report, StepReport) else ():
+            line = f"  probe {presence.probe_id}@{presence.rank}: {_ids(presence.tiers)}"
+            self.note(line, "present", presence.probe_id, presence.rank, tuple(presence.tiers))
         before = _id_sets(output)
         original(output)
         after = _id_sets(output)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from tests.simulator.chance import Chance
 from tests.simulator.device import CopyFault
 from tests.simulator.events import Abort, Event, Fault, FaultKind, Moment, Reset, Send
-from tests.simulator.profiles import Profile
+from tests.simulator.profiles import AnyFault, Profile
+from tests.simulator.tiers import TierFault
 from tests.simulator.words import VOCABULARY
 
 NUM_FAULTY_COPIES = 200
 """Copies of a rank among which the faulty ones are chosen; small runs have about as many."""
+NUM_FAULTY_OPERATIONS = 120
+"""The same of its tiers."""
 
 
 def make_events(profile: Profile, seed: int) -> list[Event]:
@@ -110,16 +113,20 @@ def _make_resets(profile: Profile, chance: Chance) -> list[Event]:
 
 
 def _make_faults(profile: Profile, chance: Chance) -> list[Event]:
-    kinds: list[FaultKind | CopyFault] = []
+    kinds: list[AnyFault] = []
     for kind, most in profile.faults.items():
         kinds += [kind] * chance.between(0, most, "faults", kind.value)
-    limits = {True: NUM_FAULTY_COPIES, False: profile.workload.num_steps}
+    limits: dict[type[AnyFault], int] = {
+        CopyFault: NUM_FAULTY_COPIES,
+        TierFault: NUM_FAULTY_OPERATIONS,
+        FaultKind: profile.workload.num_steps,
+    }
     return [
         Fault(
             f"f{index}",
             kind,
             chance.below(profile.shape.num_ranks, "fault rank", index),
-            chance.below(limits[isinstance(kind, CopyFault)], "fault number", index),
+            chance.below(limits[type(kind)], "fault number", index),
             chance.between(1, 12, "fault amount", index),
         )
         for index, kind in enumerate(kinds)

@@ -316,6 +316,18 @@ def test_a_fetch_whose_checksums_cannot_be_noted_has_failed(make_rig, caplog):
     assert "no threads" in caplog.text
 
 
+def test_a_slot_whose_bytes_have_changed_is_not_spilled(make_rig, caplog):
+    class Verifier:
+        async def changed(self, slot_ids):
+            return [slot_id for slot_id in slot_ids.tolist() if slot_id in (4, 6)]
+
+    rig = make_rig(verifier=Verifier())
+    assert rig.spill(1, [3, 4, 5], A, B, C) == (1,)
+    assert rig.tier.objects.keys() == {name(A), name(C)}
+    assert rig.spill(2, [4, 6], A, B) == (0, 1)
+    assert "are not spilled" in caplog.text
+
+
 # ---- what tiers do wrong -------------------------------------------------------------------------
 
 LIES = [

@@ -365,6 +365,10 @@ class TierRunner:
 
     async def _spill(self, pending: Pending) -> None:
         places = pending.missing = list(pending.places)
+        if self._verifier is not None:
+            places = await self._unchanged(pending, self._verifier)
+        if not places:
+            return
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
         answers = await asyncio.gather(
             *(
@@ -378,7 +382,15 @@ class TierRunner:
             for place, result in zip(places, results or (), strict=False)
             if result in (Result.DONE, Result.PRESENT)
         ]
-        pending.missing = sorted(set(places).difference(taken))
+        pending.missing = sorted(set(pending.places).difference(taken))
+
+    async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
+        """Return the places of a spill whose slots hold what was stored in them."""
+        slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
+        bad = await verifier.changed(slot_ids)
+        if bad:
+            logger.warning("Slots %s are not what was stored in them, and are not spilled.", bad)
+        return [place for place in pending.places if pending.slot_ids[place] not in bad]
 
     def _settle(self, pending: Pending, failure: FailureReason | None = None) -> None:
         assert not pending.is_settled

@@ -16,6 +16,7 @@ from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.progress import ProgressChecker
 from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
+from tests.simulator.checkers.tiers import TierChecker
 from tests.simulator.checkers.waits import WaitChecker
 from tests.simulator.engine_core import EngineCore
 
@@ -34,6 +35,8 @@ class Checkers:
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
         self.events = EventChecker(core)
+        if core.stores:
+            self.tiers = TierChecker(core, self.ledger)
 
     def after_step(self) -> None:
         """What must hold between any two steps.

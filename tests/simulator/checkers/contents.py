@@ -1,4 +1,4 @@
-"""I6: what can be found on the host is what was computed for those tokens.
+"""I6: what can be found on the host is what was computed for those tokens; I10: from tiers too.
 
 That the forward reads the right words is checked by the model runner itself.
 """
@@ -10,9 +10,11 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.scheduler.hits import NO_SLOT
+from safe_offload.worker.tiers.base import Name
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
+from tests.simulator.tiers import StoredObject
 from tests.simulator.words import Sequel, place
 
 
@@ -35,6 +37,12 @@ class ContentChecker:
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
+        self._fetched: dict[int, int] = {}
+        """Slots that were filled from a tier last, and the epoch of what was written to them."""
+        self._epoch = 0
+        tiers = core.config.tiers
+        self._is_versioned = bool(tiers) and all(tier.model_version for tier in tiers)
+        """What was computed before a reset may be found again, in tiers."""
         self._handed_out: set[int] = set()
         """GPU blocks that vLLM's pool has given away since the last plan."""
         tap(core.pool, "get_new_blocks", self._see_new_blocks)
@@ -48,6 +56,9 @@ class ContentChecker:
         self._matching: Any = None
         for worker in core.workers:
             worker.device.on_host_write = self._see_host_write
+        for tier in (tier for rank in core.tiers for tier in rank.tiers):
+            tier.on_fetched, tier.epoch_of = self._see_fetched, self._epoch_of
+            tier.on_stored = self._see_stored
 
     def kept_slots(self) -> list[int]:
         """Slots that can be found."""
@@ -86,13 +97,20 @@ class ContentChecker:
     def _check_published(self, slot: int, group_idx: int, block_hash: bytes) -> None:
         # Larger blocks than hashes: vLLM joins the hashes, and the last says where the block ends.
         last_hash = block_hash[-32:]
+        if self._fetched.get(slot, self._epoch) != self._epoch and not self._is_versioned:
+            raise Finding("I10", f"slot {slot} is published with what is from before a reset")
         if last_hash not in self._prefixes:
-            raise Finding("I6", f"slot {slot} is published under a hash of no request")
+            detail = f"slot {slot} is published under a hash of no request"
+            raise Finding(self._promise(slot), detail)
         sequel, end = self._prefixes[last_hash]
         self._check(slot, group_idx, sequel, end, "is published")
 
     def _see_plan(self, original: Callable[..., StepPlan], scheduler_output: Any) -> StepPlan:
         plan = original(scheduler_output)
+        for fetch in plan.fetches:
+            self._fetched.update(dict.fromkeys(fetch.slot_ids, self._epoch))
+            self._flipped.difference_update(fetch.slot_ids)
+            self._stale.difference_update(fetch.slot_ids)
         self._see_stores(plan.stores_before_forward)
         self._old_blocks -= self._written(scheduler_output)
         self._see_stores(plan.stores_after_forward)
@@ -120,12 +138,14 @@ class ContentChecker:
         for transfer in transfers:
             for block_id, slot in zip(transfer.block_ids, transfer.slot_ids, strict=True):
                 self._flipped.discard(slot)
+                self._fetched.pop(slot, None)
                 if block_id in self._old_blocks:
                     self._stale.add(slot)
                 else:
                     self._stale.discard(slot)
 
     def _see_reset(self, original: Callable[[], bool]) -> bool:
+        self._epoch += 1
         self._stale.update(range(self._core.shape.num_slots))
         # What is hashed vLLM goes on using itself, if the GPU's cache was not reset too.
         blocks = self._core.scheduler.kv_cache_manager.block_pool.blocks
@@ -165,26 +185,54 @@ class ContentChecker:
                     self._check(slot, group_idx, sequel, end, "is a hit")
 
     def _check(self, slot: int, group_idx: int, sequel: Sequel, end: int, what: str) -> None:
-        group = self._core.shape.parsed_groups[group_idx]
         if slot in self._stale:
-            raise Finding("I6", f"slot {slot} {what} and was stored before the cache was reset")
+            detail = f"slot {slot} {what} and was stored before the cache was reset"
+            raise Finding(self._promise(slot), detail)
         if slot in self._flipped:
             return
         for worker in self._core.workers:
             words = worker.device.memory.host[slot]
-            bits = place(group_idx, self._core.shape.holder_of(worker.rank))
-            if group.kind == "mamba":
-                expected = sequel.words(bits, end - 1, end) * len(words)
-            else:
-                first = (end - 1) // group.block_tokens * group.block_tokens
-                expected = sequel.words(bits, first, end)
-            if words[: len(expected)] != expected:
+            holder = self._core.shape.holder_of(worker.rank)
+            if not self._are_right(words, group_idx, holder, sequel, end):
                 raise Finding(
-                    "I6",
+                    self._promise(slot),
                     f"slot {slot} {what} for positions up to {end - 1} of group {group_idx}, "
                     f"rank {worker.rank} does not hold their words",
                 )
 
+    def _are_right(
+        self, words: list[int | None], group_idx: int, holder: int, sequel: Sequel, end: int
+    ) -> bool:
+        """Whether these are the words of a block of a rank that ends where a prefix does."""
+        group, bits = self._core.shape.parsed_groups[group_idx], place(group_idx, holder)
+        if group.kind == "mamba":
+            return words == sequel.words(bits, end - 1, end) * len(words)
+        expected = sequel.words(bits, (end - 1) // group.block_tokens * group.block_tokens, end)
+        return words[: len(expected)] == expected
+
     def _see_host_write(self, rank: int, slot: int) -> None:
         if slot in self._index.directory.kept():
             self._core.findings.add("I6", f"rank {rank} overwrites slot {slot}, which can be found")
+
+    # ---- what comes from tiers and goes to them ------------------------------------------------
+
+    def _promise(self, slot: int) -> str:
+        return "I10" if slot in self._fetched else "I6"
+
+    def _see_fetched(self, rank: int, slot: int, stored: StoredObject) -> None:
+        if slot not in self._fetched:
+            self._core.findings.add("I10", f"rank {rank} fetches into slot {slot}, unplanned")
+        elif stored.flaw is None and stored.epoch < self._epoch:
+            self._fetched[slot] = min(stored.epoch, self._fetched[slot])
+
+    def _epoch_of(self, slot: int) -> int:
+        return self._epoch - (slot in self._stale)
+
+    def _see_stored(self, slot: int, name: Name, words: list[int | None]) -> None:
+        """What a tier has been given would be published by whoever finds it."""
+        if slot in self._flipped:
+            return
+        self._learn()
+        prefix = self._prefixes.get(name.block_hash[-32:])
+        if prefix is None or not self._are_right(words, name.group_idx, name.namespace[0], *prefix):
+            self._core.findings.add("I10", f"slot {slot} is spilled and is not what its name says")

@@ -7,7 +7,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.hits import Hit
-from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.ledger import Ledger, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
@@ -104,12 +104,11 @@ class HitChecker:
             guarded.update((slot, name) for slot in record.transfer.slot_ids)
         for transfer in plan.loads:
             guarded.update((slot, f"load {transfer.transfer_id}") for slot in transfer.slot_ids)
-        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
-            self._failed.difference_update(transfer.slot_ids)
-            for slot in transfer.slot_ids:
+        for name, slots in writes_of(plan):
+            self._failed.difference_update(slots)
+            for slot in slots:
                 if slot in guarded:
                     raise Finding(
                         "I1",
-                        f"store {transfer.transfer_id} writes slot {slot}, which belongs to "
-                        f"{guarded[slot]}",
+                        f"{name} writes slot {slot}, which belongs to {guarded[slot]}",
                     )

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from safe_offload.protocol import FailureReason, StepPlan, StepReport, Transfer
+from safe_offload.protocol import (
+    FailureReason,
+    Keys,
+    Outcome,
+    StepPlan,
+    StepReport,
+    TierTransfer,
+    Transfer,
+)
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
+
+
+def writes_of(plan: StepPlan) -> Iterator[tuple[str, Sequence[int]]]:
+    """What writes host slots, by name, and which."""
+    for store in (*plan.stores_before_forward, *plan.stores_after_forward):
+        yield f"store {store.transfer_id}", store.slot_ids
+    for fetch in plan.fetches:
+        yield f"fetch {fetch.transfer_id}", fetch.slot_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +58,34 @@ class Record:
         return any(reason is not None for reason in self.reported.values())
 
 
+@dataclass(slots=True, eq=False)
+class TierRecord:
+    """One fetch, spill or probe.
+
+    Attributes:
+        keys: what it is about.
+        slot_ids: what it writes or reads; none of a probe.
+        reported: what became of it, by rank, as the rank itself reported it; None of a probe.
+        told: ranks whose report has reached the scheduler side.
+    """
+
+    keys: Keys
+    slot_ids: tuple[int, ...]
+    is_fetch: bool
+    reported: dict[int, Outcome | None] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+
+    @property
+    def num_good(self) -> int:
+        """How many of its objects are in place on every rank that has reported."""
+        outcomes = [outcome for outcome in self.reported.values() if outcome is not None]
+        if any(outcome.failure for outcome in outcomes):
+            return 0
+        return len(self.keys) - len({place for one in outcomes for place in one.missing})
+
+
 class Ledger:
-    """All transfers of a run.
+    """All transfers of a run, and all questions to tiers.
 
     Which request a load belongs to is known from the blocks that vLLM gave to the request right
     before the plan was made.
@@ -55,6 +97,12 @@ class Ledger:
         self._open: dict[int, Record] = {}
         self._loads: dict[int, list[Record]] = {}
         self._told: list[Record] = []
+        self.fetches: dict[int, TierRecord] = {}
+        self.spills: dict[int, TierRecord] = {}
+        self.probes: dict[int, TierRecord] = {}
+        self._open_probes: dict[int, TierRecord] = {}
+        self._open_tiers: dict[int, TierRecord] = {}
+        """What the scheduler side has not heard of from all ranks."""
         self._allocated: dict[str, tuple[Any, set[int]]] = {}
         self.bad_slots: set[int] = set()
         """Slots that some rank has told the scheduler side to use no more."""
@@ -83,6 +131,15 @@ class Ledger:
             self._open_record(transfer, False, self._owner(transfer))
         for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
             self._open_record(transfer, True, None)
+        for probe in plan.probes:
+            if probe.probe_id in self.probes:
+                self._core.findings.add("I3", f"probe id {probe.probe_id} is used twice")
+            record = self.probes[probe.probe_id] = TierRecord(probe.keys, (), is_fetch=False)
+            self._open_probes[probe.probe_id] = record
+        for fetch in plan.fetches:
+            self._open_tier_transfer(fetch, is_fetch=True)
+        for spill in plan.spills:
+            self._open_tier_transfer(spill, is_fetch=False)
         self._allocated.clear()
         return plan
 
@@ -104,9 +161,23 @@ class Ledger:
         if request is not None:
             self._loads.setdefault(id(request), []).append(record)
 
+    def _open_tier_transfer(self, transfer: TierTransfer, *, is_fetch: bool) -> None:
+        transfer_id = transfer.transfer_id
+        record = TierRecord(transfer.keys, tuple(transfer.slot_ids), is_fetch)
+        if transfer_id in self._records or transfer_id in self.fetches | self.spills:
+            self._core.findings.add("I3", f"transfer id {transfer_id} is used twice")
+        (self.fetches if is_fetch else self.spills)[transfer_id] = record
+        self._open_tiers[transfer_id] = record
+
     def _see_report(self, original: Callable[[], StepReport | None]) -> StepReport | None:
         report = original()
+        for presence in report.presences if report is not None else ():
+            self._see_tier_report(self.probes[presence.probe_id], presence.rank, None)
         for outcome in report.outcomes if report is not None else ():
+            tier_record = self._tier_record(outcome.transfer_id)
+            if tier_record is not None:
+                self._see_tier_report(tier_record, outcome.rank, outcome)
+                continue
             record = self._records[outcome.transfer_id]
             if outcome.rank in record.reported:
                 self._core.findings.add(
@@ -125,14 +196,34 @@ class Ledger:
             return
         for bad in report.bad_slots:
             self.bad_slots.update(bad.slot_ids)
+        for presence in report.presences:
+            self._tell(self._open_probes, presence.probe_id, presence.rank)
         for outcome in report.outcomes:
-            record = self._records[outcome.transfer_id]
             if outcome.failure is FailureReason.NOT_RUNNING:
                 self.dead_ranks.add(outcome.rank)
+            if self._tier_record(outcome.transfer_id) is not None:
+                self._tell(self._open_tiers, outcome.transfer_id, outcome.rank)
+                continue
+            record = self._records[outcome.transfer_id]
             if not record.is_store:
                 record.told.add(outcome.rank)
                 if len(record.told) == self._core.shape.num_ranks:
                     self._told.append(record)
+
+    def _tier_record(self, transfer_id: int) -> TierRecord | None:
+        return self.fetches.get(transfer_id) or self.spills.get(transfer_id)
+
+    def _see_tier_report(self, record: TierRecord, rank: int, outcome: Outcome | None) -> None:
+        if rank in record.reported:
+            self._core.findings.add("I3", f"rank {rank} reports twice to tiers: {outcome}")
+        record.reported[rank] = outcome
+
+    def _tell(self, open_records: dict[int, TierRecord], number: int, rank: int) -> None:
+        record = open_records.get(number)
+        if record is not None:
+            record.told.add(rank)
+            if len(record.told) == self._core.shape.num_ranks:
+                del open_records[number]
 
     def has_heard_of_load(self, request: Any) -> bool:
         """Whether the scheduler side has heard from all ranks that a request's last load ended."""
@@ -152,6 +243,20 @@ class Ledger:
     def open_loads(self) -> Iterator[Record]:
         """Loads that some rank has not reported."""
         return (record for record in self._open.values() if not record.is_store)
+
+    def open_tier_transfers(self) -> Iterator[tuple[int, TierRecord]]:
+        """Fetches and spills of which the scheduler side has not heard from all ranks."""
+        return iter(self._open_tiers.items())
+
+    def asks_tiers_for(self, hashes: set[bytes]) -> bool:
+        """Whether an answer of a rank to a probe or a fetch of one of these is still to come.
+
+        Blocks that are larger than those of the hashes are known by several, joined: the last one
+        says where they end.
+        """
+        fetches = (record for record in self._open_tiers.values() if record.is_fetch)
+        records = (*self._open_probes.values(), *fetches)
+        return any(block_hash[-32:] in hashes for r in records for block_hash in r.keys.hashes)
 
     def loads_of(self, request: Any) -> list[Record]:
         """All loads of a request, the last one last."""

@@ -60,6 +60,11 @@ class ProgressChecker:
             if record.has_failed:
                 reasons = {rank: reason for rank, reason in record.reported.items() if reason}
                 raise Finding("I7", f"transfer {record.transfer.transfer_id} failed: {reasons}")
+        tier_records = {**self._ledger.fetches, **self._ledger.spills}
+        for transfer_id, tier_record in tier_records.items():
+            failures = {rank: one.failure for rank, one in tier_record.reported.items() if one}
+            if any(failures.values()):
+                raise Finding("I7", f"tier transfer {transfer_id} failed: {failures}")
 
     def check(self) -> None:
         """Something moves."""

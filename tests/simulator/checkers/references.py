@@ -77,6 +77,8 @@ class ReferenceChecker:
                 len(worker.transfers.statistics().pending_ids) for worker in core.workers
             ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
+            "fetches and spills": len(list(self._ledger.open_tier_transfers())),
+            "operations of tiers": sum(len(rank.running()) for rank in core.tiers),
         }
         if planner.has_work or any(left.values()):
             what_is_left = ", ".join(f"{count} {what}" for what, count in left.items() if count)

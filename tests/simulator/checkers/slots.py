@@ -7,7 +7,7 @@ from typing import Any
 
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.leases import Lease, LeaseKind
-from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.ledger import Ledger, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
@@ -35,6 +35,11 @@ class SlotChecker:
         if lease is not None:
             lease.release()
 
+    def spilled(self) -> set[int]:
+        """Slots that some rank may still be reading to write them to a tier."""
+        records = (record for _, record in self._ledger.open_tier_transfers())
+        return {slot for record in records if not record.is_fetch for slot in record.slot_ids}
+
     def _see_grant(self, original: Callable[[int], list[Any]], count: int) -> list[Any]:
         try:
             slots = original(count)
@@ -50,9 +55,12 @@ class SlotChecker:
         for record in self._ledger.open_stores():
             name = f"store {record.transfer.transfer_id}"
             taken.update((slot, name) for slot in record.transfer.slot_ids)
+        for transfer_id, tier_record in self._ledger.open_tier_transfers():
+            name = f"{'fetch' if tier_record.is_fetch else 'spill'} {transfer_id}"
+            taken.update((slot, name) for slot in tier_record.slot_ids)
         num_slots = min(worker.device.num_usable_slots for worker in self._core.workers)
-        for transfer in (*plan.stores_before_forward, *plan.stores_after_forward):
-            for slot in transfer.slot_ids:
+        for name, slots in writes_of(plan):
+            for slot in slots:
                 if not 0 <= slot < num_slots:
                     raise Finding("I5", f"slot {slot} lies outside some rank's usable host memory")
                 if slot in self._ledger.bad_slots:
@@ -60,6 +68,6 @@ class SlotChecker:
                 if slot in taken:
                     raise Finding(
                         "I5",
-                        f"store {transfer.transfer_id} writes slot {slot}, which {taken[slot]} has",
+                        f"{name} writes slot {slot}, which {taken[slot]} has",
                     )
-                taken[slot] = f"store {transfer.transfer_id}"
+                taken[slot] = name

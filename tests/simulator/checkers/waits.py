@@ -1,5 +1,7 @@
 """I7: a request waits for another's load only while that load brings what it lacks, and not long.
 
+I9: it waits for tiers only while they are asked for what it lacks, and in all at most its bound.
+
 What is looked at is vLLM's own: its requests, their states, their tokens.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from safe_offload.scheduler.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
@@ -16,6 +19,8 @@ from tests.simulator.findings import Finding
 
 WAIT_MAX_S = 10.0
 """A request waits no longer over its whole life, nor longer than a transfer may."""
+IDLE_ASKS_MAX = 3
+"""How often a request is told to wait in a row, and no tier is asked for anything of it."""
 
 
 @dataclass(slots=True)
@@ -26,21 +31,28 @@ class _Waiter:
         request: kept, so that its address is nobody else's.
         waits_for: the load that it waits for is one of these; empty if it does not wait.
         had: loads that it has certainly waited for before.
+        is_for_tiers: it waits for tiers, if it does not wait for a load.
         asked_s: when it was asked about last, while it waits.
-        waited_s: in all.
+        waited_s: in all, for loads or for either.
+        waited_for_tiers_s: in all, while there was no load to wait for.
+        num_idle_asks: in a row.
     """
 
     request: Any
     waits_for: set[tuple[int, int]] = field(default_factory=set)
     had: set[tuple[int, int]] = field(default_factory=set)
+    is_for_tiers: bool = False
     asked_s: float = 0.0
     waited_s: float = 0.0
+    waited_for_tiers_s: float = 0.0
+    num_idle_asks: int = 0
 
     def end(self) -> None:
         """It waits no more for what it waited for."""
         if len(self.waits_for) == 1:
             self.had |= self.waits_for
         self.waits_for = set()
+        self.is_for_tiers = False
 
 
 class WaitChecker:
@@ -51,6 +63,7 @@ class WaitChecker:
         self._ledger = ledger
         self._waiters: dict[int, _Waiter] = {}
         self._wait_max_s = min(WAIT_MAX_S, core.config.transfer_timeout_s)
+        self._tier_wait_max_s = max((tier.wait_s for tier in core.config.tiers), default=0.0)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
 
     def _see_match(
@@ -61,6 +74,8 @@ class WaitChecker:
         now_s = self._core.clock.now_s
         if waiter.waits_for:
             waiter.waited_s += now_s - waiter.asked_s
+        if waiter.is_for_tiers:
+            waiter.waited_for_tiers_s += now_s - waiter.asked_s
         waiter.asked_s = now_s
         if answer[0] is None:
             self._check(waiter, num_computed_tokens)
@@ -70,18 +85,40 @@ class WaitChecker:
 
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
-        if waiter.waited_s > self._wait_max_s:
+        if waiter.waited_for_tiers_s > self._tier_wait_max_s:
+            raise Finding("I9", f"{name} has waited {waiter.waited_for_tiers_s:.1f} s for tiers")
+        # While there is a load to wait for it may wait for that, or for a tier.
+        if waiter.waited_s > self._wait_max_s + self._tier_wait_max_s:
             raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")
         loads = set(self._loads_of_the_same(waiter.request, num_computed_tokens))
-        if not loads:
-            raise Finding("I7", f"{name} waits, and no load brings what it lacks")
         if loads & waiter.waits_for:
             waiter.waits_for &= loads
             return
+        is_for_tiers = waiter.is_for_tiers
         waiter.end()
         waiter.waits_for = loads - waiter.had
-        if not waiter.waits_for:
+        if waiter.waits_for:
+            return
+        if self._core.stores:
+            self._check_waits_for_tiers(waiter, is_again=is_for_tiers)
+        elif loads:
             raise Finding("I7", f"{name} waits twice for the same load")
+        else:
+            raise Finding("I7", f"{name} waits, and no load brings what it lacks")
+
+    def _check_waits_for_tiers(self, waiter: _Waiter, *, is_again: bool) -> None:
+        waiter.is_for_tiers = True
+        hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
+        # Or it waits for room, which those have whose blocks are fetched, or were.
+        side = self._core.connector.side
+        has_room = side.hits.slots.num_free and not any(
+            lease.kind is LeaseKind.FETCH for lease in side.leases
+        )
+        is_idle = has_room and not self._ledger.asks_tiers_for(hashes)
+        waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
+        if waiter.num_idle_asks > IDLE_ASKS_MAX:
+            name = waiter.request.request_id
+            raise Finding("I9", f"{name} waits for tiers, which are not asked for what it lacks")
 
     def _loads_of_the_same(
         self, request: Any, num_computed_tokens: int

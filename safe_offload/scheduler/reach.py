@@ -1,0 +1,166 @@
+"""How far host memory and tiers together could bring a request, by vLLM's own hit rules.
+
+A hit is what host memory has (`hits.py`). A reach is what it could become if everything were
+fetched that the tiers have. The same rules decide both, so that windows, states and chunks need
+none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safe_offload.scheduler.hits import NO_SLOT, HostHits, coordinator_over
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from safe_offload.scheduler.directory import Directory
+
+Present = tuple[dict[bytes, int], ...]
+"""For each KV cache group, the blocks that tiers have, by their hashes: which of them, from 1."""
+
+
+class FarBlock(NamedTuple):
+    """A block that only tiers have.
+
+    Attributes:
+        first_token: of the request.
+        tier: the nearest that has it, counted from 1.
+    """
+
+    first_token: int
+    group_idx: int
+    block_hash: bytes
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A run of tokens that host memory and tiers have, after those that the GPU has.
+
+    Attributes:
+        num_tokens: length of the run.
+        far: blocks of it that only tiers have, in the order of their tokens.
+        slots: of its other blocks, those included that are being filled.
+    """
+
+    num_tokens: int
+    far: list[FarBlock]
+    slots: list[int]
+
+
+class _ReachAsBlocks:
+    """The part of vLLM's `BlockPool` that its hit rules use; a far block is its own hash."""
+
+    null_block = NO_SLOT
+
+    def __init__(self, directory: Directory, hash_block_size: int) -> None:
+        self.hash_block_size = hash_block_size
+        self._tables = directory.tables
+        self.present: Present = ()  # of the search that goes on
+
+    def find(self, group_idx: int, block_hash: bytes) -> int | bytes | None:
+        """Return the slot that has a block or is being filled with it; its hash if it is far."""
+        slot = self._tables[group_idx].get(block_hash)
+        if slot is None and block_hash in self.present[group_idx]:
+            return block_hash
+        return slot
+
+    def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int | bytes]:
+        """Return what `find` finds, up to the first block that is nowhere."""
+        table, present = self._tables[group_idx], self.present[group_idx]
+        run: list[int | bytes] = []
+        for block_hash in hashes:
+            slot = table.get(block_hash)
+            if slot is not None:
+                run.append(slot)
+            elif block_hash in present:
+                run.append(block_hash)
+            else:
+                break
+        return run
+
+    def get_cached_block(
+        self, block_hash: bytes, group_ids: Iterable[int]
+    ) -> list[int | bytes] | None:
+        """Return the block of each group; None if one of them has none."""
+        found = []
+        for group_idx in group_ids:
+            block = self.find(group_idx, block_hash)
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def find_runs(
+        self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
+    ) -> tuple[list[int | bytes], ...]:
+        """Return the first blocks of each group, as many as all groups have."""
+        runs = tuple(self.find_run(group_idx, block_hashes) for group_idx in group_ids)
+        num_blocks = min(map(len, runs))
+        for run in runs:
+            del run[num_blocks:]
+        return runs
+
+
+class Reaches:
+    """Finds reaches; it keeps nothing from one search to the next.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: the scheduler's view of the GPU KV cache.
+        hits: what the host has, and how the KV cache is cut.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hits: HostHits
+    ) -> None:
+        self._hits = hits
+        self._pool = _ReachAsBlocks(hits.directory, hits.hash_block_size)
+        self._coordinator = coordinator_over(self._pool, vllm_config, kv_cache_config)
+
+    def find(
+        self,
+        block_hashes: Sequence[bytes],
+        num_computed_tokens: int,
+        end_max: int,
+        present: Present,
+    ) -> Reach | None:
+        """Find the longest run of tokens from `num_computed_tokens` on; see `HostHits.find_hit`."""
+        hits = self._hits
+        if num_computed_tokens % hits.alignment_tokens:
+            return None
+        remaining = block_hashes[num_computed_tokens // hits.hash_block_size :]
+        num_tokens_max = end_max - num_computed_tokens
+        if not remaining or num_tokens_max <= 0:
+            return None
+        self._pool.present = present
+        by_group: tuple[list[Any], ...]
+        if hits.is_plain:
+            run = self._pool.find_run(0, remaining[: num_tokens_max // hits.hash_block_size])
+            by_group, num_tokens = (run,), len(run) * hits.hash_block_size
+        else:
+            by_group, num_tokens = self._coordinator.find_longest_cache_hit(
+                remaining, num_tokens_max
+            )[:2]
+        if not 0 < num_tokens <= num_tokens_max:
+            return None
+        far: list[FarBlock] = []
+        slots: list[int] = []
+        for group_idx, blocks in enumerate(by_group):
+            size, tiers = hits.group_block_sizes[group_idx], present[group_idx]
+            for index, block in enumerate(blocks):
+                if isinstance(block, bytes):
+                    first_token = num_computed_tokens + index * size
+                    far.append(FarBlock(first_token, group_idx, block, tiers[block]))
+                elif block != NO_SLOT:
+                    slots.append(block)
+        if len(by_group) > 1:
+            far.sort()
+        return Reach(num_tokens, far, slots)
+
+    def __repr__(self) -> str:
+        return f"Reaches({self._hits!r})"
