@@ -328,10 +328,10 @@ class Tiers:
         if num_far > self._hits.slots.num_empty:
             held = self._leases.lease(LeaseKind.FETCH, list(dict.fromkeys(reach.slots)))
         room = max(0, self.fetches.num_slots_left)
-        if num_far > room:
+        while reach is not None and len(reach.far) > room:
             end_max = reach.far[room].first_token
             reach = self._reaches.find(hashes, num_computed_tokens, end_max, present)
-        if reach is not None and self._gains(lookup, reach, first_token, room):
+        if reach is not None and num_computed_tokens + reach.num_tokens > first_token:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far - len(reach.far)
             self._fetch(lookup, reach, first_token)
         elif room:
@@ -341,11 +341,6 @@ class Tiers:
             lookup.finds_no_room()
         if held is not None:
             held.release()
-
-    def _gains(self, lookup: LookUp, reach: Reach, first_token: int, room: int) -> bool:
-        """Whether a reach brings a request further than the host, and there is room for it."""
-        is_further = lookup.num_computed_tokens + reach.num_tokens > first_token
-        return is_further and len(reach.far) <= room
 
     def _pays(self, lookup: LookUp, reach: Reach, first_token: int) -> bool:
         """Whether a reach is worth being fetched."""
