@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport, TierFacts
-from safe_offload.scheduler.cost import KEPT_SAMPLES
+from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.tier_config import TierConfig
 from tests.counts import num_failed
 from tests.scheduler.tier_rig import WAIT_S, TierRig
@@ -509,6 +509,35 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig
     rig.check_idle()
 
 
+def test_who_is_next_gets_the_room_of_who_comes_later(make_tiers: MakeTierRig) -> None:
+    """What has come for the last in the queue stays on the host, and can go if it must."""
+    first = make_tiers()
+    first.start()
+    for number in range(2):
+        first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
+    rig = make_tiers(tier=first.tier, num_slots=32, max_seqs=1)
+    rig.start()
+    running = rig.add("long", rig.prompt(3, 9), max_tokens=40)
+    rig.add("later", rig.prompt(33, 0))
+    rig.step_until(lambda: rig.counts["fetched_blocks"] == 8)
+    assert rig.planner.gauges()["leased_slots"] >= 8
+    late = rig.add("soon", rig.prompt(33, 1))
+    rig.step()
+    rig.step()
+    assert len(rig.fetches) == 1, "no room"
+    queue = rig.scheduler.waiting
+    queue.remove_requests([late])
+    queue.prepend_request(late)
+    rig.abort(running.request_id)
+    rig.step()
+    rig.step()
+    assert len(rig.fetches) == 2
+    rig.drain()
+    assert rig.counts["hit_tokens"] == 64
+    assert rig.counts["fetched_blocks"] == 16
+    rig.check_idle()
+
+
 def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers: MakeTierRig) -> None:
     rig = make_warm(make_tiers, num_slots=40)
     keys = keys_of(rig)
@@ -876,6 +905,18 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: Ma
         rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert not rig.probes, "at best it would not pay"
+    rig.check_idle()
+
+
+def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> None:
+    rig = make_measured(make_tiers, token_s=1.0)
+    for _ in range(8):
+        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 100.0)
+    for number in range(PROBE_EVERY):
+        rig.planner.hits.slots.forget_all()
+        rig.forget_gpu_cache()
+        rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=1)
+    assert len(rig.fetches) == 1
     rig.check_idle()
 
 
