@@ -49,11 +49,10 @@ def job(model: Path, kind: ModelKind, tier: Path, **extra: Any) -> Job:
         kv_transfer_config=connector(tiers=[{"url": f"file://{tier}"}], **extra),
         turns=ABC,
         prefix_caching_hash_algo=HASHES,
-        force_prefix_caching=kind == "deepseek",
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_an_engine_finds_what_the_last_one_stored(
     kind: ModelKind, model: GetModel, tmp_path: Path
 ) -> None:
@@ -68,6 +67,37 @@ def test_an_engine_finds_what_the_last_one_stored(
     num_hit = num_hit_tokens(2000)
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.tokens == first.tokens
+
+
+def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_path: Path) -> None:
+    """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
+
+    The first engine is asked twice, and has the second answers from its own prefix cache.
+    """
+    num_prompt_tokens, block_size = 993, 16
+    num_blocks = num_pool_blocks("deepseek", num_prompt_tokens, block_size=block_size)
+
+    def make(turns: tuple[str, ...], num_blocks: int) -> Job:
+        return make_job(
+            model("deepseek"),
+            num_blocks=num_blocks,
+            kv_transfer_config=connector(tiers=[{"url": f"file://{tmp_path}/tier"}]),
+            turns=turns,
+            num_prompt_tokens=num_prompt_tokens,
+            block_size=block_size,
+            max_num_batched_tokens=2048,  # vLLM has no chunked prefill for MLA there
+            force_prefix_caching=True,
+            prefix_caching_hash_algo=HASHES,
+        )
+
+    (first,) = run(tmp_path / "first", make((*ABC, *ABC), 4 * num_blocks))
+    (second,) = run(tmp_path / "second", make(ABC, num_blocks))
+    num_hit = num_hit_tokens(num_prompt_tokens, block_size)
+    assert [answer.num_gpu for answer in first.answers] == [0, 0, 0, num_hit, num_hit, num_hit]
+    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.tokens == first.tokens[3:]
+    second.check_no_trouble()
+    second.check_everything_is_free()
 
 
 def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
@@ -86,9 +116,9 @@ def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
     *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "100", "--prefix-caching-hash-algo", HASHES),
+    *("--num-gpu-blocks-override", "50", "--prefix-caching-hash-algo", HASHES),
 )
-PROMPTS = make_prompts(NUM_TOKENS)
+PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 
 
 def make_server(model: Path, tier: Path, folder: Path) -> HttpServer:
@@ -101,11 +131,11 @@ def make_server(model: Path, tier: Path, folder: Path) -> HttpServer:
     return HttpServer(model, arguments, folder, ENVIRONMENT)
 
 
-def ask_all(server: HttpServer) -> dict[str, list[int]]:
-    """The greedy tokens of A, B and C."""
+def ask(server: HttpServer, names: str = "ABC") -> dict[str, list[int]]:
+    """The greedy tokens of some prompts."""
     answers = {}
-    for name, prompt in PROMPTS.items():
-        body = {"model": "model", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    for name in names:
+        body = {"model": "model", "prompt": PROMPTS[name], "max_tokens": 4, "temperature": 0}
         body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
         answers[name] = server.post("/v1/completions", body)["choices"][0]["token_ids"]
     return answers
@@ -118,38 +148,30 @@ def hit_tokens(server: HttpServer) -> float:
 def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
     model: GetModel, tmp_path: Path, tmpfs: Path
 ) -> None:
-    folder = model("llama")
-    first = make_server(folder, tmpfs / "kv", tmp_path / "first")
-    beside = make_server(folder, tmpfs / "kv", tmp_path / "beside")
-    num_hit = 3 * num_hit_tokens(NUM_TOKENS)
+    """A, B, C are computed by one server, D by another one; then a directory that vanishes."""
+    tier = tmpfs / "kv"
+    first = make_server(model("llama"), tier, tmp_path / "first")
+    beside = make_server(model("llama"), tier, tmp_path / "beside")
+    num_hit = num_hit_tokens(NUM_TOKENS)
     with first, beside:
         first.wait_until_healthy()
         beside.wait_until_healthy()
-        expected = ask_all(first)
+        expected = ask(first)
         assert hit_tokens(first) == 0
-        wait_until_quiet(tmpfs / "kv")
-        assert ask_all(beside) == expected
-        assert hit_tokens(beside) == num_hit, "what the one computed, the other one answers"
+        wait_until_quiet(tier)
+        assert ask(beside) == expected
+        assert hit_tokens(beside) == 3 * num_hit, "what the one computed, the other one answers"
+        expected |= ask(beside, "D")
+        wait_until_quiet(tier)
         first.stop()  # SIGTERM
-        with first:
-            first.wait_until_healthy()
-            assert ask_all(first) == expected
-            assert hit_tokens(first) == num_hit, "after SIGTERM"
-            beside.kill()  # SIGKILL
-            with beside:
-                beside.wait_until_healthy()
-                assert ask_all(beside) == expected
-                assert hit_tokens(beside) == num_hit, "after SIGKILL"
-
-
-def test_a_directory_that_vanishes_is_a_miss(model: GetModel, tmp_path: Path, tmpfs: Path) -> None:
-    """The mount is gone in the middle: everything is answered, and right."""
-    server = make_server(model("llama"), tmpfs / "kv", tmp_path / "server")
-    with server:
-        server.wait_until_healthy()
-        expected = ask_all(server)
-        wait_until_quiet(tmpfs / "kv")
-        shutil.rmtree(tmpfs / "kv")
-        server.post("/reset_prefix_cache")
-        assert ask_all(server) == expected
-        assert server.metrics().get("vllm:safe_offload_contained_errors_total", 0) == 0
+        beside.kill()  # SIGKILL
+    with first:
+        first.wait_until_healthy()
+        assert ask(first, "ABCD") == expected
+        assert hit_tokens(first) == 4 * num_hit
+        shutil.rmtree(tier)
+        expected |= ask(first, "E")
+        assert ask(first, "ABCDE") == expected
+        assert first.is_healthy()
+        for name in ("contained_errors", "transfer_failures", "checksum_mismatches"):
+            assert first.metrics().get(f"vllm:safe_offload_{name}_total", 0) == 0, name
