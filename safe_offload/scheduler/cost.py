@@ -280,12 +280,11 @@ class TierCosts:
         )
 
     def fetch_pays(self, offer: Offer, num_slots: int, tier: int) -> bool:
-        """Whether so many slots are to be filled from a tier, and hit then.
+        """Whether so many slots are to be filled from a tier, and hit then."""
+        return self._pays(offer, self._fetches[tier - 1].at(num_slots))
 
-        Now and then it is said of what does not pay too, to measure how fetches fare now.
-        """
-        if self._pays(offer, self._fetches[tier - 1].at(num_slots)):
-            return True
+    def tries_all_the_same(self) -> bool:
+        """Whether to fetch what does not pay, which is done now and then to measure it anew."""
         self._num_refused += self._costs.is_measuring
         return self._num_refused % PROBE_EVERY == PROBE_EVERY - 1
 

@@ -46,6 +46,7 @@ class LookUp:
     Attributes:
         number: those of earlier requests are lower.
         is_asked: vLLM has asked about the request since the look-up began.
+        is_trial: it is not expected to pay, and measures whether that is still so.
         is_roomless: there was no slot for what it wants.
         num_computed_tokens: that the GPU's prefix cache had when it was looked at last.
         first_token, end_token: of what tiers may bring, or do.
@@ -61,6 +62,7 @@ class LookUp:
     stage: Stage = Stage.IDLE
     is_asked: bool = False
     is_roomless: bool = False
+    is_trial: bool = False
     num_computed_tokens: int = 0
     first_token: int = 0
     end_token: int = 0
@@ -82,9 +84,17 @@ class LookUp:
             )
         self.stage = stage
 
-    def begin(self, num_computed_tokens: int, span: tuple[int, int], wait_max_s: float) -> None:
+    def begin(
+        self,
+        num_computed_tokens: int,
+        span: tuple[int, int],
+        wait_max_s: float,
+        *,
+        is_trial: bool,
+    ) -> None:
         """Tiers may bring the tokens of a span."""
         self.is_asked = self.is_roomless = False
+        self.is_trial = is_trial
         self.num_computed_tokens, self.wait_max_s = num_computed_tokens, wait_max_s
         self.first_token, self.end_token = span
 

@@ -86,8 +86,12 @@ class Spills:
         if store.failure is not None or store.epoch != self._directory.epoch or self._evicted_only:
             return
         for part in store.parts:
+            slots = part.lease.slots
+            evicted = self._queue.keys() & slots  # what they held before
+            if evicted:
+                self._counters[Count.DROPPED_SPILLS_EVICTED] += len(evicted)
             keys = zip(repeat(part.blocks.group_idx), part.blocks.hashes)
-            self._queue.update(zip(part.lease.slots, keys, strict=False))
+            self._queue.update(zip(slots, keys, strict=False))
 
     def known(self, slots: Iterable[int]) -> None:
         """What these slots hold came from a tier, or was offered to all."""

@@ -174,10 +174,14 @@ class Tiers:
         num_tokens = end_max - first_token
         num_left = request.num_tokens - num_computed_tokens - num_tokens
         num_slots = hits.num_blocks_held(num_tokens)
+        is_trial = False
         if not self.costs.probe_pays(Offer(num_tokens, num_left), num_slots):
-            lookup.end()
-            return
-        lookup.begin(num_computed_tokens, (first_token, end_max), self._wait_max_s)
+            is_trial = self.costs.tries_all_the_same()
+            if not is_trial:
+                lookup.end()
+                return
+        span = first_token, end_max
+        lookup.begin(num_computed_tokens, span, self._wait_max_s, is_trial=is_trial)
         if any(wanted):
             self._counters[Count.TIER_LOOKUPS] += 1
             lookup.ask(self.probes.ask(wanted, state))
@@ -322,16 +326,18 @@ class Tiers:
         if reach is None or not self._pays(lookup, reach, first_token):
             self._finish(lookup)
             return
+        if lookup.is_asked and len(reach.far) > self.fetches.num_slots_left:
+            self._take_back()
         # The host's part of it must not go for the rest; from now on it is the last to go.
         held = None
         num_far = len(reach.far)
         if num_far > self._hits.slots.num_empty:
             held = self._leases.lease(LeaseKind.FETCH, list(dict.fromkeys(reach.slots)))
         room = max(0, self.fetches.num_slots_left)
-        if num_far > room:
+        while reach is not None and len(reach.far) > room:
             end_max = reach.far[room].first_token
             reach = self._reaches.find(hashes, num_computed_tokens, end_max, present)
-        if reach is not None and self._gains(lookup, reach, first_token, room):
+        if reach is not None and num_computed_tokens + reach.num_tokens > first_token:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far - len(reach.far)
             self._fetch(lookup, reach, first_token)
         elif room:
@@ -342,10 +348,11 @@ class Tiers:
         if held is not None:
             held.release()
 
-    def _gains(self, lookup: LookUp, reach: Reach, first_token: int, room: int) -> bool:
-        """Whether a reach brings a request further than the host, and there is room for it."""
-        is_further = lookup.num_computed_tokens + reach.num_tokens > first_token
-        return is_further and len(reach.far) <= room
+    def _take_back(self) -> None:
+        """Let what has come for requests go that vLLM does not ask about yet; it stays for now."""
+        for lookup in self._lookups.values():
+            if lookup.stage is Stage.OVER and lookup.fetches and not lookup.is_asked:
+                self._let_go(lookup)
 
     def _pays(self, lookup: LookUp, reach: Reach, first_token: int) -> bool:
         """Whether a reach is worth being fetched."""
@@ -356,7 +363,8 @@ class Tiers:
         shared = self.fetches.under_way(reach.slots)
         num_slots = len(reach.far) + sum(len(fetch.lease.slots) for fetch in shared)
         offer = Offer(num_tokens, lookup.state.request.num_tokens - end_token)
-        if self.costs.fetch_pays(offer, num_slots, _farthest(reach, shared)):
+        pays = self.costs.fetch_pays(offer, num_slots, _farthest(reach, shared))
+        if pays or lookup.is_trial or self.costs.tries_all_the_same():
             return True
         self._counters[Count.UNPAID_FETCH_TOKENS] += num_tokens
         return False

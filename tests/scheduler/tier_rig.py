@@ -6,7 +6,7 @@ would report. What it brings are the words that some engine has spilled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -78,6 +78,7 @@ class TierRig(Rig):
         self.fetches: list[TierTransfer] = []
         self.spills: list[TierTransfer] = []
         self._asked: list[tuple[int, str, Any]] = []
+        self._free: list[Any] = []
         self.mutate_outputs.append(self._report)
         self.after_report: Callable[[StepReport], StepReport] = lambda report: report
 
@@ -97,10 +98,16 @@ class TierRig(Rig):
         output.kv_connector_metadata = EMPTY_PLAN if rest == EMPTY_PLAN else rest
         return output
 
+    def answer(self, messages: Sequence[Any]) -> None:
+        """Let these be answered with the next report, although their kind is held."""
+        self._free += messages
+
     def _report(self, number: int, outputs: list[Any]) -> None:
-        held = [asked for asked in self._asked if asked[1] in self.tier.held]
-        due = [asked for asked in self._asked if asked[1] not in self.tier.held]
-        self._asked = held
+        def is_held(asked: tuple[int, str, Any]) -> bool:
+            return asked[1] in self.tier.held and asked[2] not in self._free
+
+        due = [asked for asked in self._asked if not is_held(asked)]
+        self._asked = [asked for asked in self._asked if is_held(asked)]
         for rank, kind, message in due:
             answer = self._answer(rank, kind, message)
             self.add_report(outputs[rank], answer)
