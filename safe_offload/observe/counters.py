@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from typing import Self
 
 from safe_offload.protocol import FailureReason
+from safe_offload.tier_config import MAX_TIERS
 
 Label = tuple[str, str]
 """Name and value."""
@@ -171,6 +172,71 @@ HISTOGRAMS = {
     )
 }
 """Everything that is observed one by one, by name."""
+
+
+class TierSeries:
+    """What is counted and observed of one tier, by all ranks together.
+
+    Args:
+        number: its place among the tiers, from 1; the label `tier`.
+    """
+
+    def __init__(self, number: int) -> None:
+        tier = ("tier", str(number))
+        self.read_objects = Series("tier_read_objects", "Blocks read from a tier.", tier)
+        self.read_bytes = Series("tier_read_bytes", "Bytes of blocks read from a tier.", tier)
+        self.written_objects = Series("tier_written_objects", "Blocks written to a tier.", tier)
+        self.written_bytes = Series("tier_written_bytes", "Bytes written to a tier.", tier)
+        self.evicted_objects = Series(
+            "tier_evicted_objects", "Objects deleted because a tier had reached its capacity.", tier
+        )
+        doc = "Blocks that a tier was asked for and that did not come, by reason."
+        self.misses = {
+            reason: Series("tier_misses", doc, tier, ("reason", reason)) for reason in TIER_MISSES
+        }
+        doc = "Blocks that were not written to a tier, by reason; not those that were there."
+        self.dropped_spills = {
+            reason: Series("tier_dropped_spills", doc, tier, ("reason", reason))
+            for reason in TIER_DROPS
+        }
+        self.seconds = {
+            operation: Series(
+                "tier_call_seconds",
+                "Time of one call to a tier on one rank.",
+                tier,
+                ("operation", operation),
+                buckets=SECONDS,
+            )
+            for operation in ("probe", "fetch", "spill")
+        }
+        doc = "Bytes that a tier holds, those of other engines included, as far as it knows."
+        self.stored_bytes = Series("tier_stored_bytes", doc, tier)
+        self.capacity_bytes = Series("tier_capacity_bytes", "What a tier may hold.", tier)
+        doc = "1 while a tier is left alone because it fails."
+        self.is_out = {
+            operation: Series("tier_is_out", doc, tier, ("operation", operation))
+            for operation in ("read", "write")
+        }
+
+    @property
+    def counters(self) -> tuple[Series, ...]:
+        """Return what is counted."""
+        return (
+            *(self.read_objects, self.read_bytes, self.written_objects, self.written_bytes),
+            *(self.evicted_objects, *self.misses.values(), *self.dropped_spills.values()),
+        )
+
+    @property
+    def gauges(self) -> tuple[Series, ...]:
+        """Return the gauges."""
+        return (self.stored_bytes, self.capacity_bytes, *self.is_out.values())
+
+
+TIER_TROUBLE = ("failed", "timed_out", "left_alone", "cancelled", "unreadable")
+TIER_MISSES = ("absent", "corrupt", "foreign", *TIER_TROUBLE)
+TIER_DROPS = ("full", *TIER_TROUBLE)
+TIER_SERIES = tuple(map(TierSeries, range(1, MAX_TIERS + 1)))
+"""By tier, the nearest first."""
 
 
 def is_milestone(count: int) -> bool:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from safe_offload.config import OffloadConfig
 from safe_offload.observe.counters import (
     BYTES,
     COUNTERS,
@@ -22,6 +23,7 @@ from safe_offload.observe.counters import (
     LOAD_SIZE_BYTES,
     STORE_S,
     STORE_SIZE_BYTES,
+    TIER_SERIES,
     Count,
     Counters,
     Observed,
@@ -203,8 +205,11 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters = self._make_series(self._counter_cls, COUNTERS, "_total")
+        tiers = TIER_SERIES[: _num_tiers(self._kv_transfer_config)]
+        counters = [*COUNTERS, *(series for tier in tiers for series in tier.counters)]
+        self._counters = self._make_series(self._counter_cls, counters, "_total")
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
+        own += [series for tier in tiers for series in tier.seconds.values()]
         self._histograms = self._make_series(self._histogram_cls, own)
         saved = self._make(self._counter_cls, SAVED_SECONDS, SAVED_SECONDS_DOC)
         self._saved_seconds = self._per_engine(saved)
@@ -214,11 +219,15 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             )
             for name, doc in GAUGES.items()
         }
+        of_tiers = [series for tier in tiers for series in tier.gauges]
+        self._gauges |= self._make_series(self._gauge_cls, of_tiers, multiprocess_mode="mostrecent")
         doc = "How the connector is set up, in labels: 1, or 0 for labels that have changed since."
         self._info = self._make(self._gauge_cls, "info", doc, INFO, multiprocess_mode="mostrecent")
         self._vllms: dict[str, Any] | None = None
 
-    def _make_series(self, cls: Any, kind: Iterable[Series], suffix: str = "") -> dict[str, Any]:
+    def _make_series(
+        self, cls: Any, kind: Iterable[Series], suffix: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
         """Make one metric for all series of one name, which labels tell apart."""
         made: dict[str, Any] = {}
         by_series: dict[str, Any] = {}
@@ -226,8 +235,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             if series.metric not in made:
                 labels = [name for name, _ in series.labels]
                 buckets = {"buckets": series.buckets} if series.buckets else {}
-                name = f"{series.metric}{suffix}"
-                made[series.metric] = self._make(cls, name, series.doc, labels, **buckets)
+                name, more = f"{series.metric}{suffix}", {**buckets, **kwargs}
+                made[series.metric] = self._make(cls, name, series.doc, labels, **more)
             values = [value for _, value in series.labels]
             by_series[str(series)] = self._per_engine(made[series.metric], values)
         return by_series
@@ -301,6 +310,11 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                 return {}
             made[name] = self._per_engine(metric)
         return made
+
+
+def _num_tiers(transfer_config: Any) -> int:
+    extra = getattr(transfer_config, "kv_connector_extra_config", None)
+    return len(OffloadConfig.from_extra_config(extra, world_size=1).tiers)
 
 
 def _observe(metric: Any, cells: Mapping[int, tuple[int, float]]) -> None:

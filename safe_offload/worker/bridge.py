@@ -246,6 +246,13 @@ class WorkerBridge(Side):
             counters.observe(seconds, copied.copying_s)
             counters.observe(queued_s, copied.queued_s)
             counters.observe(size_bytes, copied.size_bytes)
+        if self.opened.tiers is not None:
+            self.opened.tiers.count_into(counters)
+
+    def gauges(self) -> dict[str, float]:
+        """Return how the tiers of this rank stand now."""
+        tiers = None if self.opened is None else self.opened.tiers
+        return {} if tiers is None else tiers.gauges()
 
     def end(self) -> None:
         """clear_connector_metadata: give up what no hook has started."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from safe_offload.observe.counters import BYTES, COUNTERS, HISTOGRAMS
+from safe_offload.observe.counters import BYTES, COUNTERS, HISTOGRAMS, TIER_SERIES
 from safe_offload.observe.metrics import GAUGES, SAVED_SECONDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 
-COUNTER_NAMES = {*(series.metric for series in COUNTERS), SAVED_SECONDS.removesuffix("_total")}
-HISTOGRAM_NAMES = {s.metric for s in HISTOGRAMS.values() if s.buckets is not BYTES}
-GAUGE_NAMES = {*GAUGES, "info"}
+TIER = TIER_SERIES[0]
+COUNTER_NAMES = {
+    *(series.metric for series in (*COUNTERS, *TIER.counters)),
+    SAVED_SECONDS.removesuffix("_total"),
+}
+HISTOGRAM_NAMES = {
+    *(s.metric for s in HISTOGRAMS.values() if s.buckets is not BYTES),
+    *(s.metric for s in TIER.seconds.values()),
+}
+GAUGE_NAMES = {*GAUGES, *(s.metric for s in TIER.gauges), "info"}
 NAMES = COUNTER_NAMES | HISTOGRAM_NAMES | GAUGE_NAMES
 
 

@@ -22,6 +22,7 @@ from safe_offload.observe.counters import (
     LOAD_S,
     LOAD_WAIT_S,
     SECONDS,
+    TIER_SERIES,
     Count,
     Counters,
 )
@@ -255,6 +256,30 @@ def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry)
             if histogram.buckets is not BYTES:
                 labels = dict(histogram.labels)
                 assert value(registry, f"{histogram.metric}_count", engine, **labels) == 0.0
+
+
+def test_tiers_have_series_from_the_start_as_many_as_there_are(registry):
+    config: VllmConfig = make_config(EngineShape())
+    tiers = [{"url": "file:///near"}, {"url": "file:///far"}]
+    config.kv_transfer_config.kv_connector_extra_config = {"tiers": tiers}
+    types = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    metrics = SafeCPUOffloadConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"]})
+    for number, expected in ((1, 0.0), (2, 0.0), (3, None)):
+        tier = TIER_SERIES[number - 1]
+        for count in tier.counters:
+            assert value(registry, f"{count.metric}_total", **dict(count.labels)) == expected
+        for gauge in tier.gauges:
+            assert value(registry, gauge.metric, **dict(gauge.labels)) == expected
+        for histogram in tier.seconds.values():
+            labels = dict(histogram.labels)
+            assert value(registry, f"{histogram.metric}_count", **labels) == expected
+    misses = TIER_SERIES[1].misses["absent"]
+    out = TIER_SERIES[1].is_out["read"]
+    metrics.observe({"counts": {str(misses): 5}, "gauges": {str(out): 1.0}})
+    assert value(registry, "tier_misses_total", tier="2", reason="absent") == 5
+    assert value(registry, "tier_is_out", tier="2", operation="read") == 1
 
 
 def test_every_metric_says_what_it_is(metrics, registry):

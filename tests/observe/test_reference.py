@@ -15,6 +15,7 @@ from tests.observe.reference_page import (
     HISTOGRAM_NAMES,
     NAMES,
     PAGE,
+    TIER,
     rows,
 )
 
@@ -39,7 +40,10 @@ def test_every_label_of_the_set_up_is_explained(label: str) -> None:
     assert f"`{label}`" in PAGE
 
 
-LABELS = {label for series in (*COUNTERS, *HISTOGRAMS.values()) for label in series.labels}
+OF_A_TIER = (*TIER.counters, *TIER.gauges, *TIER.seconds.values())
+LABELS = {
+    label for series in (*COUNTERS, *HISTOGRAMS.values(), *OF_A_TIER) for label in series.labels
+}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in LABELS}))
@@ -49,10 +53,12 @@ def test_every_label_is_named(name: str) -> None:
 
 REASONS = {reason.value for reason in FailureReason}
 """Those are in docs/reference/log-lines.md, under *Why a transfer failed*."""
+PLAIN = ("direction", "tier")
+"""Labels whose values need no explanation."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), sorted(x for x in LABELS if x[0] != "direction" and x[1] not in REASONS)
+    ("name", "value"), sorted(x for x in LABELS if x[0] not in PLAIN and x[1] not in REASONS)
 )
 def test_every_value_of_a_label_is_explained(name: str, value: str) -> None:
     assert f"`{value}` (" in PAGE or f'`{name}="{value}"`:' in PAGE

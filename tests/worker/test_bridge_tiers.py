@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from safe_offload.errors import SharingError
+from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
     FailureReason,
@@ -22,6 +23,8 @@ from safe_offload.protocol import (
 )
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.tiers.base import Result
+from safe_offload.worker.tiers.circuit import FAILURES_MAX
 from safe_offload.worker.tiers.meaning import Meaning
 from tests.worker.hand_tier import HandTier
 from tests.worker.memory import is_closed
@@ -242,3 +245,60 @@ def test_a_slot_that_was_fetched_is_verified_like_one_that_was_stored(make_worke
     worker.host.tensor[worker.layout.ranges_of(9)[0][0]] ^= 1
     worker.step(StepPlan(loads=(Transfer(5, ids_of([8]), ids_of([9])),)))
     assert worker.settle()[5] is FailureReason.CHECKSUM_MISMATCH
+
+
+def test_what_tiers_do_is_counted(make_worker):
+    worker = make_worker().register()
+    worker.step(StepPlan(spills=moved(1, [0, 1], A, B)))
+    worker.answered(1)
+    worker.near.answers["fetch"] = [[Result.CORRUPT, Result.ABSENT, Result.DONE]]
+    worker.near.num_evicted = 7
+    worker.step(StepPlan(fetches=moved(2, [2, 3, 4], A, C, B)))
+    worker.answered(2)
+    counters = Counters()
+    worker.bridge.count_into(counters)
+    assert {name: count for name, count in counters.take().items() if name.startswith("tier")} == {
+        'tier_written_objects{tier="1"}': 2,
+        'tier_written_bytes{tier="1"}': 2 * SLOT_BYTES,
+        'tier_written_objects{tier="2"}': 2,
+        'tier_written_bytes{tier="2"}': 2 * SLOT_BYTES,
+        'tier_read_objects{tier="1"}': 1,
+        'tier_read_bytes{tier="1"}': SLOT_BYTES,
+        'tier_misses{tier="1",reason="corrupt"}': 1,
+        'tier_misses{tier="1",reason="absent"}': 1,
+        'tier_read_objects{tier="2"}': 1,
+        'tier_read_bytes{tier="2"}': SLOT_BYTES,
+        'tier_misses{tier="2",reason="absent"}': 1,
+        'tier_evicted_objects{tier="1"}': 7,
+    }
+    observed = counters.take_observed()
+    assert (
+        sum(n for n, _ in observed['tier_call_seconds{tier="1",operation="spill"}'].values()) == 1
+    )
+    worker.bridge.count_into(counters)
+    assert counters.take() == {}
+
+
+def test_gauges_say_how_tiers_stand(make_worker):
+    near, far = {"url": "file:///near", "capacity": "1MiB"}, {"url": "file:///far"}
+    worker = make_worker(extra={"tiers": [near, far]})
+    assert worker.bridge.gauges() == {}
+    worker.register()
+    worker.step(StepPlan(spills=moved(1, [0], A)))
+    worker.answered(1)
+    gauges = worker.bridge.gauges()
+    assert gauges == {
+        'tier_stored_bytes{tier="1"}': SLOT_BYTES,
+        'tier_capacity_bytes{tier="1"}': 1 << 20,
+        'tier_is_out{tier="1",operation="read"}': 0,
+        'tier_is_out{tier="1",operation="write"}': 0,
+        'tier_stored_bytes{tier="2"}': SLOT_BYTES,
+        'tier_capacity_bytes{tier="2"}': 0,
+        'tier_is_out{tier="2",operation="read"}': 0,
+        'tier_is_out{tier="2",operation="write"}': 0,
+    }
+    worker.near.answers["spill"] = [OSError("read-only")] * FAILURES_MAX
+    for number in range(2, 2 + FAILURES_MAX):
+        worker.step(StepPlan(spills=moved(number, [0], B)))
+        worker.answered(number)
+    assert worker.bridge.gauges()['tier_is_out{tier="1",operation="write"}'] == 1

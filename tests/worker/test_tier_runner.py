@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     FailureReason,
     Keys,
@@ -741,6 +742,12 @@ def test_calls_are_kept_with_what_they_did(make_rig):
     circuit.take_calls()
     rig.fetch(3, [4], A)
     assert [call.results for call in circuit.take_calls()] == [{LEFT_ALONE: 1}]
+    counters = Counters()
+    rig.runner.count_into(counters)
+    rig.fetch(4, [4], A)
+    rig.runner.count_into(counters)
+    assert counters.take() == {'tier_misses{tier="1",reason="left_alone"}': 1}
+    assert counters.take_observed() == {}, "it was not called"
 
 
 # ---- all orders ----------------------------------------------------------------------------------

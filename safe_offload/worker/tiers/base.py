@@ -60,10 +60,12 @@ class Tier(Protocol):
     Attributes:
         label: what the log and the metrics call it; no secret is in it.
         used_bytes: what it holds, as far as is known; -1 where it is not.
+        num_evicted: objects that this process has deleted to keep its capacity.
     """
 
     label: str
     used_bytes: int
+    num_evicted: int
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
         """Return which objects are there; they may be gone when they are fetched.

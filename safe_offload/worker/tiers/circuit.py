@@ -147,7 +147,7 @@ LEFT_ALONE = "left_alone"
 
 
 class Circuit:
-    """A tier with its deadlines and breakers. It belongs to the loop's thread but for `take_calls`.
+    """A tier with its deadlines and breakers; it belongs to the loop's thread but for `take_…`.
 
     Args:
         tier: is closed by `close`.
@@ -186,6 +186,7 @@ class Circuit:
             Operation.SPILL: asyncio.Semaphore(NUM_SPILLS),
         }
         self._late_probes: set[asyncio.Task[list[bool]]] = set()
+        self._num_evicted = 0
         self._calls: deque[Call] = deque(maxlen=CALLS_MAX)
 
     def __repr__(self) -> str:
@@ -212,6 +213,11 @@ class Circuit:
     def take_calls(self) -> list[Call]:
         """Return what calls did since the last time. It is called on vLLM's thread."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
+
+    def take_evicted(self) -> int:
+        """Return how many objects the tier has evicted since the last time; as `take_calls`."""
+        before, self._num_evicted = self._num_evicted, self.tier.num_evicted
+        return self._num_evicted - before
 
     async def probe(self, names: Sequence[Name], limit_s: float) -> list[bool] | None:
         """Ask which objects there are, for no longer than `limit_s` or the tier's own time-out.

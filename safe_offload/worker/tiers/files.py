@@ -73,6 +73,7 @@ class FileTier:
     ) -> None:
         self.label = f"file://{config.path}"
         self.used_bytes = -1
+        self.num_evicted = 0
         self._log = _RareLog(self.label)
         self._place = _Place(config.path, self.label, dict(facts or {}))
         self._capacity = Capacity(config.capacity_bytes)
@@ -261,6 +262,7 @@ class FileTier:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
         else:
             if kept is not None and (kept.num_evicted or kept.num_orphans):
+                self.num_evicted += kept.num_evicted
                 logger.debug("%s: %s", self.label, kept)
 
     def _leave(self) -> None:

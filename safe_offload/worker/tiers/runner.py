@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from safe_offload.layout import HostLayout
+from safe_offload.observe.counters import TIER_SERIES, Counters, TierSeries
 from safe_offload.protocol import (
     FailureReason,
     Keys,
@@ -30,7 +31,7 @@ from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.shared_memory import ALONE, Share
 from safe_offload.worker.tiers.base import Buffers, Result
-from safe_offload.worker.tiers.circuit import Circuit, Operation
+from safe_offload.worker.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -227,6 +228,25 @@ class TierRunner:
         self._facts, self._next_facts_s = facts, now_s + FACTS_S
         return facts
 
+    def count_into(self, counters: Counters) -> None:
+        """Count what the tiers did since the last call."""
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            counters[series.evicted_objects] += circuit.take_evicted()
+            for call in circuit.take_calls():
+                if call.seconds or LEFT_ALONE not in call.results:
+                    counters.observe(series.seconds[call.operation.value], call.seconds)
+                _count(call, series, counters)
+
+    def gauges(self) -> dict[str, float]:
+        """Return how the tiers stand now."""
+        gauges: dict[str, float] = {}
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
+            gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
+            gauges[series.is_out["read"]] = circuit.is_out
+            gauges[series.is_out["write"]] = circuit.is_out_for_writing
+        return {str(name): float(value) for name, value in gauges.items()}
+
     def statistics(self) -> tuple[Pending, ...]:
         """Return what has not been drained."""
         return tuple(self._pending.values())
@@ -382,3 +402,20 @@ class TierRunner:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and bool(task.cancelling())
+
+
+def _count(call: Call, series: TierSeries, counters: Counters) -> None:
+    num_moved = call.results.get(Result.DONE.value, 0)
+    if call.operation is Operation.PROBE:
+        return
+    if call.operation is Operation.FETCH:
+        reasons = series.misses
+        counters[series.read_objects] += num_moved
+        counters[series.read_bytes] += call.size_bytes
+    else:
+        reasons = series.dropped_spills
+        counters[series.written_objects] += num_moved
+        counters[series.written_bytes] += call.size_bytes
+    for reason, number in call.results.items():
+        if reason in reasons:
+            counters[reasons[reason]] += number
