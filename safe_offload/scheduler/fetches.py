@@ -75,6 +75,11 @@ class Fetches:
         slots = self._hits.slots
         return min(slots.num_usable // SHARE - len(self._by_slot), slots.num_free)
 
+    @property
+    def has_share(self) -> bool:
+        """Whether there will ever be room: in a pool of very few slots there is none."""
+        return self._hits.slots.num_usable >= SHARE
+
     # ---- what to fetch -------------------------------------------------------------------------
 
     def begin(self, far: Sequence[FarBlock], user: RequestState, word: str) -> list[Fetch]:

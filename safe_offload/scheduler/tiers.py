@@ -340,7 +340,7 @@ class Tiers:
         if reach is not None and num_computed_tokens + reach.num_tokens > first_token:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far - len(reach.far)
             self._fetch(lookup, reach, first_token)
-        elif room:
+        elif room or not self.fetches.has_share:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far
             self._finish(lookup)
         else:

@@ -258,6 +258,7 @@ class SimTier:
     ) -> None:
         self.label = label
         self.used_bytes = -1
+        self.num_evicted = 0
         self.store = store
         self.running: list[Operation] = []
         self.on_fetched: Callable[[int, int, StoredObject], None] = lambda *_: None

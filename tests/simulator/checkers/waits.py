@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
@@ -64,7 +65,15 @@ class WaitChecker:
         self._waiters: dict[int, _Waiter] = {}
         self._wait_max_s = min(WAIT_MAX_S, core.config.transfer_timeout_s)
         self._tier_wait_max_s = max((tier.wait_s for tier in core.config.tiers), default=0.0)
+        self._has_room = False
+        """Whether the last plan has left slots, and no fetch holds any."""
+        ledger.on_plan.append(self._see_plan)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        side = self._core.connector.side
+        has_fetched = any(lease.kind is LeaseKind.FETCH for lease in side.leases)
+        self._has_room = side.hits.slots.num_free > 0 and not has_fetched
 
     def _see_match(
         self, original: Callable[..., Any], request: Any, num_computed_tokens: int
@@ -109,12 +118,7 @@ class WaitChecker:
     def _check_waits_for_tiers(self, waiter: _Waiter, *, is_again: bool) -> None:
         waiter.is_for_tiers = True
         hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
-        # Or it waits for room, which those have whose blocks are fetched, or were.
-        side = self._core.connector.side
-        has_room = side.hits.slots.num_free and not any(
-            lease.kind is LeaseKind.FETCH for lease in side.leases
-        )
-        is_idle = has_room and not self._ledger.asks_tiers_for(hashes)
+        is_idle = self._has_room and not self._ledger.asks_tiers_for(hashes)
         waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
         if waiter.num_idle_asks > IDLE_ASKS_MAX:
             name = waiter.request.request_id
