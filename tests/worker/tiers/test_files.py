@@ -40,6 +40,8 @@ class FilesContract(TierContract):
 
 
 class TestOnDisk(FilesContract):
+    flip_every = 20
+
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:
         return tmp_path / "tier"
