@@ -87,6 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, what in (
         ("engine", "time to first token in a real vLLM engine, with and without us"),
         ("serve", "requests a second of a vLLM server with many users, with and without us"),
+        ("tiers", "a directory as a tier, against its device; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
     ):
         benchmarks.add_parser(name, help=what, module=f"safe_offload.bench.{name}")
