@@ -107,7 +107,7 @@ def _fingerprint(name: str, revision: str | None, download_dir: str | None) -> s
             digest.update(f"{os.path.basename(path)} {size_bytes} ".encode())
             for sample in _samples(path, size_bytes):
                 digest.update(sample)
-    except OSError:
+    except (OSError, ValueError):  # a ValueError: the name is not one that the hub can have
         return ""
     return digest.hexdigest() if paths else ""
 
