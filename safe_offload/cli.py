@@ -76,6 +76,11 @@ def _make_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "doctor", help="what would go wrong on this machine", module="safe_offload.doctor.command"
     )
+    commands.add_parser(
+        "cache",
+        help="what a directory of a file tier holds; check it, delete some of it",
+        module="safe_offload.cache_command",
+    )
     commands.add_parser("top", help="watch a server's metrics", module="safe_offload.top")
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")

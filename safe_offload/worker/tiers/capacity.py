@@ -112,18 +112,40 @@ class Capacity:
         self.num_counts = 0  # how often `keep` has ended
         self.used_bytes = -1
 
-    def take(self, root_fd: int, size_bytes: int) -> bool:
-        """Take room for a file; return whether there is some.
+    def take(self, root_fd: int, size_bytes: int) -> int | None:
+        """Take room for a file.
+
+        Returns:
+            What `settle` is to be told when the file is there; None if there is no room.
 
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
         """
         if self._limit_bytes is None:
-            return True
+            return 0
         if size_bytes > self._limit_bytes:
-            return False
+            return None
         with self._lock:
-            return self._draw(root_fd, size_bytes)
+            return self._generation if self._draw(root_fd, size_bytes) else None
+
+    def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
+        """Make sure that a file is counted that has its name now.
+
+        A count that began since its room was taken may have missed it, or not: it is added.
+
+        Raises:
+            OSError: as of `take`.
+        """
+        if self._limit_bytes is None:
+            return
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            usage = Usage.read(usage_fd)
+            if usage is not None and usage.generation == generation:
+                return
+            _lock(usage_fd)
+            usage = Usage.read(usage_fd)
+            if usage is not None:
+                Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
 
     def wants_count(self) -> bool:
         """Return whether little is left, so that the directory should be counted (`keep`)."""
@@ -223,8 +245,8 @@ def keep(
     limit_bytes: int | None,
     *,
     is_disk_full: bool = False,
+    to_bytes: int | None = None,
     used_before_ns: int = 0,
-    orphan_age_s: float = ORPHAN_AGE_S,
 ) -> Kept | None:
     """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
 
@@ -232,8 +254,8 @@ def keep(
         root_fd: of the directory.
         limit_bytes: of all processes together; None for no limit.
         is_disk_full: evict a batch of whatever is there.
+        to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
-        orphan_age_s: how old a temporary is whose writer has died.
 
     Returns:
         What was done; None if another process is at it.
@@ -248,9 +270,10 @@ def keep(
             return None
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             before = _begin_count(usage_fd, limit_bytes)
-        num_orphans, files = _count(root_fd, orphan_age_s)
+        num_orphans, files = _count(root_fd)
         held_bytes = files.total_bytes
-        to_bytes = _target(held_bytes, limit_bytes, before, is_disk_full=is_disk_full)
+        if to_bytes is None:
+            to_bytes = _target(held_bytes, limit_bytes, before, is_disk_full=is_disk_full)
         cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
         num_evicted, evicted_bytes = 0, 0
         if cutoff_ns > 0:
@@ -320,10 +343,10 @@ class _Files:
         return int(used_at[order[min(last, len(order) - 1)]])
 
 
-def _count(root_fd: int, orphan_age_s: float) -> tuple[int, _Files]:
+def _count(root_fd: int) -> tuple[int, _Files]:
     """Return how many orphans were swept, and the other files."""
     files, num_orphans = _Files(), 0
-    orphan_before_ns = time.time_ns() - int(orphan_age_s * 1e9)
+    orphan_before_ns = time.time_ns() - int(ORPHAN_AGE_S * 1e9)
     for file, folder_fd in walk(root_fd):
         if file.is_temporary and file.used_at_ns < orphan_before_ns:
             num_orphans += remove(file.file, folder_fd)

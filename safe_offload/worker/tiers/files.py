@@ -213,7 +213,8 @@ class FileTier:
             with visit.folder(folder) as folder_fd:
                 if _is_there(file, folder_fd, file_bytes):
                     return Result.PRESENT
-                if not self._take(visit.root_fd, size_on_disk(file_bytes)):
+                taken = self._take(visit.root_fd, size_on_disk(file_bytes))
+                if taken is None:
                     return Result.FULL
                 temporary = _temporary_name()
                 try:
@@ -225,6 +226,7 @@ class FileTier:
                     with contextlib.suppress(OSError):
                         remove(temporary, folder_fd)
                     raise
+                self._capacity.settle(visit.root_fd, size_on_disk(file_bytes), taken)
         except OSError as error:
             if error.errno not in _IN_ITS_PLACE:
                 raise
@@ -233,15 +235,15 @@ class FileTier:
         self._bad_names.discard(name)
         return Result.DONE
 
-    def _take(self, root_fd: int, size_bytes: int) -> bool:
+    def _take(self, root_fd: int, size_bytes: int) -> int | None:
         """Take room for an object; wait for one eviction if there is none."""
         num_counts = self._capacity.num_counts
-        has_room = self._capacity.take(root_fd, size_bytes)
+        taken = self._capacity.take(root_fd, size_bytes)
         if self._capacity.wants_count() or time.monotonic() > self._keep_at_s:
             self._want_count()
-        if not has_room and self._capacity.await_count(num_counts):
-            has_room = self._capacity.take(root_fd, size_bytes)
-        return has_room
+        if taken is None and self._capacity.await_count(num_counts):
+            taken = self._capacity.take(root_fd, size_bytes)
+        return taken
 
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""

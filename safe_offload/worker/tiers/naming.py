@@ -68,12 +68,21 @@ def description(found: bytes, facts: Mapping[str, object]) -> bytes:
 
 def facts_of(described: bytes) -> dict[str, Any]:
     """Return the facts of a description; none if it is not one."""
+    facts = _read_description(described).get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def is_after_reset(described: bytes) -> bool:
+    """Return whether a description says that its namespace has a word in it."""
+    return _read_description(described).get("after_reset") is True
+
+
+def _read_description(described: bytes) -> dict[str, Any]:
     try:
         read = json.loads(described)
     except ValueError:
         return {}
-    facts = read.get("facts") if isinstance(read, dict) else None
-    return facts if isinstance(facts, dict) else {}
+    return read if isinstance(read, dict) else {}
 
 
 # ---- names of files ---------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -41,6 +40,8 @@ class FilesContract(TierContract):
 
 
 class TestOnDisk(FilesContract):
+    flip_every = 20
+
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:
         return tmp_path / "tier"

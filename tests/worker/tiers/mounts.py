@@ -1,0 +1,45 @@
+"""Small file systems of a test's own, where the machine allows `mount`."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+def mount(folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20) -> None:
+    """Mount a new file system on a folder, or skip the test."""
+    folder.mkdir(exist_ok=True)
+    if kind == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+    else:
+        image = folder.with_suffix(".img")
+        image.write_bytes(bytes(size_bytes))
+        made = subprocess.run([f"mkfs.{kind}", "-q", str(image)], capture_output=True)
+        if made.returncode:
+            pytest.skip(f"no {kind} can be made here")
+        command = ["mount", "-o", "loop", str(image), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+
+
+def remount(folder: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(folder)], check=True)
+
+
+def unmount(folder: Path) -> None:
+    """Fails while a descriptor below it is open."""
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def mounted(folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20) -> Iterator[Path]:
+    mount(folder, kind, size_bytes)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True)
