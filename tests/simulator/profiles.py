@@ -279,9 +279,13 @@ PROFILES: dict[str, Profile] = {
     "tiers-faults": Profile(
         "tiers that fail, lie, tear, stall and hang, on two ranks, with resets and aborts",
         EngineShape(
-            num_blocks=26, tensor_ranks=2, is_async=True, extra={**_STRICT, **tier_settings()}
+            num_blocks=26,
+            num_slots=40,
+            tensor_ranks=2,
+            is_async=True,
+            extra={**_STRICT, **tier_settings()},
         ),
-        Workload(num_requests=32, num_stems=6, num_aborts=20, num_resets=6, num_reused_ids=8),
+        Workload(num_requests=32, num_stems=6, num_aborts=20, num_resets=2, num_reused_ids=8),
         copy_ticks_max=24,
         faults={**TIER_FAULTS, **COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
         settles=True,

@@ -94,8 +94,6 @@ class WaitChecker:
 
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
-        if waiter.waited_for_tiers_s > self._tier_wait_max_s:
-            raise Finding("I9", f"{name} has waited {waiter.waited_for_tiers_s:.1f} s for tiers")
         # While there is a load to wait for it may wait for that, or for a tier.
         if waiter.waited_s > self._wait_max_s + self._tier_wait_max_s:
             raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")
@@ -116,12 +114,14 @@ class WaitChecker:
             raise Finding("I7", f"{name} waits, and no load brings what it lacks")
 
     def _check_waits_for_tiers(self, waiter: _Waiter, *, is_again: bool) -> None:
+        name = waiter.request.request_id
+        if waiter.waited_for_tiers_s > self._tier_wait_max_s:
+            raise Finding("I9", f"{name} has waited {waiter.waited_for_tiers_s:.1f} s for tiers")
         waiter.is_for_tiers = True
         hashes = {bytes(block_hash) for block_hash in waiter.request.block_hashes}
         is_idle = self._has_room and not self._ledger.asks_tiers_for(hashes)
         waiter.num_idle_asks = waiter.num_idle_asks * is_again + 1 if is_idle else 0
         if waiter.num_idle_asks > IDLE_ASKS_MAX:
-            name = waiter.request.request_id
             raise Finding("I9", f"{name} waits for tiers, which are not asked for what it lacks")
 
     def _loads_of_the_same(
