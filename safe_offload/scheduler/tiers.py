@@ -159,8 +159,7 @@ class Tiers:
         wanted, is_fetched = self._missing(request, num_computed_tokens, end_max)
         is_missing = any(wanted)
         if not (is_missing or is_fetched):
-            lookup.end()
-            return
+            return  # its turn may come when the host has lost something
         hit = hits.find_hit(request.block_hashes, num_computed_tokens, end_max)
         first_token = num_computed_tokens + (hit.num_tokens if hit is not None else 0)
         num_tokens = end_max - first_token
@@ -225,6 +224,8 @@ class Tiers:
             return False
         if lookup.stage is Stage.IDLE:
             self._begin(lookup, num_computed_tokens)
+            if lookup.stage is Stage.IDLE:
+                lookup.end()
         if lookup.stage is Stage.OVER:
             if lookup.asked_s is not None:
                 self._answer(lookup, now_s)

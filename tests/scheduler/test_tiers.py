@@ -831,6 +831,22 @@ def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig
     assert not rig.probes
 
 
+def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, max_seqs=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.probes.clear()
+    rig.counts.clear()
+    rig.add("long", rig.prompt(3, 9), max_tokens=10)
+    rig.add("b", prompt(rig, 2))
+    rig.step()
+    assert not rig.probes
+    rig.planner.hits.slots.forget_all()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    rig.check_idle()
+
+
 def test_another_connectors_ids_pass_as_before(make_tiers: MakeTierRig) -> None:
     """Beside MultiConnector: finished ids of strangers are dropped, not acted on."""
     rig = make_warm(make_tiers)
