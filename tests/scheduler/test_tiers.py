@@ -390,6 +390,9 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(
     bring_to(rig, moment)
     before = rig.counts["fetched_blocks"]
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.statistics().lookups == 0
+    if moment == "landed":
+        assert rig.planner.gauges()["leased_slots"] == 0
     rig.tier.held.clear()
     rig.drain()
     rig.check_tokens("a", 4)
@@ -511,8 +514,7 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig
     rig.check_idle()
 
 
-def test_who_is_next_gets_the_room_of_who_comes_later(make_tiers: MakeTierRig) -> None:
-    """What has come for the last in the queue stays on the host, and can go if it must."""
+def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTierRig) -> None:
     first = make_tiers()
     first.start()
     for number in range(2):
