@@ -283,7 +283,7 @@ PROFILES: dict[str, Profile] = {
             num_slots=40,
             tensor_ranks=2,
             is_async=True,
-            extra={**_STRICT, **tier_settings()},
+            extra={**_STRICT, **tier_settings(wait_s=15)},
         ),
         Workload(num_requests=32, num_stems=6, num_aborts=20, num_resets=2, num_reused_ids=8),
         copy_ticks_max=24,

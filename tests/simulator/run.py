@@ -138,13 +138,13 @@ class Run:
             self.checkers.progress.check_all_went_well()
 
     def _wake(self) -> None:
-        """An engine does not step for tiers that have been silent for long; what comes next does.
+        """Go on once more if tiers have been silent for so long that the engine stepped no more.
 
-        By then they have ended.
+        What comes next notices that they have ended.
         """
-        core = self.core
+        core, ledger = self.core, self.checkers.ledger
         for number in range(WAKES_MAX):
-            if not list(self.checkers.ledger.open_tier_transfers()):
+            if not (list(ledger.open_tier_transfers()) and ledger.have_tiers_been_silent()):
                 return
             for _ in range(WAKE_TICKS):
                 for worker in core.workers:

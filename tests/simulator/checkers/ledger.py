@@ -101,6 +101,10 @@ class Ledger:
         self.spills: dict[int, TierRecord] = {}
         self.probes: dict[int, TierRecord] = {}
         self._open_probes: dict[int, TierRecord] = {}
+        self._tier_news_s = 0.0
+        """When a fetch or a spill was planned, or the last rank's report of one came."""
+        self._were_tiers_silent = False
+        self._tier_timeout_s = max((tier.timeout_s for tier in core.config.tiers), default=0.0)
         self._open_tiers: dict[int, TierRecord] = {}
         """What the scheduler side has not heard of from all ranks."""
         self._allocated: dict[str, tuple[Any, set[int]]] = {}
@@ -167,6 +171,7 @@ class Ledger:
         if transfer_id in self._records or transfer_id in self.fetches | self.spills:
             self._core.findings.add("I3", f"transfer id {transfer_id} is used twice")
         (self.fetches if is_fetch else self.spills)[transfer_id] = record
+        self._note_tier_news()
         self._open_tiers[transfer_id] = record
 
     def _see_report(self, original: Callable[[], StepReport | None]) -> StepReport | None:
@@ -224,6 +229,17 @@ class Ledger:
             record.told.add(rank)
             if len(record.told) == self._core.shape.num_ranks:
                 del open_records[number]
+                self._note_tier_news()
+
+    def _note_tier_news(self) -> None:
+        now_s = self._core.clock.now_s
+        self._were_tiers_silent |= now_s - self._tier_news_s > self._tier_timeout_s
+        self._tier_news_s = now_s
+
+    def have_tiers_been_silent(self) -> bool:
+        """Whether for longer than they may take nothing was heard of a fetch or a spill."""
+        silent_s = self._core.clock.now_s - self._tier_news_s
+        return self._were_tiers_silent or silent_s > self._tier_timeout_s
 
     def has_heard_of_load(self, request: Any) -> bool:
         """Whether the scheduler side has heard from all ranks that a request's last load ended."""

@@ -78,6 +78,7 @@ class ReferenceChecker:
             ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
+            "spills that no plan names": bool(planner.tiers and planner.tiers.spills.is_waiting),
             "operations of tiers": sum(len(rank.running()) for rank in core.tiers),
         }
         if planner.has_work or any(left.values()):

@@ -94,10 +94,15 @@ class WaitChecker:
 
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
-        # While there is a load to wait for it may wait for that, or for a tier.
-        if waiter.waited_s > self._wait_max_s + self._tier_wait_max_s:
+        is_too_long = waiter.waited_s > self._wait_max_s
+        if is_too_long and not self._core.stores:
             raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")
+        # While there is a load to wait for it may wait for that, or for a tier.
         loads = set(self._loads_of_the_same(waiter.request, num_computed_tokens))
+        if is_too_long:
+            waiter.end()
+            self._check_waits_for_tiers(waiter, is_again=False)
+            return
         if loads & waiter.waits_for:
             waiter.waits_for &= loads
             return
