@@ -673,7 +673,7 @@ MUTANTS = (
     Mutant(
         "checksums are not compared",
         "worker/verify.py",
-        "Verifier._look",
+        "Verifier._compare",
         "self._backend.checksums(slot_ids) != self._kept[slot_ids]",
         "slot_ids < 0",
         "I6",
