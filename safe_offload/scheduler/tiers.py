@@ -34,6 +34,8 @@ from safe_offload.scheduler.probes import Probes, Question
 from safe_offload.scheduler.spills import Spills
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from safe_offload.protocol import Outcome, Probe, StepReport, TierFacts, TierTransfer
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.cost import Costs
@@ -136,6 +138,7 @@ class Tiers:
         self._fetched: list[Course] = []
         self._complete: list[TierPending] = []
         self._facts: dict[int, TierFacts] = {}
+        self._num_out = self._used_bytes = 0
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
 
     def __repr__(self) -> str:
@@ -154,39 +157,49 @@ class Tiers:
         state, hits = lookup.state, self._hits
         request = state.request
         end_max = self._end_max(state, num_computed_tokens)
-        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
-        is_wanting = False
-        if num_computed_tokens < end_max:
-            for group_idx in hits.group_ids:
-                size = hits.group_block_sizes[group_idx]
-                hashes = hits.hashes_of(request, group_idx)
-                table = hits.directory.tables[group_idx]
-                span = hashes[num_computed_tokens // size : end_max // size]
-                wanted[group_idx] = [h for h in span if h not in table]
-                if len(self.fetches) and not is_wanting:
-                    slots = [table[h] for h in span if h in table]
-                    is_wanting = bool(self.fetches.under_way(slots))
-        if not (is_wanting or any(wanted)):
-            lookup.end()
-            return
+        wanted, is_fetched = self._missing(request, num_computed_tokens, end_max)
+        is_missing = any(wanted)
+        if not (is_missing or is_fetched):
+            return  # its turn may come when the host has lost something
         hit = hits.find_hit(request.block_hashes, num_computed_tokens, end_max)
         first_token = num_computed_tokens + (hit.num_tokens if hit is not None else 0)
         num_tokens = end_max - first_token
-        num_left = request.num_tokens - num_computed_tokens - num_tokens
-        num_slots = hits.num_blocks_held(num_tokens)
+        offer = Offer(num_tokens, request.num_tokens - end_max)
         is_trial = False
-        if not self.costs.probe_pays(Offer(num_tokens, num_left), num_slots):
+        if not self.costs.probe_pays(offer, hits.num_blocks_held(num_tokens)):
             is_trial = self.costs.tries_all_the_same()
             if not is_trial:
                 lookup.end()
                 return
         span = first_token, end_max
         lookup.begin(num_computed_tokens, span, self._wait_max_s, is_trial=is_trial)
-        if any(wanted):
+        if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
             lookup.ask(self.probes.ask(wanted, state))
         else:
             self._want(lookup)
+
+    def _missing(
+        self, request: Request, num_computed_tokens: int, end_max: int
+    ) -> tuple[list[list[bytes]], bool]:
+        """Return, for each group, hashes that the host has not; and whether some are fetched now.
+
+        Of a span of tokens; what is being stored or fetched is not missing.
+        """
+        hits = self._hits
+        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
+        is_fetched = False
+        if num_computed_tokens >= end_max:
+            return wanted, is_fetched
+        for group_idx in hits.group_ids:
+            size, table = hits.group_block_sizes[group_idx], hits.directory.tables[group_idx]
+            span = slice(num_computed_tokens // size, end_max // size)
+            hashes = hits.hashes_of(request, group_idx)[span]
+            wanted[group_idx] = [h for h in hashes if h not in table]
+            if self.fetches and not is_fetched:
+                slots = [table[h] for h in hashes if h in table]
+                is_fetched = bool(self.fetches.under_way(slots))
+        return wanted, is_fetched
 
     def _end_max(self, state: RequestState, num_computed_tokens: int) -> int:
         """Return the token at which a hit of a request ends at the latest."""
@@ -212,6 +225,8 @@ class Tiers:
             return False
         if lookup.stage is Stage.IDLE:
             self._begin(lookup, num_computed_tokens)
+            if lookup.stage is Stage.IDLE:
+                lookup.end()
         if lookup.stage is Stage.OVER:
             if lookup.asked_s is not None:
                 self._answer(lookup, now_s)
@@ -277,10 +292,11 @@ class Tiers:
         """Return what this step tells the workers; None for nothing."""
         if self._answered or self._fetched:
             self._measure(now_s)
+        fetches: tuple[TierTransfer, ...] = ()
         if self._wanting:
             self._decide()
+            fetches = self.fetches.plan()
         probes = self.probes.plan(self.word) if self.probes.is_waiting else ()
-        fetches = self.fetches.plan() if self.fetches.is_new else ()
         spills = self.spills.plan(self.word)
         if self._has_news or not (self.fetches or self.spills):
             self._has_news, self._last_news_s = False, now_s
@@ -326,8 +342,6 @@ class Tiers:
         if reach is None or not self._pays(lookup, reach, first_token):
             self._finish(lookup)
             return
-        if lookup.is_asked and len(reach.far) > self.fetches.num_slots_left:
-            self._take_back()
         # The host's part of it must not go for the rest; from now on it is the last to go.
         held = None
         num_far = len(reach.far)
@@ -347,12 +361,6 @@ class Tiers:
             lookup.finds_no_room()
         if held is not None:
             held.release()
-
-    def _take_back(self) -> None:
-        """Let what has come for requests go that vLLM does not ask about yet; it stays for now."""
-        for lookup in self._lookups.values():
-            if lookup.stage is Stage.OVER and lookup.fetches and not lookup.is_asked:
-                self._let_go(lookup)
 
     def _pays(self, lookup: LookUp, reach: Reach, first_token: int) -> bool:
         """Whether a reach is worth being fetched."""
@@ -422,6 +430,10 @@ class Tiers:
                 self._settle_question(question)
         for facts in report.tier_facts:
             self._facts[facts.rank] = facts
+            are_out = [facts.are_out for facts in self._facts.values()]
+            self._num_out = sum(map(any, zip(*are_out, strict=False)))
+            used = [facts.used_bytes for facts in self._facts.values()]
+            self._used_bytes = sum(max(0, *sizes) for sizes in zip(*used, strict=False))
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.known(self.fetches.settle(fetch))
@@ -519,13 +531,11 @@ class Tiers:
 
     def gauges(self) -> dict[str, float]:
         """Return how tiers stand; see `observe.metrics.GAUGES`."""
-        are_out = [facts.are_out for facts in self._facts.values()]
-        used = [facts.used_bytes for facts in self._facts.values()]
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),
-            "tiers_out": sum(map(any, zip(*are_out, strict=True))),
-            "tier_used_bytes": sum(max(0, *sizes) for sizes in zip(*used, strict=True)),
+            "tiers_out": self._num_out,
+            "tier_used_bytes": self._used_bytes,
             **self.costs.gauges(self._options.slot_bytes),
         }
 
