@@ -565,9 +565,8 @@ def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
         (0, 1, Count.COPY_PATH_DEMOTIONS, 1),
     ):
         transfers = SimpleNamespace(num_overdue=num_overdue, take_copied=list)
-        opened = SimpleNamespace(
-            transfers=transfers, backend=SimpleNamespace(num_demotions=num_demotions)
-        )
+        backend = SimpleNamespace(num_demotions=num_demotions)
+        opened = SimpleNamespace(transfers=transfers, backend=backend, tiers=None)
         monkeypatch.setattr(worker.bridge, "opened", opened)
         counters = Counters()
         worker.bridge.count_into(counters)

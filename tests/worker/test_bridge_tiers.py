@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.worker import opening as opening_module
+from safe_offload.worker import threads as threads_module
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.tiers.base import Result
 from safe_offload.worker.tiers.circuit import FAILURES_MAX
@@ -302,3 +304,43 @@ def test_gauges_say_how_tiers_stand(make_worker):
         worker.step(StepPlan(spills=moved(number, [0], B)))
         worker.answered(number)
     assert worker.bridge.gauges()['tier_is_out{tier="1",operation="write"}'] == 1
+
+
+# ---- the tier of files ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_files(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(**options: Any) -> Worker:
+        extra = {"tiers": [{"url": f"file://{tmp_path}/kv"}], "verify": "load"}
+        workers.append(Worker(extra=extra, **options).register())
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.bridge.shutdown()
+
+
+def test_another_process_finds_in_the_files_what_one_has_stored(open_files):
+    first, second = open_files(), open_files()
+    first.write_block(2, 70)
+    first.step(StepPlan(stores_after_forward=(Transfer(1, ids_of([2]), ids_of([4])),)))
+    first.settle()
+    first.step(StepPlan(spills=moved(2, [4], A)))
+    wait_until(lambda: 2 in first.settle())
+    first.bridge.shutdown()
+    second.step(StepPlan(fetches=moved(1, [9], A)))
+    wait_until(lambda: 1 in second.settle())
+    second.step(StepPlan(loads=(Transfer(2, ids_of([8]), ids_of([9])),)))
+    assert second.settle() == {1: None, 2: None}
+    assert second.read_block(8)[0] == 70
+
+
+def test_the_threads_of_a_tier_are_moved_to_other_cores_once(open_files, monkeypatch):
+    """Twice would be back to the core where vLLM computes."""
+    moves: list[object] = []
+    monkeypatch.setattr(threads_module.os, "sched_setaffinity", lambda *move: moves.append(move))
+    open_files(is_child=True)
+    assert len(moves) == 1

@@ -465,6 +465,17 @@ def test_writing_keeps_to_its_rate(make_rig):
     assert rig.outcome(2) == ()
 
 
+def test_what_is_not_written_does_not_count_against_the_rate(make_rig):
+    config = TierConfig("file", "/nowhere", write_bytes_per_s=SLOT_BYTES)
+    rig = make_rig(config=config)
+    for number in range(FAILURES_MAX):
+        rig.tier.answers["spill"] = [OSError("read-only")]
+        rig.loop.pass_time(1)
+        rig.spill(number, [0], A)
+    assert rig.spill(7, [0, 1, 2], A, B, C) == (0, 1, 2)
+    assert rig.spill(8, [3], D) == (0,)
+
+
 # ---- the breaker ---------------------------------------------------------------------------------
 
 
@@ -645,6 +656,21 @@ def test_memory_is_not_freed_while_a_tier_may_touch_it(make_rig):
     rig.loop.turn()
     rig.loop.pass_time(1)
     assert rig.backend.is_closed
+
+
+def test_nothing_is_begun_while_it_closes(make_rig):
+    near, far = HandTier("near"), HandTier("far")
+    rig = make_rig(near, far)
+    near.holds, near.ignores_cancel = {"fetch"}, True
+    near.answers["fetch"] = [[Result.ABSENT]]
+    rig.fetch(1, [1], A)
+    assert not rig.close()
+    assert rig.fetch(2, [2], A) is FailureReason.NOT_RUNNING
+    assert rig.probe(3, A) == bytes([0])
+    near.release()
+    assert rig.outcome(1) == (0,)
+    assert near.calls[0] == "fetch 1"
+    assert not [call for call in near.calls[1:] + far.calls if call.startswith(("fetch", "probe"))]
 
 
 @pytest.mark.parametrize("kind", ["probe", "close"])

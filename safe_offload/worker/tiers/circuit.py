@@ -268,7 +268,8 @@ class Circuit:
 
         However often it is cancelled, nothing reads the slots when it returns or raises.
         """
-        await self._wait_to_write(len(names) * self._slot_bytes)
+        if not self.is_out_for_writing:
+            await self._wait_to_write(len(names) * self._slot_bytes)
         return await self._move(Operation.SPILL, self.tier.spill, names, slots)
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.threads import on_other_cores, start_threads
+from safe_offload.worker.threads import start_threads
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Buffers, Name, Result
 from safe_offload.worker.tiers.capacity import Capacity
@@ -81,11 +81,10 @@ class FileTier:
         self._num_threads = config.num_threads
         # Names of what could not be read: they are not offered again.
         self._bad_names: set[Name] = set()
-        with on_other_cores():
-            self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
-            self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
-            self._asker = start_threads(1, "safe-offload-tier-ask")
-            self._keeper = start_threads(1, "safe-offload-tier-keep")
+        self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
+        self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
+        self._asker = start_threads(1, "safe-offload-tier-ask")
+        self._keeper = start_threads(1, "safe-offload-tier-keep")
         self._keep_lock = threading.Lock()
         self._keeping: Future[None] | None = None
         self._keep_at_s = 0.0

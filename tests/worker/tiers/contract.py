@@ -251,7 +251,9 @@ class TierContract:
         spilling = asyncio.ensure_future(tier.spill(names, [filled((8192,))] * 300))
         await asyncio.sleep(0)
         await asyncio.wait_for(tier.close(), PATIENCE_S)
-        assert set(await spilling) <= {Result.DONE, Result.CANCELLED}
+        spilled = await spilling
+        assert set(spilled) <= {Result.DONE, Result.CANCELLED}
+        assert Result.CANCELLED in spilled
         await tier.close()
         assert await fetch_one(tier, name_of(1), slot_of((8192,))) is Result.CANCELLED
 

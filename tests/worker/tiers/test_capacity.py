@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers import capacity, files
+from safe_offload.worker.tiers import capacity, files, object_file
 from safe_offload.worker.tiers.base import Name, Result
 from safe_offload.worker.tiers.capacity import (
     EVICT_FROM,
@@ -101,7 +101,7 @@ def set_age(root: Path, name: Name, age_s: float) -> None:
 
 async def test_a_directory_never_holds_more_than_its_capacity(make: MakeTier, root: Path) -> None:
     tiers = [make() for _ in range(3)]
-    for start in range(0, 600, 30):
+    for start in range(0, 300, 30):
         batches = [[name_of(1000 * i + n) for n in range(start, start + 30)] for i in range(3)]
         results = await asyncio.gather(
             *(t.spill(b, [SOURCE] * 30) for t, b in zip(tiers, batches, strict=True))
@@ -144,6 +144,25 @@ async def test_a_hit_and_a_second_store_make_an_object_young(make: MakeTier, roo
     assert there[7]
     assert there[8]
     assert sum(there) == 9
+
+
+async def test_a_hit_is_noted_at_most_once_a_minute(
+    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By us: many file systems are mounted so that the kernel notes it once a day, or never."""
+    tier, noted, real = make(), [], os.utime
+    await spill_one(tier, name_of(1), SOURCE)
+    set_age(root, name_of(1), 100)
+
+    def note(file: int, *, ns: tuple[int, int]) -> None:
+        noted.append(ns[0])
+        real(file, ns=ns)
+
+    monkeypatch.setattr(object_file.os, "utime", note)
+    for _ in range(3):
+        assert await fetch_one(tier, name_of(1), slot_of((OBJECT_BYTES,))) is Result.DONE
+    assert len(noted) == 1
+    assert abs(noted[0] - time.time_ns()) < 100 * 10**9
 
 
 async def test_what_a_closed_engine_took_ahead_goes_back(make: MakeTier, root: Path) -> None:

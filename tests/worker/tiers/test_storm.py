@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_processes_that_are_killed_leave_nothing_wrong_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.worker.tiers.storm", "--minutes", "0.08"]
+    command = [sys.executable, "-m", "tests.worker.tiers.storm", "--minutes", "0.05"]
     done = subprocess.run(
         [*command, "--seed", "1", "--directory", str(tmp_path)],
         cwd=ROOT,
