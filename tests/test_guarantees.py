@@ -22,6 +22,7 @@ IDS = [
     *(f"H{n}" for n in (1, 3, 4, 5, 6, 8)),
     *(f"L{n}" for n in range(1, 6)),
     *("P1", "P2", "P3", "G2", "G3", "G4", "G5", "X1", "X2"),
+    *(f"T{n}" for n in range(1, 16)),
 ]
 NUM_PEER_ROWS_MIN = 10
 
@@ -29,7 +30,7 @@ NUM_PEER_ROWS_MIN = 10
 def all_tests() -> set[str]:
     return {
         node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for path in (ROOT / "tests").rglob("*.py")  # contract suites too
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name.startswith("test_")

@@ -673,7 +673,7 @@ MUTANTS = (
     Mutant(
         "checksums are not compared",
         "worker/verify.py",
-        "Verifier._look",
+        "Verifier._compare",
         "self._backend.checksums(slot_ids) != self._kept[slot_ids]",
         "slot_ids < 0",
         "I6",
@@ -956,7 +956,7 @@ MUTANTS = (
         "the engine never goes idle",
         _PLANNER,
         "Planner.has_work",
-        "return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)",
+        "return self.tiers is not None and self.tiers.has_work",
         "return True",
         "I7",
         ("plain",),
@@ -965,8 +965,8 @@ MUTANTS = (
         "the engine goes idle while stores are in flight",
         _PLANNER,
         "Planner.has_work",
-        "return bool(self._start_steps_left or self.stores.has_work or self.loads.has_work)",
-        "return bool(self._start_steps_left or self.loads.has_work)",
+        "self._start_steps_left or self.stores.has_work or self.loads.has_work",
+        "self._start_steps_left or self.loads.has_work",
         "I8",
         ("late-copies",),
     ),
@@ -1260,7 +1260,7 @@ MUTANTS = (
         "if outcome.rank not in transfer.ranks_left: ...",
         "if isinstance(transfer, Fetch):\n    transfer.ranks_left &= {outcome.rank}\n"
         "if outcome.rank not in transfer.ranks_left: ...",
-        "I10",
+        "I5",
         _FAULTY,
     ),
     Mutant(
