@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from safe_offload import compat
 from safe_offload.bench.tiny_models import write_tiny_model
@@ -156,6 +157,21 @@ def test_the_number_of_gpu_blocks_does_not_change_a_slot(config):
         make_kv_cache_config(dataclasses.replace(SHAPE, num_blocks=count)) for count in (40, 77)
     )
     assert changed(meaning(config, few), meaning(config, many)) == set()
+
+
+def test_where_a_layer_lies_in_a_slot_does_not_depend_on_the_gpu(config):
+    """With layers outermost, where it lies on the GPU does."""
+    meanings = []
+    for num_blocks in (40, 77):
+        kv_cache = make_kv_cache_config(dataclasses.replace(SHAPE, num_blocks=num_blocks))
+        page = 48
+        size = page * num_blocks * 3
+        layers = ["layer.0", "layer.1", "layer.2"]
+        tensor = KVCacheTensor(size, layers, page * num_blocks, page)
+        kv_cache.kv_cache_tensors = [tensor]
+        meanings.append(meaning(config, kv_cache))
+    assert changed(*meanings) == set()
+    assert meanings[0].facts["layout"] == "layer.0 0+48; layer.1 48+48; layer.2 96+48"
 
 
 @pytest.mark.parametrize(
