@@ -1208,6 +1208,15 @@ MUTANTS = (
     ),
     # ---- I9: a request waits for tiers at most its bound ----
     Mutant(
+        "an answer to a probe is not acted on",
+        _TIERS,
+        "Tiers._settle_question",
+        "self._want(lookup)",
+        "pass",
+        "I9",
+        ("tiers",),
+    ),
+    Mutant(
         "a tier is waited for without end",
         _TIERS,
         "Tiers.waits",
@@ -1242,15 +1251,6 @@ MUTANTS = (
         "room",
         "I9",
         ("swarm",),
-    ),
-    Mutant(
-        "an answer to a probe is not acted on",
-        _TIERS,
-        "Tiers._settle_question",
-        "self._want(lookup)",
-        "pass",
-        "I9",
-        ("tiers",),
     ),
     # ---- I10: what comes from a tier is what was computed for its key ----
     Mutant(

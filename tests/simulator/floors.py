@@ -38,8 +38,8 @@ FLOORS = {
     "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
     "mamba-large-lazy": Floor(stored=0.48, loaded=0.75, hit=0.39),
     "overdue": Floor(stored=0.82, loaded=0.60, hit=0.41),
-    "tiers": Floor(stored=0.50, loaded=0.75, hit=0.30, fetched=0.10),
-    "tiers-hybrid-lazy": Floor(stored=0.50, loaded=0.75, hit=0.30, fetched=0.10),
-    "tiers-faults": Floor(stored=0.50, loaded=0.60, hit=0.20, fetched=0.05),
+    "tiers": Floor(stored=0.73, loaded=0.75, hit=0.74, fetched=0.16),
+    "tiers-hybrid-lazy": Floor(stored=1.57, loaded=0.75, hit=0.50, fetched=0.19),
+    "tiers-faults": Floor(stored=0.85, loaded=0.74, hit=0.38, fetched=0.02),
     "swarm": Floor(stored=0.79, loaded=0.74, hit=0.15),
 }
