@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.compat import allocated_block_ids, early_written_block_ids
@@ -20,6 +20,7 @@ from safe_offload.protocol import (
     Outcome,
     StepPlan,
     StepReport,
+    Transfer,
 )
 from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.leases import LeaseBook
@@ -51,6 +52,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 START_STEPS_MAX = 1000
 """Steps that an idle engine makes at its start until every rank has reported how many slots it has,
 so that an operator sees them before the first request. An idle step takes a millisecond."""
+
+
+StorePlan = tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]
+"""What `Stores.plan` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +333,11 @@ class Planner(Side):
                 self._rescue(scheduler_output)
             self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
         before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        tiers = self._plan_tiers(now_s) if self.tiers is not None else None
-        if not (before or after or fences or self.loads.has_news or tiers):
+        if self.tiers is not None and (tiers := self._plan_tiers(now_s)) is not None:
+            return self._plan_all((before, after, fences), tiers, now_s)
+        if not (before or after or fences or self.loads.has_news):
             return EMPTY_PLAN
         plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)
-        if tiers is not None and self.tiers is not None:
-            plan = replace(plan, probes=tiers.probes, fetches=tiers.fetches, spills=tiers.spills)
-            self.tiers.sent(now_s)
         self.stores.sent()
         self.loads.sent(now_s)
         self.has_changed = True
@@ -343,6 +346,23 @@ class Planner(Side):
     def _plan_tiers(self, now_s: float) -> TierMessages | None:
         assert self.tiers is not None
         return None if self._is_disabled else self.tiers.plan(now_s)
+
+    def _plan_all(self, stores: StorePlan, tiers: TierMessages, now_s: float) -> StepPlan:
+        """Return the plan of a step that tells the workers something about tiers too."""
+        assert self.tiers is not None
+        plan = StepPlan(
+            self.loads.new_transfers(),
+            *stores,
+            self.loads.failures,
+            tiers.probes,
+            tiers.fetches,
+            tiers.spills,
+        )
+        self.stores.sent()
+        self.loads.sent(now_s)
+        self.tiers.sent(now_s)
+        self.has_changed = True
+        return plan
 
     def _count_waits(self, now_s: float) -> None:
         """Requests whose loads have landed since the last plan may run from now on."""

@@ -34,6 +34,8 @@ from safe_offload.scheduler.probes import Probes, Question
 from safe_offload.scheduler.spills import Spills
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from safe_offload.protocol import Outcome, Probe, StepReport, TierFacts, TierTransfer
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.cost import Costs
@@ -154,39 +156,50 @@ class Tiers:
         state, hits = lookup.state, self._hits
         request = state.request
         end_max = self._end_max(state, num_computed_tokens)
-        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
-        is_wanting = False
-        if num_computed_tokens < end_max:
-            for group_idx in hits.group_ids:
-                size = hits.group_block_sizes[group_idx]
-                hashes = hits.hashes_of(request, group_idx)
-                table = hits.directory.tables[group_idx]
-                span = hashes[num_computed_tokens // size : end_max // size]
-                wanted[group_idx] = [h for h in span if h not in table]
-                if len(self.fetches) and not is_wanting:
-                    slots = [table[h] for h in span if h in table]
-                    is_wanting = bool(self.fetches.under_way(slots))
-        if not (is_wanting or any(wanted)):
+        wanted, is_fetched = self._missing(request, num_computed_tokens, end_max)
+        is_missing = any(wanted)
+        if not (is_missing or is_fetched):
             lookup.end()
             return
         hit = hits.find_hit(request.block_hashes, num_computed_tokens, end_max)
         first_token = num_computed_tokens + (hit.num_tokens if hit is not None else 0)
         num_tokens = end_max - first_token
-        num_left = request.num_tokens - num_computed_tokens - num_tokens
-        num_slots = hits.num_blocks_held(num_tokens)
+        offer = Offer(num_tokens, request.num_tokens - end_max)
         is_trial = False
-        if not self.costs.probe_pays(Offer(num_tokens, num_left), num_slots):
+        if not self.costs.probe_pays(offer, hits.num_blocks_held(num_tokens)):
             is_trial = self.costs.tries_all_the_same()
             if not is_trial:
                 lookup.end()
                 return
         span = first_token, end_max
         lookup.begin(num_computed_tokens, span, self._wait_max_s, is_trial=is_trial)
-        if any(wanted):
+        if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
             lookup.ask(self.probes.ask(wanted, state))
         else:
             self._want(lookup)
+
+    def _missing(
+        self, request: Request, num_computed_tokens: int, end_max: int
+    ) -> tuple[list[list[bytes]], bool]:
+        """Return, for each group, hashes that the host has not; and whether some are fetched now.
+
+        Of a span of tokens; what is being stored or fetched is not missing.
+        """
+        hits = self._hits
+        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
+        is_fetched = False
+        if num_computed_tokens >= end_max:
+            return wanted, is_fetched
+        for group_idx in hits.group_ids:
+            size, table = hits.group_block_sizes[group_idx], hits.directory.tables[group_idx]
+            span = slice(num_computed_tokens // size, end_max // size)
+            hashes = hits.hashes_of(request, group_idx)[span]
+            wanted[group_idx] = [h for h in hashes if h not in table]
+            if self.fetches and not is_fetched:
+                slots = [table[h] for h in hashes if h in table]
+                is_fetched = bool(self.fetches.under_way(slots))
+        return wanted, is_fetched
 
     def _end_max(self, state: RequestState, num_computed_tokens: int) -> int:
         """Return the token at which a hit of a request ends at the latest."""

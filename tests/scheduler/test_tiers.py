@@ -167,10 +167,10 @@ def test_what_was_there_and_does_not_come_is_computed(
 ) -> None:
     rig = make_warm(make_tiers, tensor_ranks=2, groups=groups, num_blocks=150)
     hashes = keys_of(rig)
-    rig.tier.lost = {(1, hashes[4])}
+    rig.tier.lost = {(0, hashes[4]), (1, hashes[7])}
     hit_tokens = rig.run_alone("a", prompt(rig, 1))
     assert hit_tokens == (4 * BLOCK_TOKENS if len(groups) == 1 else 0)
-    assert rig.counts["missed_blocks"] == 1
+    assert rig.counts["missed_blocks"] == (2 if len(groups) == 1 else 3)
     rig.check_idle()
 
 
@@ -197,6 +197,7 @@ def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
 
     rig.after_report = cut
     assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.counts["contained_errors"] == 0
     rig.check_idle()
 
 
@@ -665,21 +666,22 @@ def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
 # ---- reports that are late, stale or come twice ------------------------------------------------
 
 
-def test_a_rank_that_reports_twice_stands_in_for_no_other(make_tiers: MakeTierRig) -> None:
+@pytest.mark.parametrize("kind", ["presences", "outcomes"])
+def test_a_rank_that_reports_twice_stands_in_for_no_other(
+    make_tiers: MakeTierRig, kind: str
+) -> None:
     rig = make_warm(make_tiers, tensor_ranks=2)
     hashes = keys_of(rig)
     lose(rig, hashes[2], rank=1)
 
     def twice(report: StepReport) -> StepReport:
-        if any(presence.rank == 0 for presence in report.presences):
-            return report.aggregate(report)
-        if any(outcome.rank == 0 for outcome in report.outcomes):
+        if any(item.rank == 0 for item in getattr(report, kind)):
             return report.aggregate(report)
         return report
 
     rig.after_report = twice
     assert rig.run_alone("a", prompt(rig, 1)) == 2 * BLOCK_TOKENS
-    assert rig.counts["duplicate_reports"] >= 2
+    assert rig.counts["duplicate_reports"] >= 1
     rig.check_idle()
 
 
