@@ -218,11 +218,6 @@ class Fetches:
 
     # ---- the rest ------------------------------------------------------------------------------
 
-    @property
-    def is_new(self) -> bool:
-        """Whether a fetch is still to be planned."""
-        return bool(self._new)
-
     def __len__(self) -> int:
         return len(self._in_flight)
 

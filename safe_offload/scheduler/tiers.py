@@ -138,6 +138,7 @@ class Tiers:
         self._fetched: list[Course] = []
         self._complete: list[TierPending] = []
         self._facts: dict[int, TierFacts] = {}
+        self._num_out = self._used_bytes = 0
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
 
     def __repr__(self) -> str:
@@ -159,8 +160,7 @@ class Tiers:
         wanted, is_fetched = self._missing(request, num_computed_tokens, end_max)
         is_missing = any(wanted)
         if not (is_missing or is_fetched):
-            lookup.end()
-            return
+            return  # its turn may come when the host has lost something
         hit = hits.find_hit(request.block_hashes, num_computed_tokens, end_max)
         first_token = num_computed_tokens + (hit.num_tokens if hit is not None else 0)
         num_tokens = end_max - first_token
@@ -225,6 +225,8 @@ class Tiers:
             return False
         if lookup.stage is Stage.IDLE:
             self._begin(lookup, num_computed_tokens)
+            if lookup.stage is Stage.IDLE:
+                lookup.end()
         if lookup.stage is Stage.OVER:
             if lookup.asked_s is not None:
                 self._answer(lookup, now_s)
@@ -290,10 +292,11 @@ class Tiers:
         """Return what this step tells the workers; None for nothing."""
         if self._answered or self._fetched:
             self._measure(now_s)
+        fetches: tuple[TierTransfer, ...] = ()
         if self._wanting:
             self._decide()
+            fetches = self.fetches.plan()
         probes = self.probes.plan(self.word) if self.probes.is_waiting else ()
-        fetches = self.fetches.plan() if self.fetches.is_new else ()
         spills = self.spills.plan(self.word)
         if self._has_news or not (self.fetches or self.spills):
             self._has_news, self._last_news_s = False, now_s
@@ -339,8 +342,6 @@ class Tiers:
         if reach is None or not self._pays(lookup, reach, first_token):
             self._finish(lookup)
             return
-        if lookup.is_asked and len(reach.far) > self.fetches.num_slots_left:
-            self._take_back()
         # The host's part of it must not go for the rest; from now on it is the last to go.
         held = None
         num_far = len(reach.far)
@@ -360,12 +361,6 @@ class Tiers:
             lookup.finds_no_room()
         if held is not None:
             held.release()
-
-    def _take_back(self) -> None:
-        """Let what has come for requests go that vLLM does not ask about yet; it stays for now."""
-        for lookup in self._lookups.values():
-            if lookup.stage is Stage.OVER and lookup.fetches and not lookup.is_asked:
-                self._let_go(lookup)
 
     def _pays(self, lookup: LookUp, reach: Reach, first_token: int) -> bool:
         """Whether a reach is worth being fetched."""
@@ -435,6 +430,10 @@ class Tiers:
                 self._settle_question(question)
         for facts in report.tier_facts:
             self._facts[facts.rank] = facts
+            are_out = [facts.are_out for facts in self._facts.values()]
+            self._num_out = sum(map(any, zip(*are_out, strict=False)))
+            used = [facts.used_bytes for facts in self._facts.values()]
+            self._used_bytes = sum(max(0, *sizes) for sizes in zip(*used, strict=False))
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.known(self.fetches.settle(fetch))
@@ -532,13 +531,11 @@ class Tiers:
 
     def gauges(self) -> dict[str, float]:
         """Return how tiers stand; see `observe.metrics.GAUGES`."""
-        are_out = [facts.are_out for facts in self._facts.values()]
-        used = [facts.used_bytes for facts in self._facts.values()]
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),
-            "tiers_out": sum(map(any, zip(*are_out, strict=True))),
-            "tier_used_bytes": sum(max(0, *sizes) for sizes in zip(*used, strict=True)),
+            "tiers_out": self._num_out,
+            "tier_used_bytes": self._used_bytes,
             **self.costs.gauges(self._options.slot_bytes),
         }
 

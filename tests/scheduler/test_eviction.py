@@ -187,6 +187,30 @@ def test_slru_keeps_the_age_of_what_it_protects_no_more() -> None:
     assert policy.take_age_s() == 30.0
 
 
+# ---- what is read for a spill ------------------------------------------------------------------
+
+
+def test_what_is_only_read_is_evicted_as_if_nothing_had_read_it() -> None:
+    for policy in (Lru(NUM_SLOTS), Slru(NUM_SLOTS)):
+        policy.release([0, 1], 0.0)
+        policy.lease([2])  # a hit
+        policy.release([2], 0.0)
+        policy.hold([0])
+        policy.release([0], 0.0)
+        assert take_all(policy) == ([1, 2, 0] if isinstance(policy, Lru) else [1, 0, 2])
+
+
+def test_what_is_to_go_first_goes_first_and_can_be_seen_before(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2, 3], 0.0)
+    policy.lease([2])
+    policy.release([2], 0.0)
+    policy.hurry([3, 2], 1.0)
+    assert policy.peek(3) == [3, 2, 0]
+    policy.release([4], 2.0)
+    assert take_all(policy) == [3, 2, 0, 1, 4]
+    assert policy.peek(2) == []
+
+
 # ---- against a model ---------------------------------------------------------------------------
 
 
@@ -219,6 +243,28 @@ class PolicyMachine(RuleBasedStateMachine):
         slots = [slot for slot in slots if slot not in self.empty]
         self.policy.lease(slots)
         self._take_out(set(slots), self.leased)
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
+    def hold(self, slots: list[int]) -> None:
+        slots = [slot for slot in slots if slot not in self.empty]
+        self.policy.hold(slots)
+        self._take_out(set(slots), self.leased)
+
+    @precondition(lambda self: self.evictable)
+    @rule(data=st.data())
+    def hurry(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(self.evictable), unique=True))
+        self.policy.hurry(slots, 50.0)
+        self.evictable = slots + [slot for slot in self.evictable if slot not in slots]
+        assert self.policy.peek(len(slots)) == slots
+
+    @rule(count=st.integers(0, NUM_SLOTS + 1))
+    def peek(self, count: int) -> None:
+        slots = self.policy.peek(count)
+        assert len(slots) == len(set(slots)) == min(count, len(self.evictable))
+        assert set(slots) <= set(self.evictable)
+        if self.name == "lru":
+            assert slots == self.evictable[:count]
 
     @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
     def forget(self, slots: list[int]) -> None:

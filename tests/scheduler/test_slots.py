@@ -424,6 +424,21 @@ class SlotMachine(RuleBasedStateMachine):
             self.pool.lease(slots)
             self.leases.append(slots)
 
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        held = sorted(self.pool.directory.hashes)
+        if held:
+            slots = data.draw(st.lists(st.sampled_from(held), unique=True))
+            self.pool.hold(slots)
+            self.leases.append(slots)
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True))
+    def evict_first(self, slots: list[int]) -> None:
+        self.pool.evict_first(slots)
+        free = self.pool.directory.hashes.keys() - self.leased()
+        first = [slot for slot in slots if slot in free]
+        assert self.pool.next_evicted(len(first)) == first
+
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

@@ -390,6 +390,9 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(
     bring_to(rig, moment)
     before = rig.counts["fetched_blocks"]
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.statistics().lookups == 0
+    if moment == "landed":
+        assert rig.planner.gauges()["leased_slots"] == 0
     rig.tier.held.clear()
     rig.drain()
     rig.check_tokens("a", 4)
@@ -511,8 +514,7 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig
     rig.check_idle()
 
 
-def test_who_is_next_gets_the_room_of_who_comes_later(make_tiers: MakeTierRig) -> None:
-    """What has come for the last in the queue stays on the host, and can go if it must."""
+def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTierRig) -> None:
     first = make_tiers()
     first.start()
     for number in range(2):
@@ -829,6 +831,22 @@ def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig
     rig.planner.hits.slots.forget_all()  # the GPU has it
     rig.run_alone("c", prompt(rig, 3), max_tokens=1)
     assert not rig.probes
+
+
+def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, max_seqs=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.probes.clear()
+    rig.counts.clear()
+    rig.add("long", rig.prompt(3, 9), max_tokens=10)
+    rig.add("b", prompt(rig, 2))
+    rig.step()
+    assert not rig.probes
+    rig.planner.hits.slots.forget_all()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    rig.check_idle()
 
 
 def test_another_connectors_ids_pass_as_before(make_tiers: MakeTierRig) -> None:
