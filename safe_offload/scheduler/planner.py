@@ -333,8 +333,11 @@ class Planner(Side):
                 self._rescue(scheduler_output)
             self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
         before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        if self.tiers is not None and (tiers := self._plan_tiers(now_s)) is not None:
-            return self._plan_all((before, after, fences), tiers, now_s)
+        tiers = self.tiers
+        if tiers is not None and (tiers.has_to_plan or now_s > tiers.plan_again_s):
+            messages = self._plan_tiers(now_s)
+            if messages is not None:
+                return self._plan_all((before, after, fences), messages, now_s)
         if not (before or after or fences or self.loads.has_news):
             return EMPTY_PLAN
         plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)

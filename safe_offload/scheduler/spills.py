@@ -69,7 +69,7 @@ class Spills:
         self._num_ahead = max(1, num_slots // BATCH_SHARE)
         self._batch_max = max(1, min(BATCH_BYTES_MAX // max(1, slot_bytes), self._num_ahead))
         self._counters = counters
-        self._evicted_only = evicted_only
+        self.evicted_only = evicted_only
         self._queue: dict[int, tuple[int, bytes]] = {}
         self._new: list[TierPending] = []
         self._in_flight: dict[int, TierPending] = {}
@@ -83,7 +83,7 @@ class Spills:
 
     def stored(self, store: Store) -> None:
         """A store that every rank has reported is about to be published."""
-        if store.failure is not None or store.epoch != self._directory.epoch or self._evicted_only:
+        if store.failure is not None or store.epoch != self._directory.epoch or self.evicted_only:
             return
         for part in store.parts:
             slots = part.lease.slots
@@ -95,7 +95,7 @@ class Spills:
 
     def known(self, slots: Iterable[int]) -> None:
         """What these slots hold came from a tier, or was offered to all."""
-        if self._evicted_only:
+        if self.evicted_only:
             hashes = self._directory.hashes
             self._spilled.update((slot, hashes[slot]) for slot in slots if slot in hashes)
 
@@ -125,7 +125,7 @@ class Spills:
         num_under_way = len(self._in_flight)
         if num_under_way >= IN_FLIGHT_MAX:
             return ()
-        if self._evicted_only:
+        if self.evicted_only:
             self._look_ahead()
         if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
             return ()
@@ -184,7 +184,7 @@ class Spills:
             num_missing = sum(place < num_blocks for place in spill.missing)
         self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing
         self._counters[Count.DROPPED_SPILLS_REFUSED] += num_missing
-        if self._evicted_only:
+        if self.evicted_only:
             # What tiers would not take is not offered again as long as the host has it.
             self.known(slots)
             spill.lease.put_back()

@@ -20,6 +20,7 @@ What bounds the wait (docs/guarantees.md: I9):
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,6 +104,10 @@ class Tiers:
         costs: of computing and loading.
         counters: what happens is counted here.
         options: see `TierOptions`.
+
+    Attributes:
+        has_to_plan: something has happened of which the next plan may have to tell.
+        plan_again_s: when to plan all the same, to see what is stuck.
     """
 
     def __init__(  # noqa: PLR0913
@@ -140,6 +145,7 @@ class Tiers:
         self._facts: dict[int, TierFacts] = {}
         self._num_out = self._used_bytes = 0
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
+        self.has_to_plan, self.plan_again_s = False, math.inf
 
     def __repr__(self) -> str:
         return f"Tiers({self.num_active} look-ups, {self.fetches!r}, {self.spills!r})"
@@ -176,6 +182,7 @@ class Tiers:
         if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
             lookup.ask(self.probes.ask(wanted, state))
+            self.has_to_plan = True
         else:
             self._want(lookup)
 
@@ -211,6 +218,7 @@ class Tiers:
     def _want(self, lookup: LookUp) -> None:
         lookup.want()
         self._wanting[lookup] = None
+        self.has_to_plan = True
 
     def waits(self, state: RequestState, num_computed_tokens: int, now_s: float) -> bool:
         """Whether a request that vLLM asks about is to wait for tiers.
@@ -293,14 +301,19 @@ class Tiers:
         if self._answered or self._fetched:
             self._measure(now_s)
         fetches: tuple[TierTransfer, ...] = ()
+        self.has_to_plan = self.spills.evicted_only
         if self._wanting:
             self._decide()
             fetches = self.fetches.plan()
         probes = self.probes.plan(self.word) if self.probes.is_waiting else ()
         spills = self.spills.plan(self.word)
-        if self._has_news or not (self.fetches or self.spills):
+        is_waiting = bool(self.fetches or self.spills)
+        if self._has_news or not is_waiting:
             self._has_news, self._last_news_s = False, now_s
         self._is_stuck = now_s - self._last_news_s > self._stuck_s
+        is_news_due = is_waiting and not self._is_stuck
+        self.plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
+        self.has_to_plan |= bool(self._wanting) or self.spills.is_waiting
         if not (probes or fetches or spills):
             return None
         return TierMessages(probes, fetches, spills)
@@ -310,7 +323,7 @@ class Tiers:
         self.probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
-        self._has_news = True
+        self._has_news = self.has_to_plan = True
 
     def _measure(self, now_s: float) -> None:
         """Note how long what has ended took."""
@@ -418,7 +431,8 @@ class Tiers:
     def settle(self, report: StepReport) -> None:
         """Settle what every rank has reported by now."""
         complete, self._complete = self._complete, []
-        self._has_news |= bool(complete)
+        if complete:
+            self._has_news = self.has_to_plan = True
         for transfer in complete:
             if isinstance(transfer, Fetch):
                 self._settle_fetch(transfer)
@@ -460,6 +474,7 @@ class Tiers:
 
     def _settle_question(self, question: Question) -> None:
         self._answered.append(question)
+        self.has_to_plan = True
         for state in question.users:
             lookup = self._lookups[state]
             if lookup.stage is Stage.ASKING and lookup.is_answered:
@@ -512,6 +527,7 @@ class Tiers:
     def stored(self, store: Store) -> None:
         """See `Spills.stored`."""
         self.spills.stored(store)
+        self.has_to_plan = True
 
     @property
     def num_active(self) -> int:

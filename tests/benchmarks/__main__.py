@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),
+        ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

@@ -15,7 +15,7 @@ BLOCK_TOKENS = 4
 """Tokens of a block where a group does not say otherwise."""
 PAGE_BYTES = 2048
 """Of every page, as vLLM is told: it wants pages of one size. No memory of this size exists."""
-_PAGE_WORDS = PAGE_BYTES // 4
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,12 @@ class Group:
         kind, _, size = shape.partition(":")
         return cls(kind, int(size or 0), int(block_tokens or BLOCK_TOKENS))
 
-    def spec(self, *, half_precision: bool = False) -> Any:
+    def spec(self, *, half_precision: bool = False, page_bytes: int = PAGE_BYTES) -> Any:
         """vLLM's description of the group.
 
         Args:
             half_precision: vLLM zeroes new blocks where groups differ in it.
+            page_bytes: of a block.
         """
         import torch
         from vllm.v1.kv_cache_interface import (
@@ -54,14 +55,15 @@ class Group:
             SlidingWindowSpec,
         )
 
+        page_words = page_bytes // _WORD_BYTES
         if self.kind == "mamba":
             return MambaSpec(
                 block_size=self.block_tokens,
-                shapes=((_PAGE_WORDS,),),
+                shapes=((page_words,),),
                 dtypes=(torch.float32,),
                 mamba_cache_mode="align",
             )
-        head_size = _PAGE_WORDS // self.block_tokens // (1 if self.kind == "mla" else 2)
+        head_size = page_words // self.block_tokens // (1 if self.kind == "mla" else 2)
         shape: dict[str, Any] = {
             "block_size": self.block_tokens,
             "num_kv_heads": 1,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.simulator.groups import Group
+from tests.simulator.groups import PAGE_BYTES, Group
 
 OURS = "SafeCPUOffloadConnector"
 NONE = "none"
@@ -47,6 +47,7 @@ class EngineShape:
         connector: another connector of vLLM's to compare with, or `NONE`.
         failure_policy: what vLLM does with a request whose load failed.
         has_events: KV events are on.
+        page_bytes: of a block, as vLLM is told.
     """
 
     groups: tuple[str, ...] = ("full",)
@@ -72,6 +73,7 @@ class EngineShape:
     connector: str = OURS
     failure_policy: str = "recompute"
     has_events: bool = False
+    page_bytes: int = PAGE_BYTES
 
     def holder_of(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -194,7 +196,8 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
 
     groups = [
         KVCacheGroupSpec(
-            [f"layer.{index}"], group.spec(half_precision=shape.is_zeroed and index == 1)
+            [f"layer.{index}"],
+            group.spec(half_precision=shape.is_zeroed and index == 1, page_bytes=shape.page_bytes),
         )
         for index, group in enumerate(shape.parsed_groups)
     ]

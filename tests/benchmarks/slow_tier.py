@@ -1,0 +1,306 @@
+"""Is a request ever answered later because there is a tier? On virtual time, so always the same.
+
+vLLM's scheduler and the scheduler side of our connector are real; steps, copies and tiers take the
+time that they are told to take. Requests come one by one, and each is held against the same request
+on an engine without a connector. The GPU's prefix cache is emptied before each, host memory never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from safe_offload.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    publish,
+    table,
+)
+from safe_offload.errors import ConfigError
+from safe_offload.observe.counters import Count
+from tests.benchmarks.slow_tier_engine import BLOCK_TOKENS, SLOT_BYTES, TierSpeed, TimedEngine
+from tests.simulator.vllm_setup import NONE, OURS, EngineShape
+
+TIERS: dict[str, TierSpeed] = {
+    "2 GB/s": TierSpeed(2e9),
+    "500 MB/s": TierSpeed(500e6),
+    "50 MB/s": TierSpeed(50e6),
+    "50 MB/s, writes in the way": TierSpeed(50e6, is_shared=True),
+    "stalls from the start": TierSpeed(num_fetched_max=0),
+    "stalls in a fetch": TierSpeed(num_fetched_max=333),
+    "never answers": TierSpeed(probe_s=float("inf")),
+    "answers after 1 s": TierSpeed(probe_s=1.0),
+    "delivers nothing": TierSpeed(delivers=False),
+    "dies and comes back": TierSpeed(dead_s=(60.0, 160.0)),
+}
+"""What is measured, by the name on the command line."""
+LAYOUTS = {"plain": ("full@16",), "hybrid": ("full@16", "window:1024@16")}
+TOKENS_PER_S = (1_000, 5_000, 20_000)
+NUM_REQUESTS = 1_000
+LENGTHS = (100, 16_000)
+SHORTEST_OF = (100, 400, 1_600, 6_400)
+"""Of the lengths that the table of decisions tells apart."""
+NUM_COLD = 10
+"""Requests until when the engine is taken to be new."""
+SHARED = 0.3
+"""Of the requests: they begin as one before did."""
+PAUSE_S = 0.2
+"""Between an answer and the next request, in the mean."""
+ANSWER_TOKENS = 3
+STEP_TOKENS = 2048
+NUM_SLOTS = 6_000
+SEED = 1
+ALLOWED_SHARE, ALLOWED_S = 1.1, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request.
+
+    Attributes:
+        tier_share: of its blocks, from the first on, that another engine has written.
+        pause_s: before it comes.
+    """
+
+    tokens: tuple[int, ...]
+    tier_share: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A request, and what became of it.
+
+    Attributes:
+        num_tokens: of its prompt.
+        tier_share: see `Prompt`.
+        first_s: until its first token.
+        computed_s: the same without a connector.
+        num_fetched: blocks that were fetched for it.
+        is_cut: it waited for the tier as long as it may.
+    """
+
+    num_tokens: int
+    tier_share: float
+    first_s: float
+    computed_s: float
+    num_fetched: int
+    is_cut: bool
+
+    @property
+    def ratio(self) -> float:
+        """Return its time, in terms of what it may take."""
+        return self.first_s / (ALLOWED_SHARE * self.computed_s + ALLOWED_S)
+
+    @property
+    def late_s(self) -> float:
+        """Return how much later it is than computed."""
+        return self.first_s - self.computed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured: a tier, beside a model."""
+
+    tier: str
+    tokens_per_s: int
+    layout: str
+
+
+def make_prompts(number: int, seed: int) -> list[Prompt]:
+    """Return requests: lengths from short to long, each doubling as frequent as the next."""
+    chance = random.Random(seed)
+    shortest, longest = LENGTHS
+    prompts: list[Prompt] = []
+    for _ in range(number):
+        num_tokens = round(shortest * (longest / shortest) ** chance.random())
+        shared: tuple[int, ...] = ()
+        if prompts and chance.random() < SHARED:
+            other = chance.choice(prompts[-40:]).tokens
+            shared = other[: min(num_tokens - 1, chance.randrange(len(other)))]
+        own = (chance.randrange(1_000) for _ in range(num_tokens - len(shared)))
+        tier_share = chance.choice((0.0, chance.random(), 1.0, 1.0))
+        pause_s = chance.expovariate(1 / PAUSE_S)
+        prompts.append(Prompt((*shared, *own), tier_share, pause_s))
+    return prompts
+
+
+def make_engine(case: Case, connector: str, speed: TierSpeed | None) -> TimedEngine:
+    """Return an engine with the connector or without, and with a tier or without."""
+    extra: dict[str, object] = {"min_load_tokens": "auto"}
+    if speed is not None:
+        extra["tiers"] = [{"url": "file:///nowhere"}]
+    groups = LAYOUTS[case.layout]
+    shape = EngineShape(
+        groups=groups,
+        num_blocks=2 * len(groups) * LENGTHS[1] // BLOCK_TOKENS,
+        num_slots=NUM_SLOTS * len(groups),
+        max_batched_tokens=STEP_TOKENS,
+        max_seqs=16,
+        max_model_len=LENGTHS[1] + BLOCK_TOKENS,
+        extra=extra,
+        connector=connector,
+        page_bytes=SLOT_BYTES,
+    )
+    return TimedEngine(shape, case.tokens_per_s, speed)
+
+
+def serve(engine: TimedEngine, prompts: Sequence[Prompt]) -> list[Sample]:
+    """Ask one by one; `Sample.computed_s` is to be filled in."""
+    samples = []
+    for number, prompt in enumerate(prompts):
+        engine.idle_until(engine.clock.now_s + prompt.pause_s)
+        engine.forget_gpu_cache()
+        name = str(number)
+        num_cut, num_planned = engine.counts[Count.TIER_WAITS_CUT], engine.worker.num_planned
+        begin_s = engine.clock.now_s
+        request = engine.send(name, prompt.tokens, ANSWER_TOKENS)
+        hashes = request.block_hashes
+        engine.worker.objects.update(hashes[: int(prompt.tier_share * len(hashes))])
+        while name in engine.scheduler.requests:
+            engine.step()
+        samples.append(
+            Sample(
+                len(prompt.tokens),
+                prompt.tier_share,
+                engine.first_token_s[name] - begin_s,
+                0.0,
+                engine.worker.num_planned - num_planned,
+                engine.counts[Count.TIER_WAITS_CUT] > num_cut,
+            )
+        )
+    return samples
+
+
+def measure(case: Case, number: int, seed: int) -> list[Sample]:
+    """Return what became of each request."""
+    logging.disable(logging.CRITICAL)
+    prompts = make_prompts(number, seed)
+    computed = serve(make_engine(case, NONE, None), prompts)
+    found = serve(make_engine(case, OURS, TIERS[case.tier]), prompts)
+    return [
+        replace(one, computed_s=other.first_s) for one, other in zip(found, computed, strict=True)
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `python -m tests.benchmarks slow_tier`."""
+    add = parser.add_argument
+    add("--tiers", nargs="+", choices=list(TIERS), default=[*TIERS], metavar="NAME", help="(all)")
+    add("--tokens-per-s", type=int, nargs="+", default=[*TOKENS_PER_S], metavar="N")
+    add("--layouts", nargs="+", choices=list(LAYOUTS), default=["plain"], help="(plain)")
+    add("--requests", type=int, default=NUM_REQUESTS, help="of each tier and speed (%(default)s)")
+    add("--seed", type=int, default=SEED, help="draws the requests (%(default)s)")
+    add("--processes", type=int, default=1, help="(%(default)s)")
+    add_output_arguments(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks slow_tier`; return 1 if a request is later than allowed."""
+    if arguments.requests <= NUM_COLD:
+        raise ConfigError(f"--requests: expected more than {NUM_COLD}")
+    if min(arguments.tokens_per_s) < 1 or arguments.processes < 1:
+        raise ConfigError("--tokens-per-s and --processes: expected at least 1")
+    machine = describe_machine()
+    cases = [
+        Case(tier, tokens_per_s, layout)
+        for layout in arguments.layouts
+        for tokens_per_s in arguments.tokens_per_s
+        for tier in arguments.tiers
+    ]
+    one = partial(measure, number=arguments.requests, seed=arguments.seed)
+    found: dict[Case, list[Sample]] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        for case, samples in zip(cases, pool.map(one, cases), strict=True):
+            print(f"{case.layout}, {case.tokens_per_s} tokens/s, {case.tier}: done", flush=True)
+            found[case] = samples
+    publish(make_report(found, machine), arguments)
+    return int(any(one.ratio > 1 for samples in found.values() for one in samples[NUM_COLD:]))
+
+
+def make_report(found: dict[Case, list[Sample]], machine: dict[str, object]) -> Report:
+    """Return the tables: lateness once warm, the first requests, what the rule decides."""
+    return Report(
+        method=(
+            f"{len(next(iter(found.values())))} requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, "
+            "one by one, on virtual time; each is held against computing\n"
+            f"it without a connector. Allowed: {ALLOWED_SHARE} times that and "
+            f"{1000 * ALLOWED_S:.0f} ms. {SLOT_BYTES // BLOCK_TOKENS >> 10} KiB for each token."
+        ),
+        sections=[
+            f"Once {NUM_COLD} requests have been served:\n\n" + _lateness(found, _warm),
+            f"The first {NUM_COLD} requests of a new engine:\n\n" + _lateness(found, _cold),
+            "Of the requests all of which the tier had, those of which something was fetched, "
+            "by tokens:\n\n" + _decisions(found),
+        ],
+        figures={
+            "cases": [
+                {"case": asdict(case), "samples": [asdict(one) for one in samples]}
+                for case, samples in found.items()
+            ]
+        },
+        options={},
+        machine=machine,
+    )
+
+
+def _warm(samples: Sequence[Sample]) -> Sequence[Sample]:
+    return samples[NUM_COLD:]
+
+
+def _cold(samples: Sequence[Sample]) -> Sequence[Sample]:
+    return samples[:NUM_COLD]
+
+
+def _lateness(
+    found: dict[Case, list[Sample]], choose: Callable[[Sequence[Sample]], Sequence[Sample]]
+) -> str:
+    heads = ["tokens/s", "tier", "requests", "fetched", "not fetched", "cut"]
+    rows = [[*heads, "over", "last over", "worst of allowed", "latest, ms", "median speed-up"]]
+    for case, everything in found.items():
+        samples = choose(everything)
+        over = [number for number, one in enumerate(samples, 1) if one.ratio > 1]
+        num_fetched = sum(one.num_fetched > 0 for one in samples)
+        rows.append(
+            [
+                f"{case.tokens_per_s:,}",
+                case.tier if case.layout == "plain" else f"{case.tier}, {case.layout}",
+                str(len(samples)),
+                str(num_fetched),
+                str(len(samples) - num_fetched),
+                str(sum(one.is_cut for one in samples)),
+                str(len(over)),
+                str(over[-1]) if over else "-",
+                f"{max(one.ratio for one in samples):.2f}",
+                f"{1000 * max(one.late_s for one in samples):.0f}",
+                f"{statistics.median(one.computed_s / one.first_s for one in samples):.2f}",
+            ]
+        )
+    return table(rows, num_left=2)
+
+
+def _decisions(found: dict[Case, list[Sample]]) -> str:
+    ends = [*(number - 1 for number in SHORTEST_OF[1:]), LENGTHS[1]]
+    spans = list(zip(SHORTEST_OF, ends, strict=True))
+    rows = [["tokens/s", "tier", *(f"{first}-{last}" for first, last in spans)]]
+    for case, samples in found.items():
+        cells = []
+        for first, last in spans:
+            there = [
+                one
+                for one in _warm(samples)
+                if one.tier_share == 1 and first <= one.num_tokens <= last
+            ]
+            num_fetched = sum(one.num_fetched > 0 for one in there)
+            cells.append(f"{num_fetched} of {len(there)}")
+        rows.append([f"{case.tokens_per_s:,}", f"{case.tier} ({case.layout})", *cells])
+    return table(rows, num_left=2)
