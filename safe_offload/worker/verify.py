@@ -1,7 +1,7 @@
 """Checksums of host slots: noted after every store and fetch, compared after a load's copy.
 
-A spill compares them too, before it is begun: a bit that has flipped must not go on to a tier, which
-would give it a checksum of its own.
+A spill compares them too, before it is begun: a bit that has flipped must not go on to a tier,
+which would give it a checksum of its own.
 
 What changes between a look and its copy would be served. The load is not reported before the look
 is over, so that attention never reads what was found changed.
