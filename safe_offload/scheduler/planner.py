@@ -436,7 +436,7 @@ class Planner(Side):
                     output.finished_recving = {*received, load.owner.request.request_id}
         for store in complete:
             if isinstance(store, Store):
-                if self.tiers is not None:
+                if self.tiers is not None and not self._is_disabled:
                     self.tiers.stored(store)
                 self.stores.settle(store)
         if self.tiers is not None:

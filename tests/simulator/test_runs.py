@@ -43,6 +43,8 @@ REGRESSIONS = {
     "rescue a step too late": ("lazy-pressure", 0),
     # A checker that learned from us which blocks were given out missed the target of a copy.
     "the target of a copy": ("mamba-gpu", 100001),
+    # A store that settled after a rank had died waited to be spilled, and no plan came any more.
+    "idle with spills that wait": ("swarm", 1827),
 }
 """Seeds that broke a promise once, and what was wrong."""
 

@@ -76,6 +76,8 @@ class ProgressChecker:
             sum(len(answer) for answer in core.answers.values()),
             len(requests),
             sum(request.num_computed_tokens for request in requests.values()),
+            # What is still to be spilled keeps an engine stepping that has no request.
+            len(self._ledger.spills),
         )
         if seen != self._seen or not core.has_work:
             self._seen, self._moved_at = seen, core.num_steps
