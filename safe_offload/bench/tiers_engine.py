@@ -1,9 +1,10 @@
 """Time to first token of one prompt computed, from the GPU, the host and a tier, side by side.
 
-Two engines with one directory as their tier have their turns. The first computes prompts, which are
-stored; it is asked again while a prompt is still on its GPU, and when its GPU has forgotten it and
-its host has not. The other one is asked what it has never seen, and finds it in the tier. Then all
-engines end, and a new one on the same directory is asked everything: a cold start.
+Two engines with one directory as their tier have their turns, and one with host memory alone. The
+first computes prompts, which are stored; it is asked again while a prompt is still on its GPU, and
+when its GPU has forgotten it and its host has not. The second is asked what it has never seen, and
+finds it in the tier. The one without a tier computes the same prompts: what does writing cost? Then
+all engines end, and a new one on the same directory is asked everything: a cold start.
 """
 
 import random
@@ -34,14 +35,22 @@ QUIET_S = 1.5
 NUM_PROMPTS = 3
 HASH_ALGORITHM = "sha256_cbor"
 
-COMPUTED, ON_GPU, ON_HOST, BESIDE, COLD = SOURCES = (
+COMPUTED, ALONE, ON_GPU, ON_HOST, BESIDE, COLD = SOURCES = (
     "computed",
+    "computed, host memory alone",
     "from the GPU",
     "from the host",
     "from the tier, computed by another engine",
     "from the tier, after a restart",
 )
-_KIND = {COMPUTED: "computed", ON_GPU: "gpu", ON_HOST: "host", BESIDE: "host", COLD: "host"}
+_KIND = {
+    COMPUTED: "computed",
+    ALONE: "computed",
+    ON_GPU: "gpu",
+    ON_HOST: "host",
+    BESIDE: "host",
+    COLD: "host",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,12 @@ class EngineFound:
     def ratio(self, source: str) -> float:
         """Return how many times sooner than computed."""
         return statistics.median(self.ttft_s[COMPUTED]) / statistics.median(self.ttft_s[source])
+
+    @property
+    def writing_costs(self) -> list[float]:
+        """Return how much later each prompt is computed with a tier than without: 0.01 is 1 %."""
+        pairs = zip(self.ttft_s[COMPUTED], self.ttft_s[ALONE], strict=True)
+        return [with_tier_s / alone_s - 1 for with_tier_s, alone_s in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +95,10 @@ class _Bench:
         self._tokens: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         self.num_answers = 0
 
-    def start(self, name: str) -> EngineProcess:
+    def start(self, name: str, *, has_tier: bool = True) -> EngineProcess:
         """Return an engine that has started."""
-        tier = {"url": f"file://{self.tier}"}
-        extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": [tier], **self._options.extra}
+        tiers = [{"url": f"file://{self.tier}"}] if has_tier else []
+        extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": tiers, **self._options.extra}
         config = {"kv_connector": OURS, "kv_connector_extra_config": extra}
         how = BenchOptions(
             model=self._options.model,
@@ -134,11 +149,18 @@ def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> 
     with tempfile.TemporaryDirectory(prefix=prefix, dir=options.folder) as name:
         bench = _Bench(options, Path(name))
         prompts = range(NUM_PROMPTS)
-        say("starting two engines ...")
-        with bench.start("first") as first, bench.start("beside") as beside:
+        say("starting three engines ...")
+        with (
+            bench.start("first") as first,
+            bench.start("beside") as beside,
+            bench.start("alone", has_tier=False) as alone,
+        ):
+            ways = [(first, COMPUTED), (alone, ALONE)]
             for round_index in range(options.rounds + 1):
-                for which in prompts:
-                    bench.ask(first, round_index, which, COMPUTED)
+                ways.reverse()
+                for engine, source in ways:
+                    for which in prompts:
+                        bench.ask(engine, round_index, which, source)
                 bench.ask(first, round_index, prompts[-1], ON_GPU)
                 for which in prompts:
                     bench.ask(first, round_index, which, ON_HOST)
@@ -186,4 +208,5 @@ def render(found: EngineFound) -> str:
     same = found.num_answers - found.num_different_answers
     title = f"prompts of {found.prompt_tokens:,} tokens; {found.num_answers} answers"
     equal = "all equal" if same == found.num_answers else f"{found.num_different_answers} DIFFER"
-    return f"{title}, {equal}\n{table(rows)}"
+    costs = median_and_spread([100 * cost for cost in found.writing_costs], "+.1f")
+    return f"{title}, {equal}\n{table(rows)}\nwriting to the tier: first pass {costs} % later"

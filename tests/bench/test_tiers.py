@@ -9,6 +9,7 @@ import pytest
 
 from safe_offload.bench import tiers
 from safe_offload.bench.tiers_engine import (
+    ALONE,
     BESIDE,
     COLD,
     COMPUTED,
@@ -80,10 +81,12 @@ def test_an_object_that_does_not_come_ends_it(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_of_engines():
-    times = {COMPUTED: [1.0, 2.0, 3.0], ON_GPU: [0.02], ON_HOST: [0.04], BESIDE: [0.1], COLD: [0.2]}
+    times = {COMPUTED: [1.0, 2.0, 3.0], ALONE: [1.0, 1.0, 2.0], ON_GPU: [0.02], ON_HOST: [0.04]}
+    times |= {BESIDE: [0.1], COLD: [0.2]}
     lines = render(EngineFound(times, 0, 26, 16_000)).splitlines()
     assert lines[0] == "prompts of 16,000 tokens; 26 answers, all equal"
-    assert lines[-1].split()[-1] == "10.0"
+    assert lines[-2].split()[-1] == "10.0"
+    assert lines[-1] == "writing to the tier: first pass +50.0 (+0.0 to +100.0) % later"
     assert "2 DIFFER" in render(EngineFound(times, 2, 26, 16_000))
 
 
