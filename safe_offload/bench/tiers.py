@@ -1,9 +1,9 @@
 """A directory as a tier: what it reads and writes, against what its device gives.
 
-Objects of each size are written and read by the tier, and as many bytes of one large file by plain
-pwrite and pread: from as many threads, in pieces of the same size, in the same rounds. Both go past
-the page cache (O_DIRECT) where the file system can. CPU time is that of the whole process. A probe
-asks for objects of which half are there.
+Objects of each size are written and read by the tier, and as many bytes by plain pwrite and pread:
+from as many threads, each with one large new file, in pieces of the same size, in the same rounds.
+Both go past the page cache (O_DIRECT) where the file system can. CPU time is that of the whole
+process. A probe asks for objects of which half are there.
 
 With --engine, real engines answer prompts computed, from the GPU, from the host and from the tier.
 """
@@ -56,9 +56,9 @@ TIER_WRITE, TIER_READ, LIMIT_WRITE, LIMIT_READ = (
 LIMIT_OF = {TIER_WRITE: LIMIT_WRITE, TIER_READ: LIMIT_READ}
 METHOD = (
     "Objects are whole files with a header and a checksum; the device's limit is plain pwrite and "
-    "pread of one large file by as many threads, in pieces of the same size. All ways take turns "
-    "in every round. A share is the median over the rounds of device time / tier time. CPU time is "
-    "user and system time of the process."
+    "pread of a large new file for each of as many threads, in pieces of the same size. All ways "
+    "take turns in every round. A share is the median over the rounds of device time / tier time. "
+    "CPU time is user and system time of the process."
 )
 
 
@@ -174,7 +174,7 @@ def read_options(arguments: argparse.Namespace) -> TierBenchOptions:
     free_bytes = shutil.disk_usage(options.folder).free
     # What a round wrote stays to the end: an ext4 without journal is slow to make files for
     # minutes after many were deleted (recently_deleted in fs/ext4/ialloc.c, Linux 6.1).
-    needed_bytes = (options.rounds + 2) * options.round_bytes
+    needed_bytes = 2 * (options.rounds + 2) * options.round_bytes
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"{options.folder} has {format_bytes(free_bytes)} left, and the benchmark takes "
@@ -230,8 +230,6 @@ class _Rig:
         self._tier = open_tier(folder / "tier", object_bytes, threads)
         self._threads = ThreadPoolExecutor(threads)
         self._num_threads = threads
-        self._file = _open_direct(folder / "large")
-        os.posix_fallocate(self._file, 0, len(self._memory))
         self._generation = 0
 
     def time_in_turn(self, rounds: int) -> dict[str, list[Sample]]:
@@ -263,13 +261,17 @@ class _Rig:
         _require(self._runner.run(self._tier.fetch(self._names(), self._slots)))
 
     def _move(self, call: Callable[[int, Any, int], int]) -> None:
-        """Read or write the large file, each thread every n-th piece."""
+        """Read or write large files, each thread one, with every n-th piece."""
 
         def run(first: int) -> None:
-            for index in range(first, self._num_objects, self._num_threads):
-                moved = call(self._file, self._slots[index], index * self._object_bytes)
+            pieces = range(first, self._num_objects, self._num_threads)
+            file = _open_direct(self._folder / f"large-{self._generation}-{first}")
+            os.ftruncate(file, len(pieces) * self._object_bytes)
+            for place, index in enumerate(pieces):
+                moved = call(file, self._slots[index], place * self._object_bytes)
                 if moved != self._object_bytes:
                     raise SafeOffloadError(f"moved {moved} of {self._object_bytes} bytes")
+            os.close(file)
 
         list(self._threads.map(run, range(self._num_threads)))
 
@@ -278,7 +280,6 @@ class _Rig:
         self._runner.run(self._tier.close())
         self._runner.close()
         self._threads.shutdown()
-        os.close(self._file)
         shutil.rmtree(self._folder)
 
 
