@@ -179,13 +179,11 @@ class FileTier:
         if not visit.enter(name.namespace):
             return Result.ABSENT
         try:
-            with visit.folder(folder) as folder_fd:
-                result = self._files.read(
-                    file, folder_fd, name, slot, is_direct=self._place.is_direct
-                )
-                if result in (Result.CORRUPT, Result.FOREIGN):
-                    self._log.bad_object(result, file)
-                    remove(file, folder_fd)
+            folder_fd = visit.folder(folder)
+            result = self._files.read(file, folder_fd, name, slot, is_direct=self._place.is_direct)
+            if result in (Result.CORRUPT, Result.FOREIGN):
+                self._log.bad_object(result, file)
+                remove(file, folder_fd)
         except FileNotFoundError:
             return Result.ABSENT
         except OSError as error:
@@ -209,23 +207,21 @@ class FileTier:
         try:
             if not has_namespace or not visit.has_folder(folder):
                 visit.make_folder(name.namespace, folder)
-            with visit.folder(folder) as folder_fd:
-                if _is_there(file, folder_fd, file_bytes):
-                    return Result.PRESENT
-                taken = self._take(visit.root_fd, size_on_disk(file_bytes))
-                if taken is None:
-                    return Result.FULL
-                temporary = _temporary_name()
-                try:
-                    self._files.write(
-                        temporary, folder_fd, name, slot, is_direct=self._place.is_direct
-                    )
-                    os.rename(temporary, file, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-                except BaseException:
-                    with contextlib.suppress(OSError):
-                        remove(temporary, folder_fd)
-                    raise
-                self._capacity.settle(visit.root_fd, size_on_disk(file_bytes), taken)
+            folder_fd = visit.folder(folder)
+            if _is_there(file, folder_fd, file_bytes):
+                return Result.PRESENT
+            taken = self._take(visit.root_fd, size_on_disk(file_bytes))
+            if taken is None:
+                return Result.FULL
+            temporary = _temporary_name()
+            try:
+                self._files.write(temporary, folder_fd, name, slot, is_direct=self._place.is_direct)
+                os.rename(temporary, file, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    remove(temporary, folder_fd)
+                raise
+            self._capacity.settle(visit.root_fd, size_on_disk(file_bytes), taken)
         except OSError as error:
             if error.errno not in _IN_ITS_PLACE:
                 raise
@@ -386,12 +382,13 @@ class _Place:
 
 
 class _Visit:
-    """Descriptors of the root and of one namespace, for a job of one thread."""
+    """Descriptors of the root, of one namespace and of its folders, for a job of one thread."""
 
     def __init__(self, place: _Place) -> None:
         self._place = place
         self._namespace = b""
         self._namespace_fd = -1
+        self._folder_fds: dict[str, int] = {}
         self.root_fd = -1
 
     def __enter__(self) -> _Visit:
@@ -411,18 +408,16 @@ class _Visit:
         """Return whether there is something called like one of the 256 folders."""
         return os.access(name, os.F_OK, dir_fd=self._namespace_fd)
 
-    @contextlib.contextmanager
-    def folder(self, name: str) -> Iterator[int]:
-        """Open one of the 256 folders of the namespace.
+    def folder(self, name: str) -> int:
+        """Return a descriptor of one of the 256 folders of the namespace.
 
         Raises:
             OSError: there is none, or it cannot be opened.
         """
-        folder_fd = open_folder(name, self._namespace_fd)
-        try:
-            yield folder_fd
-        finally:
-            os.close(folder_fd)
+        folder_fd = self._folder_fds.get(name)
+        if folder_fd is None:
+            folder_fd = self._folder_fds[name] = open_folder(name, self._namespace_fd)
+        return folder_fd
 
     def enter(self, namespace: bytes) -> bool:
         """Open the folder of a namespace; return whether there is one.
@@ -456,6 +451,9 @@ class _Visit:
         make_folder(name, self._namespace_fd)
 
     def _leave_namespace(self) -> None:
+        for folder_fd in self._folder_fds.values():
+            os.close(folder_fd)
+        self._folder_fds.clear()
         if self._namespace:
             os.close(self._namespace_fd)
             self._namespace = b""
