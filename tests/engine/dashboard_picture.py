@@ -31,7 +31,7 @@ ARGUMENTS = (
     *("--num-gpu-blocks-override", "200", "--prefix-caching-hash-algo", "sha256_cbor"),
     "--kv-transfer-config",
 )
-NUM_SLOTS, TIER_CAPACITY = 600, "12MiB"
+NUM_SLOTS, TIER_CAPACITY = 600, "64MiB"
 NUM_USERS, NUM_FIRST_TOKENS, NUM_TURN_TOKENS, NUM_TURNS = 16, 640, 160, 7
 INTERVAL_S = 20
 """Rates are over so many seconds."""
@@ -162,6 +162,7 @@ def main() -> None:
         model = write_tiny_model("llama", folder / "model")
         tiers = [{"url": f"file://{folder / 'tier'}", "capacity": TIER_CAPACITY}]
         config = connector(NUM_SLOTS, tiers=tiers)
+        del config["kv_connector_extra_config"]["min_load_tokens"]  # what pays is measured
         with HttpServer(model, (*ARGUMENTS, json.dumps(config)), folder / "server") as server:
             server.wait_until_healthy()
             with prometheus(server.url.removeprefix("http://"), folder / "prometheus") as found:
