@@ -62,6 +62,7 @@ def test_what_another_user_stored(tmp_path: Path) -> None:
         pytest.skip("only root can give a folder to another user")
     namespace = tmp_path / namespace_folder(bytes(NAMESPACE_BYTES))
     namespace.mkdir()
+    (tmp_path / namespace_folder(bytes(range(NAMESPACE_BYTES)))).mkdir()  # our own
     os.chown(namespace, 4711, -1)
     trial = try_tier(TierConfig("file", str(tmp_path)))
     assert trial.others == (4711,)
