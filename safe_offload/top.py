@@ -118,11 +118,24 @@ class Reading:
             value for (key, has), value in self.samples.items() if key == full and wanted <= has
         )
 
-    def by(self, name: str, *labels: str) -> dict[str, float]:
+    def largest(self, name: str, **labels: str) -> float:
+        """Return the largest of such series: engines that share something all report it."""
+        wanted = set(labels.items())
+        return max(
+            (v for (key, has), v in self.samples.items() if key == PREFIX + name and wanted <= has),
+            default=0.0,
+        )
+
+    def values_of(self, label: str) -> list[str]:
+        """Return the values that a label has."""
+        return sorted({value for _, has in self.samples for key, value in has if key == label})
+
+    def by(self, name: str, *labels: str, **having: str) -> dict[str, float]:
         """Return the series of a name that are not 0, by the values of some labels."""
+        wanted = set(having.items())
         found: dict[str, float] = defaultdict(float)
         for (key, has), value in self.samples.items():
-            if key == PREFIX + name and value:
+            if key == PREFIX + name and value and wanted <= has:
                 found[" ".join(dict(has).get(label, "") for label in labels)] += value
         return dict(found)
 
@@ -270,6 +283,11 @@ class View:
             _per_second(self.rate(name, **labels)),
         )
 
+    def bytes(self, title: str, name: str, **labels: str) -> Row:
+        """Return the row of a counter of bytes."""
+        rate = _unless(self.rate(name, **labels), lambda r: f"{format_bytes(int(r))}/s")
+        return title, format_bytes(int(self.now.total(name, **labels))), rate
+
     def mean(self, title: str, name: str, show: Show, **labels: str) -> Row:
         """Return the row of the mean of a histogram."""
         since_start, now = (
@@ -346,9 +364,7 @@ def cost(view: View) -> list[Row]:
     memory = view.now.info.get("memory", "")
     rows: list[Row] = [("host memory", format_bytes(int(view.now.total("capacity_bytes"))), memory)]
     for direction in ("load", "store"):
-        name = f"{direction}_bytes_total"
-        rate = _unless(view.rate(name), lambda r: f"{format_bytes(int(r))}/s")
-        rows.append((f"bytes of {direction}s", format_bytes(int(view.now.total(name))), rate))
+        rows.append(view.bytes(f"bytes of {direction}s", f"{direction}_bytes_total"))
     for name, title in (
         ("transfer_seconds", "a {} copies"),
         ("transfer_wait_seconds", "a {} waits before it"),
@@ -361,12 +377,49 @@ def cost(view: View) -> list[Row]:
     return [*rows, ("under way", ", ".join(in_flight), "")]
 
 
+def tiers(view: View) -> list[Row]:
+    """What do tiers do? Nothing if the server has none."""
+    rows: list[Row] = []
+    # They have samples from the start; a capacity of 0 is that of a tier without a limit.
+    for tier in view.now.values_of("tier"):
+        stored_bytes, capacity_bytes = (
+            view.now.largest(f"tier_{what}_bytes", tier=tier) for what in ("stored", "capacity")
+        )
+        used = format_bytes(int(stored_bytes))
+        if capacity_bytes:
+            used += f" of {format_bytes(int(capacity_bytes))}"
+        out = [
+            f"not {done}"
+            for operation, done in (("read", "read"), ("write", "written"))
+            if view.now.total("tier_is_out", tier=tier, operation=operation)
+        ]
+        state = f"LEFT ALONE, {' and '.join(out)}: the log says why" if out else "working"
+        rows += [
+            (f"tier {tier}", state, ""),
+            ("  holds", used, _quotient(stored_bytes, capacity_bytes, _percent)),
+            view.bytes("  read", "tier_read_bytes_total", tier=tier),
+            view.bytes("  written", "tier_written_bytes_total", tier=tier),
+            view.mean(
+                "  a fetch takes", "tier_call_seconds", _seconds, tier=tier, operation="fetch"
+            ),
+        ]
+        for title, name in (("blocks missed", "misses"), ("blocks not written", "dropped_spills")):
+            rows.append(view.counter(f"  {title}", f"tier_{name}_total", tier=tier))
+            for what, count in view.now.by(f"tier_{name}_total", "reason", tier=tier).items():
+                rows.append((f"    {what}", _number(count), ""))
+    if rows:
+        rows.append(view.mean("a request waits for tiers", "tier_wait_seconds", _seconds))
+    return rows
+
+
 QUESTIONS: Final = {
     "Is it worth it?": worth,
     "Is it healthy?": health,
     "Is it large enough?": size,
     "What does it cost?": cost,
+    "What do tiers do?": tiers,
 }
+"""One without rows is not shown."""
 
 
 def frame(watch: Watch) -> Any:
@@ -379,8 +432,9 @@ def frame(watch: Watch) -> Any:
     assert watch.last is not None
     view = View(watch.last, watch.before)
     panels = [
-        Panel(_table(ask(view)), title=question, title_align="left")
+        Panel(_table(rows), title=question, title_align="left")
         for question, ask in QUESTIONS.items()
+        if (rows := ask(view))
     ]
     return Group(_status(watch, Text), Columns(panels, equal=True, expand=True))
 

@@ -21,6 +21,7 @@ from safe_offload.observe.counters import (
     HISTOGRAMS,
     LOAD_S,
     LOAD_WAIT_S,
+    TIER_SERIES,
     Count,
 )
 from safe_offload.observe.metrics import GAUGES, OffloadPromMetrics, OffloadStats
@@ -58,7 +59,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def start_metrics(self) -> None:
+    def start_metrics(self, **extra: Any) -> None:
         self._registry = CollectorRegistry()
         prompt = Counter(top.PROMPT_TOKENS, "Prompt tokens.", ["engine"], registry=self._registry)
         self.prompt_tokens = prompt.labels("0")
@@ -68,7 +69,7 @@ class Server:
         }
         values: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
         self.metrics: OffloadPromMetrics = SafeCPUOffloadConnector.build_prom_metrics(
-            make_config(EngineShape()), kinds, ["model_name", "engine"], values
+            make_config(EngineShape(extra=extra)), kinds, ["model_name", "engine"], values
         )
 
     def observe(
@@ -84,6 +85,9 @@ class Server:
     def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+TIERS = [{"url": "file:///mnt/near", "capacity": "1GiB"}, {"url": "file:///mnt/far"}]
 
 
 @pytest.fixture
@@ -123,8 +127,9 @@ def test_one_frame_answers_the_four_questions(server, capsys):
             capacity_bytes=1 << 30,
         )
     text = shown(server, capsys)
-    for question in top.QUESTIONS:
+    for question in list(top.QUESTIONS)[:4]:
         assert question in text
+    assert "tier" not in text
     assert "safe-offload 0.1.0" in text
     assert "prompt tokens from the host 25.0 %" in text
     assert "tokens from the host 1,000 0/s" in text
@@ -138,6 +143,23 @@ def test_one_frame_answers_the_four_questions(server, capsys):
     assert "host memory 2.00 GiB pageable" in text
     assert "bytes of loads 6.00 MiB" in text
     assert "a load copies 2 ms" in text
+
+
+def test_tiers_have_rows_of_their_own(server, capsys):
+    server.start_metrics(tiers=TIERS)
+    near, far = TIER_SERIES[:2]
+    for engine in (0, 1):  # which share the directories
+        counts = {str(near.read_bytes): 3 << 20, str(near.misses["absent"]): 2}
+        counts |= {str(far.written_bytes): 5 << 20, str(far.dropped_spills["full"]): 4}
+        gauges = {str(near.stored_bytes): 256 << 20, str(near.capacity_bytes): 1 << 30}
+        gauges |= {str(far.is_out["write"]): 1}
+        server.metrics.observe(OffloadStats.of(counts, gauges, {}, None).data, engine)
+    text = shown(server, capsys)
+    assert "tier 1 working holds 256.00 MiB of 1.00 GiB 25.0 % read 6.00 MiB" in text
+    assert "blocks missed 4 0/s absent 4" in text
+    assert "tier 2 LEFT ALONE, not written: the log says why holds 0 bytes -" in text
+    assert "written 10.00 MiB" in text
+    assert "blocks not written 8 0/s full 8" in text
 
 
 def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
@@ -156,6 +178,7 @@ def test_every_metric_that_is_shown_exists(server, monkeypatch):
         return read(self, name, **labels)
 
     monkeypatch.setattr(top.Reading, "total", total)
+    server.start_metrics(tiers=TIERS)
     view = top.View(top.read(f"{server.url}/metrics"), None)
     view = top.View(view.now, view.now)
     for ask in top.QUESTIONS.values():

@@ -40,7 +40,8 @@ def metrics() -> list[str]:
 
     from tests.simulator.vllm_setup import EngineShape, make_config
 
-    logger = PrometheusStatLogger(make_config(EngineShape()), [0])
+    shape = EngineShape(extra={"tiers": [{"url": "file:///mnt/kv"}]})  # which have metrics too
+    logger = PrometheusStatLogger(make_config(shape), [0])
     logger.kv_connector_prom.observe({})  # the connector makes some with the first statistics
     suffix = {"counter": "_total"}
     return [family.name + suffix.get(family.type, "") for family in REGISTRY.collect()]

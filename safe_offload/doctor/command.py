@@ -6,7 +6,8 @@
 
 Write what follows `vllm serve`: every argument but --json is read by vLLM's own parser. Each
 finding says what was found, and if something is wrong what was expected and the fix. The exit
-status is 0 if there is nothing to change, else 1. Nothing is started and nothing is written.
+status is 0 if there is nothing to change, else 1. Nothing is started; what is written to the
+directory of a tier, to try it, is deleted again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.config import OffloadConfig
-from safe_offload.doctor import configuration, copies, memory, model, versions
+from safe_offload.doctor import configuration, copies, memory, model, tiers, versions
 from safe_offload.doctor.findings import Finding, exit_status, guarded, render
 from safe_offload.doctor.machine import Machine, read_machine
 from safe_offload.doctor.vllm_facts import Probe, VllmFacts
@@ -108,7 +109,8 @@ def examine(
         measured["model"] = asdict(vllm.model)
         for trial in trials[:1]:
             found += guarded("model", _break_even, vllm, trial, measured)
-    order = ("configuration", "versions", "memory", "copies", "model")
+    found += guarded("tiers", _check_tiers, configs, vllm, measured)
+    order = ("configuration", "versions", "memory", "copies", "model", "tiers")
     return sorted(found, key=lambda one: order.index(one.id.partition(".")[0])), measured
 
 
@@ -152,6 +154,19 @@ def _check_copies(
         trial = run_trial(device, config)
         trials.append(trial)
         yield from copies.check_copies(trial)
+
+
+def _check_tiers(
+    configs: Sequence[OffloadConfig], vllm: VllmFacts, measured: dict[str, Any]
+) -> Iterator[Finding]:
+    """Try the tiers, and compare them with computing if that has been measured."""
+    token_bytes = 0 if vllm.model is None else int(vllm.model.token_bytes)
+    compute = measured.get("break_even", {}).get("compute_tokens_per_s", 0)
+    for config in configs:
+        for tier in config.tiers:
+            trial = tiers.try_tier(tier)
+            measured.setdefault("tiers", []).append(asdict(trial))
+            yield from tiers.check_tier(tier, trial, token_bytes, compute)
 
 
 def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:

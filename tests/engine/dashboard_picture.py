@@ -3,7 +3,8 @@
     python -m tests.engine.dashboard_picture docs/operate/dashboard.png
 
 It serves a tiny model on the CPU for a few minutes: users come back with longer prompts, and the
-host pool is smaller than what they have. The figures are those of that toy, not of a GPU.
+host pool, with a tier below it, is smaller than what they have. The figures are those of that toy,
+not of a GPU.
 """
 
 from __future__ import annotations
@@ -19,21 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.bench.tiny_models import write_tiny_model
-from tests.engine.engines import ENVIRONMENT
+from tests.engine.engines import ENVIRONMENT, connector
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import EXAMPLES, Prometheus, as_asked, prometheus
 from tests.engine.test_observability import ask
 
-CONFIG = {
-    "kv_connector": "SafeCPUOffloadConnector",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"num_cpu_blocks": 600},
-}
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
     *("--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "200", "--kv-transfer-config", json.dumps(CONFIG)),
+    *("--num-gpu-blocks-override", "200", "--prefix-caching-hash-algo", "sha256_cbor"),
+    "--kv-transfer-config",
 )
+NUM_SLOTS, TIER_CAPACITY = 600, "64MiB"
 NUM_USERS, NUM_FIRST_TOKENS, NUM_TURN_TOKENS, NUM_TURNS = 16, 640, 160, 7
 INTERVAL_S = 20
 """Rates are over so many seconds."""
@@ -162,7 +160,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_tiny_model("llama", folder / "model")
-        with HttpServer(model, ARGUMENTS, folder / "server") as server:
+        tiers = [{"url": f"file://{folder / 'tier'}", "capacity": TIER_CAPACITY}]
+        config = connector(NUM_SLOTS, tiers=tiers)
+        del config["kv_connector_extra_config"]["min_load_tokens"]  # what pays is measured
+        with HttpServer(model, (*ARGUMENTS, json.dumps(config)), folder / "server") as server:
             server.wait_until_healthy()
             with prometheus(server.url.removeprefix("http://"), folder / "prometheus") as found:
                 found.wait_for(lambda: bool(found.query("vllm:safe_offload_slots")), "a scrape")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.engines import ENVIRONMENT, connector, make_prompts
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import (
     EXAMPLES,
@@ -38,15 +38,11 @@ NAMES = "ABCDEFGH"
 PROMPTS = make_prompts(321, NAMES)
 NUM_SLOTS = 90
 """The prompts have 80 blocks, their answers some more, and other prompts follow."""
-CONFIG = {
-    "kv_connector": "SafeCPUOffloadConnector",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"num_cpu_blocks": NUM_SLOTS},
-}
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
     *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "100", "--kv-transfer-config", json.dumps(CONFIG)),
+    *("--num-gpu-blocks-override", "100", "--prefix-caching-hash-algo", "sha256_cbor"),
+    "--kv-transfer-config",
 )
 PREFIX = "vllm:safe_offload_"
 
@@ -56,7 +52,10 @@ def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}.items():
             patch.setenv(name, value)
-        with HttpServer(model("llama"), ARGUMENTS, tmp_path_factory.mktemp("server")) as made:
+        folder = tmp_path_factory.mktemp("server")
+        tiers = [{"url": f"file://{folder / 'tier'}", "capacity": "1GiB"}]
+        config = connector(NUM_SLOTS, tiers=tiers)
+        with HttpServer(model("llama"), (*ARGUMENTS, json.dumps(config)), folder) as made:
             made.wait_until_healthy()
             yield made
 
@@ -79,10 +78,10 @@ def ask(server: HttpServer, prompt: list[int]) -> None:
 
 
 def serve_load(server: HttpServer) -> None:
-    """Prompts, the same from the host, others that evict them, a reset, and one more."""
+    """Prompts, the same from the host, others that evict them, the same from the tier, a reset."""
     others = make_prompts(321, "IJKLMNOP").values()
     with ThreadPoolExecutor(2) as clients:
-        for prompts in (PROMPTS.values(), PROMPTS.values(), others):
+        for prompts in (PROMPTS.values(), PROMPTS.values(), others, PROMPTS.values()):
             list(clients.map(lambda prompt: ask(server, prompt), prompts))
             server.post("/reset_prefix_cache")
     server.post("/reset_prefix_cache?reset_external=true")
@@ -141,6 +140,10 @@ def test_what_was_counted_adds_up(server: HttpServer, scraped: Prometheus) -> No
     assert 0 < now["used_slots"] <= now["slots"] == NUM_SLOTS
     assert now["evicted_blocks_total"] > 0
     assert now["transfer_failures_total"] == now["dropped_ids_total"] == 0
+    assert 0 < now["tier_read_bytes_total"] <= now["fetched_blocks_total"] * slot_bytes
+    assert now["tier_written_bytes_total"] > 0
+    assert now["tier_stored_bytes"] < now["tier_capacity_bytes"] == 1 << 30
+    assert now["tier_is_out"] == 0
 
 
 def test_promtool_finds_nothing_but_the_colon_of_vllm(server: HttpServer) -> None:
