@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport, TierFacts
+from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport
 from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.tier_config import TierConfig
 from tests.counts import num_failed
@@ -989,14 +989,3 @@ def test_what_was_measured_is_told(make_tiers: MakeTierRig) -> None:
     slots_per_s = 1 / gauges["fetch_latency_seconds"] * NUM_BLOCKS
     slot_bytes = rig.planner.options.slot_bytes
     assert gauges["fetch_bytes_per_second"] == pytest.approx(slot_bytes * slots_per_s, rel=0.5)
-
-
-def test_how_the_tiers_of_the_ranks_stand_is_told(make_tiers: MakeTierRig) -> None:
-    rig = make_tiers(tensor_ranks=2, tiers=(TierConfig("file", "/a"), TierConfig("file", "/b")))
-    rig.start()
-    facts = (TierFacts(0, (False, True), (5, -1)), TierFacts(1, (False, True), (7, -1)))
-    rig.after_report = lambda report: replace(report, tier_facts=facts)
-    rig.run_alone("a", prompt(rig, 1))
-    gauges = rig.planner.gauges()
-    assert gauges["tiers_out"] == 1
-    assert gauges["tier_used_bytes"] == 7

@@ -17,7 +17,6 @@ from safe_offload.protocol import (
     Presence,
     Probe,
     StepPlan,
-    TierFacts,
     TierTransfer,
     Transfer,
     ids_of,
@@ -174,13 +173,12 @@ def test_after_shutdown_every_message_fails_and_is_answered(make_worker):
     assert worker.answered(1, 3) == {1: FailureReason.NOT_RUNNING, 3: bytes(1)}
 
 
-def test_the_first_report_says_how_the_tiers_stand(make_worker):
+def test_a_step_without_news_of_tiers_makes_no_report(make_worker):
     worker = make_worker().register()
-    worker.step(EMPTY_PLAN)
-    assert worker.reports[0].tier_facts == (TierFacts(RANK, (False, False), (0, 0)),)
+    worker.settle()
     worker.reports.clear()
     worker.step(EMPTY_PLAN)
-    assert worker.reports == [], "and no step makes a report of nothing"
+    assert worker.reports == []
 
 
 def test_a_presence_alone_is_a_report(make_worker):
