@@ -65,7 +65,7 @@ class TierOptions:
     """What the scheduler side has to know about tiers.
 
     Attributes:
-        configs: the tiers, the nearest first.
+        configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
         num_ranks: worker processes that report.
         slot_bytes: of one slot, on all ranks together.
         new_word: makes a word that no process has had, for the namespace after a reset.
@@ -132,7 +132,7 @@ class Tiers:
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)
-        self.spills = Spills(*what, evicted_only=all(c.stores_evicted for c in configs))
+        self.spills = Spills(*what, evicted_only=configs[0].stores_evicted)
         self.word = ""
         self._lookups: dict[RequestState, LookUp] = {}
         self._num_lookups = 0
@@ -487,7 +487,7 @@ class Tiers:
         With `model_version` the operator says which weights they are.
         """
         self.stop()
-        if all(config.model_version for config in self._options.configs):
+        if self._options.configs[0].model_version:
             return
         is_first = not self.word
         self.word = self._options.new_word()
