@@ -690,6 +690,33 @@ def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
     rig.check_idle()
 
 
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
+def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    first = make_tiers(groups=groups, num_blocks=150)
+    first.start()
+    first.run_alone("warm", prompt(first, 0), max_tokens=1)
+    first.drain()
+    rig = make_tiers(
+        tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
+    )
+    rig.start()
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    fetched = set(keys_in(rig.fetches))
+    assert len(fetched) == rig.counts["fetched_blocks"] > 0
+    rig.forget_gpu_cache()
+    hashes = {block_hash for _, block_hash in fetched}
+    for number in range(2, 38):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    assert len(hashes - stored(rig)) > 5, "most of it is evicted"
+    assert rig.spills
+    assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
 # ---- reports that are late, stale or come twice ------------------------------------------------
 
 
