@@ -54,10 +54,10 @@ class SharingError(SafeOffloadError):
 
 
 class InvariantError(SafeOffloadError):
-    """One of the numbered promises I1 to I8 does not hold: a defect of safe_offload itself.
+    """One of the numbered promises I1 to I12 does not hold: a defect of safe_offload itself.
 
     Args:
-        invariant: the number of the promise, "I1" to "I8".
+        invariant: the number of the promise, "I1" to "I12".
         detail: what was expected and what was found.
     """
 

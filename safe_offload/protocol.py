@@ -203,20 +203,6 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
-class TierFacts:
-    """How the tiers of a rank stand, nearest first; reported when it has changed.
-
-    Attributes:
-        are_out: which are left alone because they fail.
-        used_bytes: what each holds, as far as it knows; -1 where it does not.
-    """
-
-    rank: int
-    are_out: tuple[bool, ...]
-    used_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Capacity:
     """How many host slots, from the first on, a rank can use; reported when there are more."""
 
@@ -285,7 +271,6 @@ class StepReport(KVConnectorWorkerMetadata):
     lost_ranks: tuple[int, ...] = ()
     host_facts: tuple[HostFacts, ...] = ()
     presences: tuple[Presence, ...] = ()
-    tier_facts: tuple[TierFacts, ...] = ()
 
     def __bool__(self) -> bool:
         """True: vLLM drops a worker output whose parts are all false (v1/outputs.py, is_empty)."""
@@ -302,5 +287,4 @@ class StepReport(KVConnectorWorkerMetadata):
             self.lost_ranks + other.lost_ranks,
             self.host_facts + other.host_facts,
             self.presences + other.presences,
-            self.tier_facts + other.tier_facts,
         )

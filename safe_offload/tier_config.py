@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
@@ -58,8 +58,10 @@ class TierConfig:
         path: of the directory, absolute.
         capacity_bytes: of all engines that share it together; None for no limit.
         namespace: a word of the operator's, which keeps apart what would otherwise be shared.
-        model_version: of the operator: weights that carry it are the same after a reset.
-        stores_evicted: only what the host is about to evict is written, not all that it stores.
+        model_version: of the operator: weights that carry it are the same after a reset. All tiers
+            have one, or none.
+        stores_evicted: only what the host is about to evict is written, not all that it stores; the
+            same for all tiers.
         write_bytes_per_s: at most so much is written by one engine; None for no limit.
         wait_s: no request waits longer for it.
         timeout_s: an operation that takes longer counts as a failure of the tier.
@@ -112,6 +114,8 @@ class TierConfig:
 
 TIER_SETTINGS: Final = settings_of(TierConfig)
 TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
+# What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
+_FIELDS_ALIKE: Final = ("stores_evicted", "model_version")
 
 
 def tiers() -> Kind:
@@ -134,6 +138,7 @@ def tiers() -> Kind:
                     fix = "remove one of the two"
                     refuse(Place(URL_KEY, place), written[URL_KEY], problem, _URL_FORMS, fix)
             found.append(tier)
+            _require_alike(found, value, place)
         return tuple(found)
 
     return Kind('a list of mappings, each with a "url"', read)
@@ -186,6 +191,23 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     }
     scheme, path = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
     return TierConfig(scheme, path, **values)
+
+
+def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
+    """Refuse the last tier if what all must have alike is not as in the first."""
+    for field in _FIELDS_ALIKE:
+        if bool(getattr(found[0], field)) == bool(getattr(found[-1], field)):
+            continue
+        row = TIER_SETTINGS[field]
+        first, last = (value[i].get(row.key, row.default) for i in (0, len(found) - 1))
+        more = shown(first if getattr(found[0], field) else last)
+        refuse(
+            Place(row.key, place),
+            last,
+            f"tier 0 has {shown(first)}, and what is written goes to all tiers",
+            "all tiers with it, or all without",
+            f'write "{row.key}": {more} into each tier, or into none',
+        )
 
 
 def _read_url(key: str, value: object) -> tuple[str, str]:

@@ -486,6 +486,54 @@ def test_a_directory_is_one_tier():
     assert '["tiers"][2]["url"] = "file:///b/": tier 1 has the same directory' in message
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            {},
+            {"store": "evicted"},
+            '["store"] = "evicted": tier 0 has "computed", and what is written goes to all tiers. '
+            "Allowed: all tiers with it, or all without. "
+            'Fix: write "store": "evicted" into each tier, or into none.',
+        ),
+        (
+            {"store": "evicted"},
+            {"store": "computed"},
+            '["store"] = "computed": tier 0 has "evicted", and what is written goes to all tiers. '
+            "Allowed: all tiers with it, or all without. "
+            'Fix: write "store": "evicted" into each tier, or into none.',
+        ),
+        (
+            {"model_version": "7"},
+            {},
+            '["model_version"] = "": tier 0 has "7", and what is written goes to all tiers. '
+            "Allowed: all tiers with it, or all without. "
+            'Fix: write "model_version": "7" into each tier, or into none.',
+        ),
+        (
+            {"model_version": ""},
+            {"model_version": "8"},
+            '["model_version"] = "8": tier 0 has "", and what is written goes to all tiers. '
+            "Allowed: all tiers with it, or all without. "
+            'Fix: write "model_version": "8" into each tier, or into none.',
+        ),
+    ],
+)
+def test_tiers_of_different_kinds_are_refused(first, second, message):
+    for between in ((), ({"url": "file:///b", **first},)):
+        place = f'kv_connector_extra_config["tiers"][{1 + len(between)}]'
+        written = {"url": "file:///a", **first}, *between, {"url": "file:///c", **second}
+        assert tier_refusal(*written) == place + message
+
+
+def test_tiers_of_one_kind_are_read():
+    alike = {"store": "evicted", "model_version": "7"}
+    near, far = {"url": "file:///a", **alike}, {"url": "file:///b", **alike, "model_version": "8"}
+    found = read(tiers=[near, {**far, "namespace": "blue", "wait_s": 1}]).tiers
+    assert [tier.model_version for tier in found] == ["7", "8"]
+    assert all(tier.stores_evicted for tier in found)
+
+
 def test_there_is_an_end_to_tiers():
     many = [{"url": f"file:///{index}"} for index in range(MAX_TIERS + 1)]
     assert f"0 to {MAX_TIERS} mappings" in refusal("tiers", many)

@@ -45,8 +45,6 @@ GAUGES = {
     "load_latency_seconds": "Time of the smallest loads, as measured.",
     "fetches_in_flight": "Fetches from tiers that not all ranks have finished.",
     "spills_in_flight": "Spills to tiers that not all ranks have finished.",
-    "tiers_out": "Tiers that a rank leaves alone because they fail.",
-    "tier_used_bytes": "Bytes that the tiers hold, as far as they know.",
     "fetch_bytes_per_second": "Bytes that the largest fetches bring in a second, as measured.",
     "fetch_latency_seconds": "Time of the smallest fetches, as measured.",
 }

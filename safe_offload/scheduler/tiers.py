@@ -37,7 +37,7 @@ from safe_offload.scheduler.spills import Spills
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.protocol import Outcome, Probe, StepReport, TierFacts, TierTransfer
+    from safe_offload.protocol import Outcome, Probe, StepReport, TierTransfer
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.cost import Costs
     from safe_offload.scheduler.hits import HostHits
@@ -55,8 +55,6 @@ does not go on stepping for it."""
 NO_TIERS: dict[str, float] = {
     "fetches_in_flight": 0,
     "spills_in_flight": 0,
-    "tiers_out": 0,
-    "tier_used_bytes": 0,
     **NOTHING_FETCHED,
 }
 """The gauges where there are none."""
@@ -67,7 +65,7 @@ class TierOptions:
     """What the scheduler side has to know about tiers.
 
     Attributes:
-        configs: the tiers, the nearest first.
+        configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
         num_ranks: worker processes that report.
         slot_bytes: of one slot, on all ranks together.
         new_word: makes a word that no process has had, for the namespace after a reset.
@@ -92,8 +90,8 @@ class Tiers:
     """Look-ups of requests; the probes, fetches and spills are parts of it.
 
     Its own state, which nothing else changes: the look-ups by request, those for which it is to be
-    decided what to fetch, what has ended since the last plan, the word of the namespace, how the
-    tiers of each rank stand, and when there was news of a transfer last.
+    decided what to fetch, what has ended since the last plan, the word of the namespace, and when
+    there was news of a transfer last.
 
     Args:
         reaches: how far tiers can bring a request.
@@ -134,7 +132,7 @@ class Tiers:
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)
-        self.spills = Spills(*what, evicted_only=all(c.stores_evicted for c in configs))
+        self.spills = Spills(*what, evicted_only=configs[0].stores_evicted)
         self.word = ""
         self._lookups: dict[RequestState, LookUp] = {}
         self._num_lookups = 0
@@ -142,8 +140,6 @@ class Tiers:
         self._answered: list[Question] = []
         self._fetched: list[Course] = []
         self._complete: list[TierPending] = []
-        self._facts: dict[int, TierFacts] = {}
-        self._num_out = self._used_bytes = 0
         self._has_news, self._last_news_s, self._is_stuck = False, 0.0, False
         self.has_to_plan, self.plan_again_s = False, math.inf
 
@@ -442,12 +438,6 @@ class Tiers:
             question = self.probes.note(presence)
             if question is not None:
                 self._settle_question(question)
-        for facts in report.tier_facts:
-            self._facts[facts.rank] = facts
-            are_out = [facts.are_out for facts in self._facts.values()]
-            self._num_out = sum(map(any, zip(*are_out, strict=False)))
-            used = [facts.used_bytes for facts in self._facts.values()]
-            self._used_bytes = sum(max(0, *sizes) for sizes in zip(*used, strict=False))
 
     def _settle_fetch(self, fetch: Fetch) -> None:
         self.spills.known(self.fetches.settle(fetch))
@@ -497,7 +487,7 @@ class Tiers:
         With `model_version` the operator says which weights they are.
         """
         self.stop()
-        if all(config.model_version for config in self._options.configs):
+        if self._options.configs[0].model_version:
             return
         is_first = not self.word
         self.word = self._options.new_word()
@@ -550,8 +540,6 @@ class Tiers:
         return {
             "fetches_in_flight": len(self.fetches),
             "spills_in_flight": len(self.spills),
-            "tiers_out": self._num_out,
-            "tier_used_bytes": self._used_bytes,
             **self.costs.gauges(self._options.slot_bytes),
         }
 

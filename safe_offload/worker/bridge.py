@@ -38,7 +38,6 @@ from safe_offload.protocol import (
     Presence,
     StepPlan,
     StepReport,
-    TierFacts,
     Transfer,
 )
 from safe_offload.sides import Side
@@ -218,16 +217,13 @@ class WorkerBridge(Side):
             if num_slots > self._reported_num_slots:
                 self._reported_num_slots = num_slots
                 capacities = (Capacity(self._rank, num_slots),)
-        tier_facts = self._new_tier_facts()
         presences = tuple(self._presences)
         lost, self._is_lost = (self._rank,) if self._is_lost else (), False
-        if not (self._outcomes or capacities or self._bad_slots or lost or facts) and not (
-            presences or tier_facts
-        ):
+        if not (self._outcomes or capacities or self._bad_slots or lost or facts or presences):
             return None
         outcomes, bad_slots = tuple(self._outcomes), tuple(self._bad_slots)
         self._outcomes, self._bad_slots, self._presences = [], [], []
-        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences, tier_facts)
+        return StepReport(outcomes, capacities, bad_slots, lost, facts, presences)
 
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took."""
@@ -267,13 +263,6 @@ class WorkerBridge(Side):
             return ()
         self._reported_facts = facts
         return (HostFacts(self._rank, memory, tuple(path.value for path in paths)),)
-
-    def _new_tier_facts(self) -> tuple[TierFacts, ...]:
-        """Return how the tiers stand, if that has changed."""
-        if self.opened is None or self.opened.tiers is None:
-            return ()
-        facts = self.opened.tiers.take_facts()
-        return () if facts is None else (facts,)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
         """Hand on what the tiers are to do: it has no order with the forward."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport, TierFacts
+from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport
 from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.tier_config import TierConfig
 from tests.counts import num_failed
@@ -690,6 +690,33 @@ def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
     rig.check_idle()
 
 
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
+def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    first = make_tiers(groups=groups, num_blocks=150)
+    first.start()
+    first.run_alone("warm", prompt(first, 0), max_tokens=1)
+    first.drain()
+    rig = make_tiers(
+        tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
+    )
+    rig.start()
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    fetched = set(keys_in(rig.fetches))
+    assert len(fetched) == rig.counts["fetched_blocks"] > 0
+    rig.forget_gpu_cache()
+    hashes = {block_hash for _, block_hash in fetched}
+    for number in range(2, 38):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    assert len(hashes - stored(rig)) > 5, "most of it is evicted"
+    assert rig.spills
+    assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
 # ---- reports that are late, stale or come twice ------------------------------------------------
 
 
@@ -989,14 +1016,3 @@ def test_what_was_measured_is_told(make_tiers: MakeTierRig) -> None:
     slots_per_s = 1 / gauges["fetch_latency_seconds"] * NUM_BLOCKS
     slot_bytes = rig.planner.options.slot_bytes
     assert gauges["fetch_bytes_per_second"] == pytest.approx(slot_bytes * slots_per_s, rel=0.5)
-
-
-def test_how_the_tiers_of_the_ranks_stand_is_told(make_tiers: MakeTierRig) -> None:
-    rig = make_tiers(tensor_ranks=2, tiers=(TierConfig("file", "/a"), TierConfig("file", "/b")))
-    rig.start()
-    facts = (TierFacts(0, (False, True), (5, -1)), TierFacts(1, (False, True), (7, -1)))
-    rig.after_report = lambda report: replace(report, tier_facts=facts)
-    rig.run_alone("a", prompt(rig, 1))
-    gauges = rig.planner.gauges()
-    assert gauges["tiers_out"] == 1
-    assert gauges["tier_used_bytes"] == 7

@@ -531,7 +531,7 @@ def test_what_cannot_be_written_can_still_be_read(make_rig):
     rig.fail("spill")
     assert rig.probe(1, A) == bytes([1])
     assert rig.fetch(2, [0], A) == ()
-    assert rig.runner.take_facts().are_out == (False,)
+    assert not rig.circuits[0].is_out
 
 
 def test_a_full_tier_is_not_one_that_fails(make_rig):
@@ -623,7 +623,7 @@ def test_another_tier_goes_on_while_one_is_left_alone(make_rig):
     assert rig.probe(1, A) == bytes([2])
     rig.fail("fetch")
     assert rig.fetch(2, [0], A) == ()
-    assert rig.runner.take_facts().are_out == (True, False)
+    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -732,18 +732,6 @@ def test_copies_go_on_beside_tiers_that_hang(make_rig):
 
 
 # ---- what is told of it --------------------------------------------------------------------------
-
-
-def test_facts_are_told_when_they_have_changed_and_not_in_every_step(make_rig):
-    rig = make_rig(HandTier("near"), HandTier("far"))
-    assert rig.runner.take_facts().used_bytes == (0, 0)
-    assert rig.runner.take_facts() is None
-    rig.spill(1, [0], A)
-    assert rig.runner.take_facts() is None
-    rig.loop.pass_time(1)
-    assert rig.runner.take_facts().used_bytes == (SLOT_BYTES, SLOT_BYTES)
-    rig.fail("probe")  # at once
-    assert rig.runner.take_facts().are_out == (True, False)
 
 
 def test_calls_are_kept_with_what_they_did(make_rig):

@@ -24,7 +24,6 @@ from safe_offload.protocol import (
     Outcome,
     Presence,
     Probe,
-    TierFacts,
     TierTransfer,
 )
 from safe_offload.worker.host_memory import HostMemory
@@ -35,9 +34,6 @@ from safe_offload.worker.tiers.circuit import LEFT_ALONE, Call, Circuit, Operati
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-FACTS_S = 1.0
-"""How often, at most, it is reported that the tiers hold more or less than before."""
 
 
 class Slots(Protocol):
@@ -138,8 +134,8 @@ class Answers:
 class TierRunner:
     """The tiers of one rank, nearest first.
 
-    `probe`, `fetch`, `spill`, `drain`, `take_facts` and `statistics` belong to the thread that vLLM
-    calls its hooks on; `run`, `close` and `end` to the loop's.
+    `probe`, `fetch`, `spill`, `drain`, `count_into`, `gauges` and `statistics` belong to the thread
+    that vLLM calls its hooks on; `run`, `close` and `end` to the loop's.
 
     Args:
         rank: named in every answer.
@@ -169,8 +165,6 @@ class TierRunner:
         self._verifier = verifier
         # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
         self._pending: dict[tuple[Operation, int], Pending] = {}
-        self._facts: TierFacts | None = None
-        self._next_facts_s = 0.0
         # On the loop's thread, but for the other end of the queue.
         self._settled: deque[Pending] = deque()
         self._group = asyncio.TaskGroup()
@@ -211,22 +205,6 @@ class TierRunner:
                 outcome = Outcome(self._rank, pending.number, pending.failure, missing)
                 outcomes.append(outcome)
         return Answers(tuple(presences), tuple(outcomes))
-
-    def take_facts(self) -> TierFacts | None:
-        """Return how the tiers stand if that has changed; what they hold, not in every step."""
-        facts = TierFacts(
-            self._rank,
-            tuple(circuit.is_out for circuit in self.circuits),
-            tuple(circuit.tier.used_bytes for circuit in self.circuits),
-        )
-        last = self._facts
-        if facts == last:
-            return None
-        now_s = self._loop.now_s()
-        if last is not None and facts.are_out == last.are_out and now_s < self._next_facts_s:
-            return None
-        self._facts, self._next_facts_s = facts, now_s + FACTS_S
-        return facts
 
     def count_into(self, counters: Counters) -> None:
         """Count what the tiers did since the last call."""

@@ -41,7 +41,7 @@ class ContentChecker:
         """Slots that were filled from a tier last, and the epoch of what was written to them."""
         self._epoch = 0
         tiers = core.config.tiers
-        self._is_versioned = bool(tiers) and all(tier.model_version for tier in tiers)
+        self._is_versioned = bool(tiers) and bool(tiers[0].model_version)
         """What was computed before a reset may be found again, in tiers."""
         self._handed_out: set[int] = set()
         """GPU blocks that vLLM's pool has given away since the last plan."""
