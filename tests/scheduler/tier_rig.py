@@ -72,7 +72,7 @@ class TierRig(Rig):
             return replace(read(extra, world_size=world_size), tiers=tiers)
 
         with mock.patch.object(OffloadConfig, "from_extra_config", with_tiers):
-            super().__init__(**shape)
+            super().__init__(has_shared_hashes=True, **shape)
         self.tier = tier if tier is not None else StandInTier()
         self.probes: list[Probe] = []
         self.fetches: list[TierTransfer] = []
