@@ -51,6 +51,7 @@ class TierSpeed:
         latency_s: of a probe and of each piece of a fetch.
         probe_s: of a probe, if it is not the latency.
         num_fetched_max: so many pieces come; the next stalls, and all that is asked for from then.
+        fails_every: one piece in so many does not come; it is given up after `TIMEOUT_S`.
         delivers: what it says it has comes.
         dead_s: from when to when nothing is answered; what is asked for then fails after
             `TIMEOUT_S`.
@@ -61,6 +62,7 @@ class TierSpeed:
     latency_s: float = 0.002
     probe_s: float | None = None
     num_fetched_max: float = NEVER
+    fails_every: int = 0
     delivers: bool = True
     dead_s: tuple[float, float] = (NEVER, NEVER)
     is_shared: bool = False
@@ -157,6 +159,10 @@ class Worker:
         if self.num_fetched >= speed.num_fetched_max:
             return
         self.num_fetched += 1
+        if speed.fails_every and self.num_fetched % speed.fails_every == 0:
+            failed = Outcome(0, fetch.transfer_id, FailureReason.TIMED_OUT)
+            self._add(now_s + TIMEOUT_S, StepReport((failed,)))
+            return
         missing = () if speed.delivers else tuple(range(len(fetch.keys)))
         seconds = (len(fetch.keys) - len(missing)) * SLOT_BYTES / speed.bytes_per_s
         due_s = self._reads.take(now_s, seconds) + speed.latency_s
