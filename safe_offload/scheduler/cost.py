@@ -232,6 +232,8 @@ def _rate(points: list[tuple[float, float]]) -> int:
 WAIT_SHARE = 0.08
 """Of the time that computing takes: so much a request may wait in vain for a tier. It may take a
 tenth longer; the rest is for what the estimate is wrong by."""
+SURE_SHARE = 0.95
+"""Of what is expected to be saved by what has come; the estimate may be wrong by the rest."""
 WAIT_SLACK_S = 0.01
 
 NOTHING_FETCHED: dict[str, float] = {"fetch_bytes_per_second": 0, "fetch_latency_seconds": 0}
@@ -315,7 +317,7 @@ class TierCosts:
         compute_s = self._costs.compute_s(offer)
         come = Offer(int(share * offer.num_tokens), offer.num_tokens_left)
         saved_s = share * compute_s - self._costs.load_s(come)
-        return max(0.0, saved_s) + WAIT_SHARE * compute_s + WAIT_SLACK_S
+        return SURE_SHARE * max(0.0, saved_s) + WAIT_SHARE * compute_s + WAIT_SLACK_S
 
     def gauges(self, slot_bytes: int) -> dict[str, float]:
         """Return what was measured of the slowest tier; see `observe.metrics.GAUGES`."""

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -59,6 +59,7 @@ ANSWER_TOKENS = 3
 STEP_TOKENS = 2048
 NUM_SLOTS = 6_000
 SEED = 1
+RunAll = Callable[[Callable[["Case"], list["Sample"]], Sequence["Case"]], Iterable[list["Sample"]]]
 ALLOWED_SHARE, ALLOWED_S = 1.1, 0.02
 
 
@@ -95,6 +96,10 @@ class Sample:
     computed_s: float
     num_fetched: int
     is_cut: bool
+
+    def beside(self, other: Sample) -> Sample:
+        """Return it with what the same request takes on an engine without a connector."""
+        return replace(self, computed_s=other.first_s)
 
     @property
     def ratio(self) -> float:
@@ -187,26 +192,31 @@ def serve(engine: TimedEngine, prompts: Sequence[Prompt]) -> list[Sample]:
 
 def measure(case: Case, number: int, seed: int) -> list[Sample]:
     """Ask all requests; without a tier the engine has no connector."""
-    logging.disable(logging.CRITICAL)
     engine = make_engine(case, NONE if case.tier is None else OURS)
     return serve(engine, make_prompts(number, seed))
 
 
 def compare(
-    cases: Sequence[Case], number: int, seed: int, num_processes: int
+    cases: Sequence[Case], number: int, seed: int, run_all: RunAll = map
 ) -> dict[Case, list[Sample]]:
-    """Measure cases, and hold each request against the same without a connector."""
+    """Measure cases, and hold each request against the same without a connector.
+
+    Args:
+        cases: each with a tier.
+        number: of requests of each.
+        seed: draws the requests.
+        run_all: as `map`.
+    """
     alone = dict.fromkeys(replace(case, tier=None) for case in cases)
-    context = multiprocessing.get_context("spawn")
-    samples: dict[Case, list[Sample]] = {}
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        one = partial(measure, number=number, seed=seed)
-        for case, found in zip((*alone, *cases), pool.map(one, (*alone, *cases)), strict=True):
-            print(f"{case}: done", flush=True)
-            samples[case] = found
+    everything = (*alone, *cases)
+    found = run_all(partial(measure, number=number, seed=seed), everything)
+    samples = {}
+    for case, some in zip(everything, found, strict=True):
+        print(f"{case}: done", flush=True)
+        samples[case] = some
     return {
         case: [
-            replace(one, computed_s=other.first_s)
+            one.beside(other)
             for one, other in zip(samples[case], samples[replace(case, tier=None)], strict=True)
         ]
         for case in cases
@@ -238,7 +248,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         for tokens_per_s in arguments.tokens_per_s
         for tier in arguments.tiers
     ]
-    found = compare(cases, arguments.requests, arguments.seed, arguments.processes)
+    silence = partial(logging.disable, logging.CRITICAL)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, context, silence) as pool:
+        found = compare(cases, arguments.requests, arguments.seed, pool.map)
     publish(make_report(found, machine), arguments)
     return int(any(one.ratio > 1 for samples in found.values() for one in samples[NUM_COLD:]))
 

@@ -193,7 +193,7 @@ def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None
 def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
     num_tokens: int, share: float, loaded_token_s: float
 ) -> None:
-    """What has come is loaded, the rest computed."""
+    """What has come is loaded, the rest computed, a little faster than was measured before."""
     costs = Costs(None, STEP_TOKENS)
     for size in (1, 40, 300, 2048):
         for _ in range(SAMPLES_MIN):
@@ -209,8 +209,7 @@ def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
         after_s += costs.compute_s(Offer(num_come, 20))
     else:
         after_s = costs.compute_s(offer)
-    slack_s = WAIT_SLACK_S + STEP_S
-    assert wait_s + after_s <= 1.1 * costs.compute_s(offer) + slack_s
+    assert wait_s + 0.97 * after_s <= 1.1 * 0.97 * costs.compute_s(offer) + WAIT_SLACK_S
     assert wait_s >= 0.05 * costs.compute_s(offer)
 
 
