@@ -59,7 +59,6 @@ ANSWER_TOKENS = 3
 STEP_TOKENS = 2048
 NUM_SLOTS = 6_000
 SEED = 1
-RunAll = Callable[[Callable[["Case"], list["Sample"]], Sequence["Case"]], Iterable[list["Sample"]]]
 ALLOWED_SHARE, ALLOWED_S = 1.1, 0.02
 
 
@@ -122,6 +121,9 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.layout}, {self.tokens_per_s} tokens/s, {self.tier or 'no connector'}"
+
+
+RunAll = Callable[[Callable[[Case], list[Sample]], Sequence[Case]], Iterable[list[Sample]]]
 
 
 def make_prompts(number: int, seed: int) -> list[Prompt]:
