@@ -640,6 +640,31 @@ def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
     rig.check_idle()
 
 
+def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: MakeTierRig) -> None:
+    """I10: its turn comes while a store of something else writes to it."""
+    whole = make_tiers(num_slots=200)
+    whole.start()
+    rig = make_tiers(num_slots=16)
+    rig.start()
+    rig.tier.held = {"spill"}
+    for number in range(2):
+        whole.run_alone(f"r{number}", rig.prompt(33, number), max_tokens=1)
+        rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
+        rig.step_until(lambda: rig.counts["stored_blocks"] == 8 * (number + 1))  # noqa: B023
+    rig.hold_copies(True)
+    rig.add("next", rig.prompt(33, 2), max_tokens=1)
+    rig.step_until(lambda: len(rig.planner.stores) > 0)
+    rig.tier.held.clear()
+    for _ in range(30):
+        rig.step()
+    rig.hold_copies(False)
+    rig.drain()
+    same = rig.tier.objects.keys() & whole.tier.objects.keys()
+    assert len(same) < 16, "some were evicted before their turn"
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
+    assert all(rig.tier.objects[place] == whole.tier.objects[place] for place in same)
+
+
 def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers: MakeTierRig) -> None:
     rig = make_tiers()
     rig.start()
