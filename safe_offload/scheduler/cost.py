@@ -172,8 +172,8 @@ class Costs:
 
     @property
     def knows_steps(self) -> bool:
-        """Whether it is known what computing takes."""
-        return self.is_measuring and self.steps.num_samples >= SAMPLES_MIN
+        """Whether it is known what computing takes, if only of one step."""
+        return self.is_measuring and self.steps.num_samples > 0
 
     def pays(self, offer: Offer) -> bool:
         """Whether a hit is to be offered, or another's load to be waited for."""
@@ -229,8 +229,11 @@ def _rate(points: list[tuple[float, float]]) -> int:
     return round(points[-1][0] / points[-1][1]) if points and points[-1][1] > 0 else 0
 
 
-WAIT_SHARE = 0.1
-"""Of the time that computing takes: so much longer may a request take that waits for a tier."""
+WAIT_SHARE = 0.08
+"""Of the time that computing takes: so much a request may wait in vain for a tier. It may take a
+tenth longer; the rest is for what the estimate is wrong by."""
+SURE_SHARE = 0.95
+"""Of what is expected to be saved by what has come; the estimate may be wrong by the rest."""
 WAIT_SLACK_S = 0.01
 
 NOTHING_FETCHED: dict[str, float] = {"fetch_bytes_per_second": 0, "fetch_latency_seconds": 0}
@@ -299,7 +302,7 @@ class TierCosts:
     def wait_max_s(self, offer: Offer, share: float) -> float | None:
         """Return how long a request may wait in all for what a tier could bring it.
 
-        It has the part that has come, and computes the rest if it goes on: so whenever a tier
+        It loads the part that has come, and computes the rest if it goes on: so whenever a tier
         stalls, the request takes little longer than without it.
 
         Args:
@@ -311,7 +314,10 @@ class TierCosts:
         """
         if not self._costs.knows_steps:
             return None
-        return (share + WAIT_SHARE) * self._costs.compute_s(offer) + WAIT_SLACK_S
+        compute_s = self._costs.compute_s(offer)
+        come = Offer(int(share * offer.num_tokens), offer.num_tokens_left)
+        saved_s = share * compute_s - self._costs.load_s(come)
+        return SURE_SHARE * max(0.0, saved_s) + WAIT_SHARE * compute_s + WAIT_SLACK_S
 
     def gauges(self, slot_bytes: int) -> dict[str, float]:
         """Return what was measured of the slowest tier; see `observe.metrics.GAUGES`."""

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ TIERS: dict[str, TierSpeed] = {
     "50 MB/s, writes in the way": TierSpeed(50e6, is_shared=True),
     "stalls from the start": TierSpeed(num_fetched_max=0),
     "stalls in a fetch": TierSpeed(num_fetched_max=333),
+    "one piece in 20 does not come": TierSpeed(fails_every=20),
     "never answers": TierSpeed(probe_s=float("inf")),
     "answers after 1 s": TierSpeed(probe_s=1.0),
     "delivers nothing": TierSpeed(delivers=False),
@@ -95,6 +96,10 @@ class Sample:
     num_fetched: int
     is_cut: bool
 
+    def beside(self, other: Sample) -> Sample:
+        """Return it with what the same request takes on an engine without a connector."""
+        return replace(self, computed_s=other.first_s)
+
     @property
     def ratio(self) -> float:
         """Return its time, in terms of what it may take."""
@@ -108,11 +113,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured: a tier, beside a model."""
+    """What is measured: a tier, or no connector, beside a model."""
 
-    tier: str
+    tier: str | None
     tokens_per_s: int
     layout: str
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.tokens_per_s} tokens/s, {self.tier or 'no connector'}"
+
+
+RunAll = Callable[[Callable[[Case], list[Sample]], Sequence[Case]], Iterable[list[Sample]]]
 
 
 def make_prompts(number: int, seed: int) -> list[Prompt]:
@@ -133,8 +144,9 @@ def make_prompts(number: int, seed: int) -> list[Prompt]:
     return prompts
 
 
-def make_engine(case: Case, connector: str, speed: TierSpeed | None) -> TimedEngine:
-    """Return an engine with the connector or without, and with a tier or without."""
+def make_engine(case: Case, connector: str = OURS) -> TimedEngine:
+    """Return an engine with the connector or without."""
+    speed = TIERS[case.tier] if case.tier is not None else None
     extra: dict[str, object] = {"min_load_tokens": "auto"}
     if speed is not None:
         extra["tiers"] = [{"url": "file:///nowhere"}]
@@ -181,14 +193,36 @@ def serve(engine: TimedEngine, prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def measure(case: Case, number: int, seed: int) -> list[Sample]:
-    """Return what became of each request."""
-    logging.disable(logging.CRITICAL)
-    prompts = make_prompts(number, seed)
-    computed = serve(make_engine(case, NONE, None), prompts)
-    found = serve(make_engine(case, OURS, TIERS[case.tier]), prompts)
-    return [
-        replace(one, computed_s=other.first_s) for one, other in zip(found, computed, strict=True)
-    ]
+    """Ask all requests; without a tier the engine has no connector."""
+    engine = make_engine(case, NONE if case.tier is None else OURS)
+    return serve(engine, make_prompts(number, seed))
+
+
+def compare(
+    cases: Sequence[Case], number: int, seed: int, run_all: RunAll = map
+) -> dict[Case, list[Sample]]:
+    """Measure cases, and hold each request against the same without a connector.
+
+    Args:
+        cases: each with a tier.
+        number: of requests of each.
+        seed: draws the requests.
+        run_all: as `map`.
+    """
+    alone = dict.fromkeys(replace(case, tier=None) for case in cases)
+    everything = (*alone, *cases)
+    found = run_all(partial(measure, number=number, seed=seed), everything)
+    samples = {}
+    for case, some in zip(everything, found, strict=True):
+        print(f"{case}: done", flush=True)
+        samples[case] = some
+    return {
+        case: [
+            one.beside(other)
+            for one, other in zip(samples[case], samples[replace(case, tier=None)], strict=True)
+        ]
+        for case in cases
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,13 +250,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         for tokens_per_s in arguments.tokens_per_s
         for tier in arguments.tiers
     ]
-    one = partial(measure, number=arguments.requests, seed=arguments.seed)
-    found: dict[Case, list[Sample]] = {}
+    silence = partial(logging.disable, logging.CRITICAL)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for case, samples in zip(cases, pool.map(one, cases), strict=True):
-            print(f"{case.layout}, {case.tokens_per_s} tokens/s, {case.tier}: done", flush=True)
-            found[case] = samples
+    with ProcessPoolExecutor(arguments.processes, context, silence) as pool:
+        found = compare(cases, arguments.requests, arguments.seed, pool.map)
     publish(make_report(found, machine), arguments)
     return int(any(one.ratio > 1 for samples in found.values() for one in samples[NUM_COLD:]))
 
@@ -273,7 +304,7 @@ def _lateness(
         rows.append(
             [
                 f"{case.tokens_per_s:,}",
-                case.tier if case.layout == "plain" else f"{case.tier}, {case.layout}",
+                f"{case.tier} ({case.layout})",
                 str(len(samples)),
                 str(num_fetched),
                 str(len(samples) - num_fetched),

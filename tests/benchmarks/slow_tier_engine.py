@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from safe_offload.protocol import (
+    EMPTY_PLAN,
     Capacity,
     FailureReason,
     Outcome,
@@ -51,6 +52,7 @@ class TierSpeed:
         latency_s: of a probe and of each piece of a fetch.
         probe_s: of a probe, if it is not the latency.
         num_fetched_max: so many pieces come; the next stalls, and all that is asked for from then.
+        fails_every: one piece in so many does not come; it is given up after `TIMEOUT_S`.
         delivers: what it says it has comes.
         dead_s: from when to when nothing is answered; what is asked for then fails after
             `TIMEOUT_S`.
@@ -61,6 +63,7 @@ class TierSpeed:
     latency_s: float = 0.002
     probe_s: float | None = None
     num_fetched_max: float = NEVER
+    fails_every: int = 0
     delivers: bool = True
     dead_s: tuple[float, float] = (NEVER, NEVER)
     is_shared: bool = False
@@ -84,9 +87,10 @@ class Worker:
 
     Attributes:
         speed: of its tier; None for none.
+        num_slots: of host memory.
         objects: hashes of what the tier has.
         num_fetched: pieces that have been read.
-        fetched_for: blocks that plans named to be fetched.
+        num_planned: blocks that plans named to be fetched.
     """
 
     speed: TierSpeed | None
@@ -157,6 +161,10 @@ class Worker:
         if self.num_fetched >= speed.num_fetched_max:
             return
         self.num_fetched += 1
+        if speed.fails_every and self.num_fetched % speed.fails_every == 0:
+            failed = Outcome(0, fetch.transfer_id, FailureReason.TIMED_OUT)
+            self._add(now_s + TIMEOUT_S, StepReport((failed,)))
+            return
         missing = () if speed.delivers else tuple(range(len(fetch.keys)))
         seconds = (len(fetch.keys) - len(missing)) * SLOT_BYTES / speed.bytes_per_s
         due_s = self._reads.take(now_s, seconds) + speed.latency_s
@@ -185,6 +193,7 @@ class TimedEngine(Stepper):
         clock: virtual.
         worker: the stand-in.
         first_token_s: when each request had its first token.
+        last_plan, last_report: what went to the worker and came from it in the last step.
     """
 
     def __init__(self, shape: EngineShape, tokens_per_s: float, speed: TierSpeed | None) -> None:
@@ -193,6 +202,8 @@ class TimedEngine(Stepper):
             super().__init__(shape)
         self.worker = Worker(speed, shape.num_slots)
         self.first_token_s: dict[str, float] = {}
+        self.last_plan = EMPTY_PLAN
+        self.last_report: StepReport | None = None
         self._has_worker = shape.connector == OURS
         self._tokens_per_s = tokens_per_s
 
@@ -205,14 +216,15 @@ class TimedEngine(Stepper):
         requests = [self.scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
         sampled = [[] if one.is_prefill_chunk else [TOKEN] for one in requests]
         if self._has_worker:
-            self.worker.take(scheduled.kv_connector_metadata, self.clock.now_s)
+            self.last_plan = scheduled.kv_connector_metadata
+            self.worker.take(self.last_plan, self.clock.now_s)
         self.clock.advance(STEP_S + num_tokens / self._tokens_per_s if num_tokens else IDLE_STEP_S)
+        if self._has_worker:
+            self.last_report = self.worker.report(self.clock.now_s)
         output = KVConnectorOutput(
             finished_recving=set(),
             finished_sending=set(),
-            kv_connector_worker_meta=self.worker.report(self.clock.now_s)
-            if self._has_worker
-            else None,
+            kv_connector_worker_meta=self.last_report,
         )
         for request, tokens in zip(requests, sampled, strict=True):
             if tokens:

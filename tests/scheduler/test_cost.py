@@ -17,10 +17,12 @@ from safe_offload.scheduler.cost import (
     PROBE_EVERY,
     PROBE_REACH,
     SAMPLES_MIN,
+    WAIT_SLACK_S,
     Costs,
     Curve,
     Offer,
     StepWatch,
+    TierCosts,
 )
 from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, make_engine, serve
 from tests.benchmarks.scheduler_measure import COPY_STEPS
@@ -180,6 +182,53 @@ def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None
         costs.steps.add(1, 0.004)
         costs.steps.add(2048, 0.04)
     assert costs.pays(Offer(16_000, 20))
+
+
+# ---- how long a tier is waited for -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded_token_s", [LOADED_TOKEN_S, TOKEN_S / 2])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_tokens", [64, 2000, 16_000])
+def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
+    num_tokens: int, share: float, loaded_token_s: float
+) -> None:
+    """What has come is loaded, the rest computed, a little faster than was measured before."""
+    costs = Costs(None, STEP_TOKENS)
+    for size in (1, 40, 300, 2048):
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+            costs.loads.add(size, LOAD_S + size * loaded_token_s)
+    offer, num_come = Offer(num_tokens, 20), int(share * num_tokens)
+    wait_s = TierCosts(costs, 1).wait_max_s(offer, share)
+    assert wait_s is not None
+    after_s = 0.0
+    if costs.pays(Offer(num_come, 20 + num_tokens - num_come)):
+        after_s = costs.load_s(Offer(num_come, 0))
+        num_come = num_tokens - num_come
+        after_s += costs.compute_s(Offer(num_come, 20))
+    else:
+        after_s = costs.compute_s(offer)
+    assert wait_s + 0.97 * after_s <= 1.1 * 0.97 * costs.compute_s(offer) + WAIT_SLACK_S
+    assert wait_s >= 0.05 * costs.compute_s(offer)
+
+
+def test_one_step_tells_how_long_to_wait_for_a_tier() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert TierCosts(costs, 1).wait_max_s(Offer(1000, 20), 0.0) is None
+    costs.steps.add(500, 0.5)
+    wait_s = TierCosts(costs, 1).wait_max_s(Offer(1000, 0), 0.0)
+    assert wait_s is not None
+    assert 0.05 <= wait_s <= 0.1 + WAIT_SLACK_S
+
+
+def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    tiers = TierCosts(costs, 1)
+    tiers.add_fetch(1, 10, 5.0)
+    assert tiers.fetch_pays(Offer(160, 20), 10, 1)
+    costs.steps.add(180, 0.18)
+    assert not tiers.fetch_pays(Offer(160, 20), 10, 1)
 
 
 # ---- curves ------------------------------------------------------------------------------------

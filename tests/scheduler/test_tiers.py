@@ -623,6 +623,23 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) 
     rig.check_idle()
 
 
+def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_tiers(num_blocks=150)
+    rig.start()
+    rig.tier.held = {"spill"}
+    for number in range(4):
+        rig.add(f"r{number}", rig.prompt(PREFIX_TOKENS, number), max_tokens=1)
+        rig.run_until_finished(f"r{number}")
+        rig.step()
+    rig.planner.hits.slots.forget_all()
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 12, "more than one batch"
+    rig.check_idle()
+
+
 def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: MakeTierRig) -> None:
     """I10: its turn comes while a store of something else writes to it."""
     whole = make_tiers(num_slots=200)
