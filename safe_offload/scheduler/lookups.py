@@ -161,12 +161,9 @@ class LookUp:
         return all(question.is_answered for question in self.questions)
 
     def share(self) -> float:
-        """Return the part of what is fetched that has come and follows on what was there."""
-        num_come = num_all = 0
-        is_run = True
+        """Return the part of the tokens that can be hit by now: up to what has not come."""
         for fetch in self.fetches:
-            num_slots = len(fetch.message.slot_ids)
-            num_all += num_slots
-            is_run = is_run and fetch.is_whole
-            num_come += num_slots if is_run else 0
-        return num_come / num_all if num_all else 0.0
+            if not fetch.is_whole:
+                num_come = max(0, fetch.first_token - self.first_token)
+                return num_come / (self.end_token - self.first_token)
+        return 1.0 if self.fetches else 0.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport
 from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
+from safe_offload.scheduler.lookups import LookUp
 from safe_offload.tier_config import TierConfig
 from tests.counts import num_failed
 from tests.scheduler.tier_rig import WAIT_S, TierRig
@@ -973,6 +975,19 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(
     rig.tier.held.clear()
     rig.drain()
     assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
+
+
+def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> None:
+    """Of 160 tokens the tier brings the first 32, the host has the others."""
+    whole, late = (SimpleNamespace(is_whole=n == 0, first_token=16 + 16 * n) for n in range(2))
+    lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
+    lookup.begin(0, (16, 176), 1.0, is_trial=False)
+    lookup.want()
+    assert lookup.share() == 0.0
+    lookup.fetch([whole, late], (16, 176), 1.0)  # type: ignore[list-item]
+    assert lookup.share() == 0.1
+    late.is_whole = True
+    assert lookup.share() == 1.0
 
 
 def test_of_a_hybrid_model_a_part_is_worth_no_wait(
