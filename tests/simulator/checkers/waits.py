@@ -33,8 +33,9 @@ class _Waiter:
         waits_for: the load that it waits for is one of these; empty if it does not wait.
         had: loads that it has certainly waited for before.
         is_for_tiers: it waits for tiers, if it does not wait for a load.
+        may_be_for_tiers: it waits for a load or for tiers, as some request looks them up.
         asked_s: when it was asked about last, while it waits.
-        waited_s: in all, for loads or for either.
+        waited_s: in all, for loads for certain.
         waited_for_tiers_s: in all, while there was no load to wait for.
         num_idle_asks: in a row.
     """
@@ -43,6 +44,7 @@ class _Waiter:
     waits_for: set[tuple[int, int]] = field(default_factory=set)
     had: set[tuple[int, int]] = field(default_factory=set)
     is_for_tiers: bool = False
+    may_be_for_tiers: bool = False
     asked_s: float = 0.0
     waited_s: float = 0.0
     waited_for_tiers_s: float = 0.0
@@ -81,7 +83,7 @@ class WaitChecker:
         answer: tuple[int | None, bool] = original(request, num_computed_tokens)
         waiter = self._waiters.setdefault(id(request), _Waiter(request))
         now_s = self._core.clock.now_s
-        if waiter.waits_for:
+        if waiter.waits_for and not waiter.may_be_for_tiers:
             waiter.waited_s += now_s - waiter.asked_s
         if waiter.is_for_tiers:
             waiter.waited_for_tiers_s += now_s - waiter.asked_s
@@ -94,6 +96,8 @@ class WaitChecker:
 
     def _check(self, waiter: _Waiter, num_computed_tokens: int) -> None:
         name = waiter.request.request_id
+        side = self._core.connector.side
+        waiter.may_be_for_tiers = bool(self._core.stores and side.statistics().lookups)
         is_too_long = waiter.waited_s > self._wait_max_s
         if is_too_long and not self._core.stores:
             raise Finding("I7", f"{name} has waited {waiter.waited_s:.1f} s for loads of others")
