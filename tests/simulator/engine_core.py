@@ -347,7 +347,9 @@ class EngineCore(Stepper):
         """End the ranks' engines."""
         for worker in self.workers:
             worker.device.hold_copies = False
-            self.tiers[worker.rank].recover()
+        for tiers in self.tiers:
+            tiers.recover()
+        for worker in self.workers:
             worker.transfers.close(PATIENCE_S)
 
 
