@@ -169,7 +169,7 @@ MUTANTS = (
         "return Count.DROPPED_DUPLICATE_IDS if state.is_announced else None",
         "return None",
         "I3",
-        ("swarm",),
+        tests=("tests/scheduler/test_planner.py", "-k", "comes_again_before"),
     ),
     Mutant(
         "ids of requests that send nothing are passed on",
