@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.directory import Directory
     from safe_offload.scheduler.slots import SlotPool
 
 
@@ -70,30 +69,40 @@ class Hit:
         return slots
 
 
-class _SlotsAsBlocks:
-    """The part of vLLM's `BlockPool` that its hit rules use, over host slots."""
+class Finder(Protocol):
+    """Where blocks are found: `Directory`, or what `reach.py` looks into."""
+
+    def find(self, group_idx: int, block_hash: bytes) -> Any:
+        """Return what stands for a block, its slot where it has one; None if it is nowhere."""
+
+    def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[Any]:
+        """Return what `find` finds, up to the first block that is nowhere."""
+
+
+class FoundAsBlocks:
+    """The part of vLLM's `BlockPool` that its hit rules use, over what is found elsewhere."""
 
     null_block = NO_SLOT
 
-    def __init__(self, directory: Directory, hash_block_size: int) -> None:
+    def __init__(self, finder: Finder, hash_block_size: int) -> None:
         self.hash_block_size = hash_block_size
-        self._find = directory.find
-        self._find_run = directory.find_run
+        self._find = finder.find
+        self._find_run = finder.find_run
 
-    def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[int] | None:
-        """Return the slot of a block for each group; None if one of them has none."""
+    def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[Any] | None:
+        """Return what stands for a block in each group; None if one of them has none."""
         found = []
         for group_idx in group_ids:
-            slot = self._find(group_idx, block_hash)
-            if slot is None:
+            block = self._find(group_idx, block_hash)
+            if block is None:
                 return None
-            found.append(slot)
+            found.append(block)
         return found
 
     def find_runs(
         self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
-    ) -> tuple[list[int], ...]:
-        """Return the slots of the first blocks for each group, as many as all groups have."""
+    ) -> tuple[list[Any], ...]:
+        """Return what stands for the first blocks of each group, as many as all groups have."""
         runs = tuple(self._find_run(group_idx, block_hashes) for group_idx in group_ids)
         num_blocks = min(map(len, runs))
         for run in runs:
@@ -102,7 +111,7 @@ class _SlotsAsBlocks:
 
 
 class FullAttentionInRuns(FullAttentionManager):
-    """vLLM's rule of full attention for `_SlotsAsBlocks`, without a call for each block.
+    """vLLM's rule of full attention for `FoundAsBlocks`, without a call for each block.
 
     Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, which is asked wherever more
     than the number of leading blocks matters.
@@ -187,7 +196,7 @@ class HostHits:
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
         self.group_ids = compat.cacheable_group_ids(kv_cache_config)
         coordinator = coordinator_over(
-            _SlotsAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
+            FoundAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
         )
         self._coordinator = coordinator
         self._full_group = compat.full_attention_group(coordinator, self.hash_block_size)

@@ -32,7 +32,7 @@ from safe_offload.scheduler.sharing import WAIT_MAX_S
 from safe_offload.scheduler.store_eager import EagerStores
 from safe_offload.scheduler.store_lazy import LazyStores
 from safe_offload.scheduler.stores import Stores
-from safe_offload.scheduler.tiers import NO_TIERS, TierMessages, TierOptions, Tiers
+from safe_offload.scheduler.tiers import NO_MESSAGES, NO_TIERS, TierOptions, Tiers
 from safe_offload.sides import Side
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ so that an operator sees them before the first request. An idle step takes a mil
 
 
 StorePlan = tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]
-"""What `Stores.plan` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,37 +332,17 @@ class Planner(Side):
                 self._rescue(scheduler_output)
             self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
         before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        tiers = self.tiers
+        tiers, messages = self.tiers, NO_MESSAGES
         if tiers is not None and (tiers.has_to_plan or now_s > tiers.plan_again_s):
-            messages = self._plan_tiers(now_s)
-            if messages is not None:
-                return self._plan_all((before, after, fences), messages, now_s)
-        if not (before or after or fences or self.loads.has_news):
+            messages = NO_MESSAGES if self._is_disabled else tiers.plan(now_s)
+        if not (before or after or fences or self.loads.has_news or messages is not NO_MESSAGES):
             return EMPTY_PLAN
-        plan = StepPlan(self.loads.new_transfers(), before, after, fences, self.loads.failures)
+        stores = before, after, fences
+        plan = StepPlan(self.loads.new_transfers(), *stores, self.loads.failures, *messages)
         self.stores.sent()
         self.loads.sent(now_s)
-        self.has_changed = True
-        return plan
-
-    def _plan_tiers(self, now_s: float) -> TierMessages | None:
-        assert self.tiers is not None
-        return None if self._is_disabled else self.tiers.plan(now_s)
-
-    def _plan_all(self, stores: StorePlan, tiers: TierMessages, now_s: float) -> StepPlan:
-        """Return the plan of a step that tells the workers something about tiers too."""
-        assert self.tiers is not None
-        plan = StepPlan(
-            self.loads.new_transfers(),
-            *stores,
-            self.loads.failures,
-            tiers.probes,
-            tiers.fetches,
-            tiers.spills,
-        )
-        self.stores.sent()
-        self.loads.sent(now_s)
-        self.tiers.sent(now_s)
+        if tiers is not None and messages is not NO_MESSAGES:
+            tiers.sent(now_s)
         self.has_changed = True
         return plan
 

@@ -7,11 +7,11 @@ none of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safe_offload.scheduler.hits import NO_SLOT, HostHits, coordinator_over
+from safe_offload.scheduler.hits import NO_SLOT, FoundAsBlocks, HostHits, coordinator_over
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,25 +52,22 @@ class Reach:
     slots: list[int]
 
 
-class _ReachAsBlocks:
-    """The part of vLLM's `BlockPool` that its hit rules use; a far block is its own hash."""
+class _HostOrTiers:
+    """See `Finder`: the slot that has a block or is being filled with it; its hash if it is far."""
 
-    null_block = NO_SLOT
-
-    def __init__(self, directory: Directory, hash_block_size: int) -> None:
-        self.hash_block_size = hash_block_size
+    def __init__(self, directory: Directory) -> None:
         self._tables = directory.tables
         self.present: Present = ()  # of the search that goes on
 
     def find(self, group_idx: int, block_hash: bytes) -> int | bytes | None:
-        """Return the slot that has a block or is being filled with it; its hash if it is far."""
+        """See `Finder.find`."""
         slot = self._tables[group_idx].get(block_hash)
         if slot is None and block_hash in self.present[group_idx]:
             return block_hash
         return slot
 
     def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int | bytes]:
-        """Return what `find` finds, up to the first block that is nowhere."""
+        """See `Finder.find_run`."""
         table, present = self._tables[group_idx], self.present[group_idx]
         run: list[int | bytes] = []
         for block_hash in hashes:
@@ -82,28 +79,6 @@ class _ReachAsBlocks:
             else:
                 break
         return run
-
-    def get_cached_block(
-        self, block_hash: bytes, group_ids: Iterable[int]
-    ) -> list[int | bytes] | None:
-        """Return the block of each group; None if one of them has none."""
-        found = []
-        for group_idx in group_ids:
-            block = self.find(group_idx, block_hash)
-            if block is None:
-                return None
-            found.append(block)
-        return found
-
-    def find_runs(
-        self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
-    ) -> tuple[list[int | bytes], ...]:
-        """Return the first blocks of each group, as many as all groups have."""
-        runs = tuple(self.find_run(group_idx, block_hashes) for group_idx in group_ids)
-        num_blocks = min(map(len, runs))
-        for run in runs:
-            del run[num_blocks:]
-        return runs
 
 
 class Reaches:
@@ -119,8 +94,9 @@ class Reaches:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hits: HostHits
     ) -> None:
         self._hits = hits
-        self._pool = _ReachAsBlocks(hits.directory, hits.hash_block_size)
-        self._coordinator = coordinator_over(self._pool, vllm_config, kv_cache_config)
+        self._finder = _HostOrTiers(hits.directory)
+        pool = FoundAsBlocks(self._finder, hits.hash_block_size)
+        self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
 
     def find(
         self,
@@ -137,10 +113,10 @@ class Reaches:
         num_tokens_max = end_max - num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
-        self._pool.present = present
+        self._finder.present = present
         by_group: tuple[list[Any], ...]
         if hits.is_plain:
-            run = self._pool.find_run(0, remaining[: num_tokens_max // hits.hash_block_size])
+            run = self._finder.find_run(0, remaining[: num_tokens_max // hits.hash_block_size])
             by_group, num_tokens = (run,), len(run) * hits.hash_block_size
         else:
             by_group, num_tokens = self._coordinator.find_longest_cache_hit(

@@ -23,7 +23,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safe_offload.observe.counters import FETCH_S, PROBE_S, TIER_WAIT_S, Count, Counters
 from safe_offload.scheduler.cost import NOTHING_FETCHED, Offer, TierCosts
@@ -77,13 +77,15 @@ class TierOptions:
     new_word: Callable[[], str]
 
 
-@dataclass(frozen=True, slots=True)
-class TierMessages:
+class TierMessages(NamedTuple):
     """What a plan tells the workers about tiers; see `StepPlan`."""
 
-    probes: tuple[Probe, ...]
-    fetches: tuple[TierTransfer, ...]
-    spills: tuple[TierTransfer, ...]
+    probes: tuple[Probe, ...] = ()
+    fetches: tuple[TierTransfer, ...] = ()
+    spills: tuple[TierTransfer, ...] = ()
+
+
+NO_MESSAGES = TierMessages()
 
 
 class Tiers:
@@ -292,8 +294,8 @@ class Tiers:
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> TierMessages | None:
-        """Return what this step tells the workers; None for nothing."""
+    def plan(self, now_s: float) -> TierMessages:
+        """Return what this step tells the workers; `NO_MESSAGES` itself for nothing."""
         if self._answered or self._fetched:
             self._measure(now_s)
         fetches: tuple[TierTransfer, ...] = ()
@@ -311,7 +313,7 @@ class Tiers:
         self.plan_again_s = self._last_news_s + self._stuck_s if is_news_due else math.inf
         self.has_to_plan |= bool(self._wanting) or self.spills.is_waiting
         if not (probes or fetches or spills):
-            return None
+            return NO_MESSAGES
         return TierMessages(probes, fetches, spills)
 
     def sent(self, now_s: float) -> None:

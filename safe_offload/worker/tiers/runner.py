@@ -36,26 +36,22 @@ from safe_offload.worker.verify import Verifier
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-class Slots(Protocol):
-    """The host slots of a rank."""
-
-    @property
-    def num_usable_slots(self) -> int:
-        """How many slots, from the first, may be used."""
-
-    def buffers(self, slot_id: int) -> Buffers:
-        """Return the bytes of a slot. Not called after `let_go`."""
-
-    def let_go(self) -> None:
-        """Hold the memory no longer: it is about to be freed."""
-
-
 class Usable(Protocol):
     """What knows how many slots are ready."""
 
     @property
     def num_usable_slots(self) -> int:
         """How many slots, from the first, may be used."""
+
+
+class Slots(Usable, Protocol):
+    """The host slots of a rank."""
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """Return the bytes of a slot. Not called after `let_go`."""
+
+    def let_go(self) -> None:
+        """Hold the memory no longer: it is about to be freed."""
 
 
 class HostSlots:
@@ -68,7 +64,7 @@ class HostSlots:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Slots.num_usable_slots`."""
+        """See `Usable.num_usable_slots`."""
         return self._usable.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
