@@ -147,3 +147,18 @@ def see_events(engine: Any) -> list[Any]:
 
     engine.scheduler.kv_event_publisher.publish = see
     return seen
+
+
+def times_of_waiting(rig: Rig, name: str) -> list[float]:
+    """When vLLM is told that a request waits; filled from now on."""
+    match = rig.connector.get_num_new_matched_tokens
+    times: list[float] = []
+
+    def watch(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = match(request, num_computed_tokens)
+        if request.request_id == name and answer[0] is None:
+            times.append(rig.clock.now_s)
+        return answer
+
+    rig.connector.get_num_new_matched_tokens = watch
+    return times

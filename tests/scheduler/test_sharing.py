@@ -9,7 +9,7 @@ import pytest
 
 from safe_offload.scheduler.sharing import WAIT_MAX_S
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.simulator.groups import BLOCK_TOKENS
 
 NUM_BLOCKS_SHARED = 10
@@ -55,21 +55,6 @@ def finish(rig: Rig, names: list[str], max_tokens: int = 4) -> None:
 
 def status(rig: Rig, name: str) -> str:
     return str(rig.scheduler.requests[name].status.name)
-
-
-def times_of_waiting(rig: Rig, name: str) -> list[float]:
-    """When vLLM is told that a request waits; filled from now on."""
-    match = rig.connector.get_num_new_matched_tokens
-    times: list[float] = []
-
-    def watch(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = match(request, num_computed_tokens)
-        if request.request_id == name and answer[0] is None:
-            times.append(rig.clock.now_s)
-        return answer
-
-    rig.connector.get_num_new_matched_tokens = watch
-    return times
 
 
 # ---- one load for all --------------------------------------------------------------------------

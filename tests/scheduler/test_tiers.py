@@ -14,6 +14,7 @@ from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.scheduler.lookups import LookUp
 from safe_offload.tier_config import TierConfig
 from tests.counts import num_failed
+from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS
 
@@ -226,21 +227,6 @@ def test_the_wait_is_bounded_whatever_never_comes(
     rig.step()
     assert rig.counts["stale_reports"] == 0
     rig.check_idle()
-
-
-def times_of_waiting(rig: TierRig, name: str) -> list[float]:
-    """When vLLM is told that a request waits; filled from now on."""
-    match = rig.connector.get_num_new_matched_tokens
-    times: list[float] = []
-
-    def watch(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = match(request, num_computed_tokens)
-        if request.request_id == name and answer[0] is None:
-            times.append(rig.clock.now_s)
-        return answer
-
-    rig.connector.get_num_new_matched_tokens = watch
-    return times
 
 
 def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:

@@ -74,7 +74,7 @@ class TierRig(Rig):
         # Written too: only then are the hashes those that tiers need.
         shape["extra"] = {**shape.get("extra", {}), "tiers": [{"url": "file:///nowhere"}]}
         with mock.patch.object(OffloadConfig, "from_extra_config", with_tiers):
-            super().__init__(has_shared_hashes=True, **shape)
+            super().__init__(**shape)
         self.tier = tier if tier is not None else StandInTier()
         self.probes: list[Probe] = []
         self.fetches: list[TierTransfer] = []

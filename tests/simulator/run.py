@@ -258,3 +258,17 @@ def run(
         if result.finding is not None:
             break
     return result
+
+
+def findings_of(profile: Profile, seeds: Iterable[int]) -> list[Finding]:
+    """Run seeds of a profile; return what their checkers found."""
+    findings = []
+    for seed in seeds:
+        current = Run(profile, seed, make_events(profile, seed))
+        try:
+            current.go()
+        except Finding as finding:
+            findings.append(finding)
+        finally:
+            current.core.close()
+    return findings

@@ -12,10 +12,9 @@ from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores import Stores
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
-from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS
 from tests.simulator.profiles import PROFILES
-from tests.simulator.run import Result, Run, run
+from tests.simulator.run import Result, findings_of, run
 from tests.simulator.shrink import shrink
 from tests.simulator.swarm import NAMES
 from tests.simulator.workload import make_events
@@ -125,15 +124,7 @@ def test_bits_that_flip_are_read_if_nobody_compares() -> None:
     """What the profile `flips` would be worth if its checker saw nothing."""
     flips = PROFILES["flips"]
     shape = replace(flips.shape, extra={"verify": "off"})
-    findings = []
-    for seed in range(6):
-        current = Run(replace(flips, shape=shape), seed, make_events(flips, seed))
-        try:
-            current.go()
-        except Finding as finding:
-            findings.append(finding)
-        finally:
-            current.core.close()
+    findings = findings_of(replace(flips, shape=shape), range(6))
     assert findings
     assert all(f.promise == "I6" and "reads at" in f.detail for f in findings)
 

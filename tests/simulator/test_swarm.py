@@ -30,9 +30,9 @@ from tests.simulator.workload import make_events
 
 NUM_DRAWS = 300
 SIZES = {"transfer_timeout_s", "tiers"}
-NOT_DRAWN = {"connector", "max_model_len", "has_shared_hashes", "page_bytes"}
-"""Fields of a shape: another connector than ours, what follows from the workload or from tiers, and
-what only a benchmark sets."""
+NOT_DRAWN = {"connector", "max_model_len", "page_bytes"}
+"""Fields of a shape: another connector than ours, what follows from the workload, and what only a
+benchmark sets."""
 
 
 def options(part: EngineShape | Workload) -> set[str]:

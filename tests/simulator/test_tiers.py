@@ -12,9 +12,8 @@ import pytest
 from safe_offload.worker.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
-from tests.simulator.findings import Finding
 from tests.simulator.profiles import PROFILES
-from tests.simulator.run import Run
+from tests.simulator.run import findings_of
 from tests.simulator.tiers import (
     ObjectStore,
     RankTiers,
@@ -25,7 +24,6 @@ from tests.simulator.tiers import (
     namespace_of,
 )
 from tests.simulator.virtual_loop import Clock, VirtualLoop
-from tests.simulator.workload import make_events
 
 T = TypeVar("T")
 
@@ -241,15 +239,7 @@ def test_an_engine_that_is_started_again_finds_its_own_in_its_first_namespace_on
 
 def test_wrong_words_that_a_tier_hands_out_as_right_are_found() -> None:
     profile = replace(PROFILES["tiers-faults"], faults={TierFault.SUBVERT: 60})
-    findings = []
-    for seed in range(6):
-        current = Run(profile, seed, make_events(profile, seed))
-        try:
-            current.go()
-        except Finding as finding:
-            findings.append(finding)
-        finally:
-            current.core.close()
+    findings = findings_of(profile, range(6))
     assert findings
     assert all(f.promise == "I10" and "is published" in f.detail for f in findings), findings
 
@@ -260,19 +250,7 @@ def test_objects_of_before_a_reset_that_are_found_again_are_noticed(
     monkeypatch.setattr("tests.simulator.engine_core.namespace_of", lambda rank, word: b"\0")
     profile = PROFILES["tiers-faults"]
     profile = replace(profile, shape=replace(profile.shape, tensor_ranks=1), faults={})
-    workload = replace(profile.workload, num_resets=12)
-    findings = []
-    for seed in range(6):
-        current = Run(
-            replace(profile, workload=workload),
-            seed,
-            make_events(replace(profile, workload=workload), seed),
-        )
-        try:
-            current.go()
-        except Finding as finding:
-            findings.append(finding)
-        finally:
-            current.core.close()
+    profile = replace(profile, workload=replace(profile.workload, num_resets=12))
+    findings = findings_of(profile, range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings

@@ -48,8 +48,6 @@ class EngineShape:
         failure_policy: what vLLM does with a request whose load failed.
         has_events: KV events are on.
         page_bytes: of a block, as vLLM is told.
-        has_shared_hashes: blocks have hashes that are equal in every process, as tiers need; so it
-            is also where the settings name tiers.
     """
 
     groups: tuple[str, ...] = ("full",)
@@ -76,7 +74,6 @@ class EngineShape:
     failure_policy: str = "recompute"
     has_events: bool = False
     page_bytes: int = PAGE_BYTES
-    has_shared_hashes: bool = False
 
     def holder_of(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -162,7 +159,7 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
         "min_load_tokens": 0,
         **shape.extra,
     }
-    if shape.has_shared_hashes or "tiers" in shape.extra:
+    if "tiers" in shape.extra:
         config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
     config.kv_transfer_config.kv_load_failure_policy = shape.failure_policy
     if shape.has_events:
