@@ -41,7 +41,8 @@ subject.device.upload(buffer, stream)
 stream.synchronize()
 
 config = OffloadConfig()
-bridge = WorkerBridge(Opening(config=config, kv_cache_config=None, rank=0, num_ranks_on_host=1))
+opening = Opening(config=config, kv_cache_config=None, rank=0, num_ranks_on_host=1, meaning_of=lambda geometry, rank: None)
+bridge = WorkerBridge(opening)
 transfers = Transfers(subject.backend, LoopThread(), 1 << 20)
 bridge.attach(Opened(transfers, subject.backend, ALONE, subject.storage))
 

@@ -12,6 +12,7 @@ import torch
 from safe_offload.worker.backends import row_kernel
 from safe_offload.worker.backends.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.backends.row_kernel import RowArguments
+from safe_offload.worker.signal_handlers import keep_signal_handlers
 
 LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
 
@@ -97,7 +98,7 @@ class Device:
     def load_kernel(self, word_bytes: int) -> None:
         """Compile the row kernel for words of a size."""
         cupy = self._import_cupy()
-        with cupy.cuda.Device(self._device.index):
+        with keep_signal_handlers(), cupy.cuda.Device(self._device.index):
             self._kernel = cupy.RawKernel(
                 row_kernel.make_source(word_bytes), row_kernel.KERNEL_NAME
             )

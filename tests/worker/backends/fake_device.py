@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import queue
+import signal
 import subprocess
 import tempfile
 import threading
@@ -45,6 +46,10 @@ OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
 
 CALLS = {CopyPath.KERNEL: "launch", CopyPath.BATCH: "copy_batch", CopyPath.EACH: "copy"}
 """What `FakeGpu.calls` and `refused` name the call of each way to copy."""
+
+LIBC = ctypes.CDLL(None)
+LIBC.signal.restype = ctypes.c_void_p
+LIBC.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 CPP_PRELUDE = """
 #define __global__
@@ -404,7 +409,10 @@ class FakeKernel:
         self._source = source
 
     def compile(self) -> None:
+        """Compile; as NVRTC does, take signals and give them back another way."""
         self._gpu.runtime_call("compile", is_unsafe=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            LIBC.signal(number, LIBC.signal(number, ctypes.c_void_p(signal.SIG_IGN)))
         compile_kernel(self._source)
 
     def __call__(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
