@@ -41,7 +41,9 @@ subject.device.upload(buffer, stream)
 stream.synchronize()
 
 config = OffloadConfig()
-opening = Opening(config=config, kv_cache_config=None, rank=0, num_ranks_on_host=1, meaning_of=lambda geometry, rank: None)
+opening = Opening(
+    config=config, kv_cache_config=None, rank=0, num_ranks_on_host=1, meaning_of=lambda *_: None
+)
 bridge = WorkerBridge(opening)
 transfers = Transfers(subject.backend, LoopThread(), 1 << 20)
 bridge.attach(Opened(transfers, subject.backend, ALONE, subject.storage))

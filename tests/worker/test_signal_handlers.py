@@ -24,7 +24,10 @@ queue.Queue().get()
 
 def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compiled():
     child = subprocess.Popen(
-        [sys.executable, "-c", IDLE_ENGINE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", IDLE_ENGINE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == "idle\n"

@@ -34,10 +34,11 @@ from safe_offload.worker.page_lock import PageLock
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-KERNEL_RANGE_BYTES = {Direction.LOAD: 28 * 1024, Direction.STORE: 0}
+KERNEL_RANGE_BYTES = {Direction.LOAD: 128 * 1024, Direction.STORE: 0}
 """Ranges shorter than this on average are copied by the kernel, if there are `KERNEL_RANGES_MIN`.
 
-Measured on an H100: vLLM 0.32.0, v1/kv_offload/cpu/swap_blocks_triton.py, and gpu_worker.py.
+Measured on an H100: docs/benchmarks/gpu.md. Nobody waits for a store, and copy engines take no
+multiprocessors from the forward.
 """
 KERNEL_RANGES_MIN = 16
 

@@ -222,7 +222,7 @@ def test_the_kernel_takes_many_short_loads_and_the_copy_engine_the_rest(make_gpu
     assert calls_of(subject, Direction.STORE, MANY) == {"copy_batch"}
     assert calls_of(subject, Direction.LOAD, [3, 9]) == {"copy_batch"}, "six ranges are few"
     assert calls_of(subject, Direction.LOAD, list(range(20))) == {"copy_batch"}, "one run"
-    long = make_geometry([Segment(40_000, 0, 40_000)], NUM_BLOCKS, NUM_BLOCKS * 40_000)
+    long = make_geometry([Segment(1 << 17, 0, 1 << 17)], NUM_BLOCKS, NUM_BLOCKS << 17)
     assert calls_of(make_gpu(long), Direction.LOAD, list(range(0, 22, 1))[::-1]) == {"copy_batch"}
 
 
