@@ -30,7 +30,8 @@ def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compil
         text=True,
     )
     try:
-        assert child.stdout is not None and child.stdout.readline() == "idle\n"
+        assert child.stdout is not None
+        assert child.stdout.readline() == "idle\n"
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=20)
     finally:
