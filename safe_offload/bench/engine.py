@@ -28,7 +28,8 @@ from safe_offload.errors import ConfigError
 OURS = "SafeCPUOffloadConnector"
 PROMPT_TOKEN_IDS = range(32, 127)  # readable bytes of the tiny models
 _START_TIMEOUT_S = 900.0
-_TINY_BLOCK_SIZE = 32
+_TINY_BLOCK_SIZES: dict[ModelKind, int] = {"llama": 32, "gemma3": 32, "deepseek": 16}
+"""vLLM's CPU engine takes only 16 with MLA (0.32.0, v1/attention/backends/mla/cpu_mla.py)."""
 _GPU_SHARE = 0.45  # of each engine, as both live on one GPU
 CPU_BYTES_MIN = 2 << 30
 PROMPTS_ON_HOST = 4  # A, B and C have to fit, and what is left of a round before them
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", "rounds per engine, after a warm-up (%(default)s)", type=int)
     add("--pool-ratio", "prompts the KV pool holds (%(default)s)", type=float)
     add("--num-gpu-blocks", "size of the KV pool, instead of --pool-ratio", type=int)
-    add("--block-size", "tokens in a KV block (32; vLLM's, if not a tiny model)", type=int)
+    add("--block-size", "tokens in a KV block (32 or 16; vLLM's, if not a tiny model)", type=int)
     add("--max-num-batched-tokens", "prefill chunk (%(default)s)", type=int)
     add("--cpu-bytes", "host memory of the connector (2GiB, or what four prompts of MODEL take)")
     how = {"type": json.loads, "metavar": "JSON"}
@@ -186,7 +187,9 @@ def _make_question(options: BenchOptions, round_index: int, which: int) -> Quest
 def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
     """Return how to start each engine: the same but for the connector."""
     max_model_len = options.prompt_tokens + options.answer_tokens
-    block_size = options.block_size or (_TINY_BLOCK_SIZE if options.is_tiny else None)
+    block_size = options.block_size
+    if block_size is None and options.is_tiny:
+        block_size = _TINY_BLOCK_SIZES[options.model]  # type: ignore[index]
     arguments: dict[str, Any] = {
         "model": options.model,
         "max_model_len": max_model_len,

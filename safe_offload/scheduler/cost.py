@@ -286,6 +286,11 @@ class TierCosts:
         """Whether so many slots are to be filled from a tier, and hit then."""
         return self._pays(offer, self._fetches[tier - 1].at(num_slots))
 
+    def is_soon(self, offer: Offer, num_slots: int, tier: int) -> bool:
+        """Whether so many slots are expected to be filled while a request may wait in vain."""
+        limit_s = self.wait_max_s(offer, 0.0)
+        return limit_s is None or self._fetches[tier - 1].at(num_slots) <= limit_s
+
     def tries_all_the_same(self) -> bool:
         """Whether to fetch what does not pay, which is done now and then to measure it anew."""
         self._num_refused += self._costs.is_measuring

@@ -22,7 +22,7 @@ from safe_offload.scheduler.pending import Course, Fetch
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.hits import HostHits
-    from safe_offload.scheduler.reach import FarBlock
+    from safe_offload.scheduler.reach import FarBlock, Leg
     from safe_offload.scheduler.requests import RequestState
 
 SHARE = 4
@@ -82,23 +82,27 @@ class Fetches:
 
     # ---- what to fetch -------------------------------------------------------------------------
 
-    def begin(self, far: Sequence[FarBlock], user: RequestState, word: str) -> list[Fetch]:
+    def begin(self, legs: Sequence[Leg], user: RequestState, word: str) -> list[Fetch]:
         """Fetch blocks for a request.
 
         Args:
-            far: no more than `num_slots_left`, in the order of their tokens.
+            legs: of no more than `num_slots_left` blocks, each in the order of their tokens.
             user: that waits for them.
             word: see `Probe`.
 
         Returns:
             The pieces, in that order.
         """
-        num_blocks = len(far)
+        num_blocks = sum(len(leg.far) for leg in legs)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_slots_min)
-        parts = [far[i : i + num_in_piece] for i in range(0, num_blocks, num_in_piece)]
-        course = Course(max(block.tier for block in far), num_blocks, len(parts))
+        parts = [
+            (leg.first_token, leg.far[start : start + num_in_piece])
+            for leg in legs
+            for start in range(0, len(leg.far), num_in_piece)
+        ]
+        course = Course(max(b.tier for leg in legs for b in leg.far), num_blocks, len(parts))
         fetches = []
-        for part in parts:
+        for first_token, part in parts:
             lease = self._leases.grant(LeaseKind.FETCH, len(part))
             assert lease is not None
             assert len(lease.slots) == len(part)
@@ -114,7 +118,7 @@ class Fetches:
                 epoch=self._hits.directory.epoch,
                 course=course,
                 users={user},
-                first_token=part[0].first_token,
+                first_token=part[0].first_token if self._hits.is_plain else first_token,
             )
             self._by_slot.update(dict.fromkeys(lease.slots, fetch))
             fetches.append(fetch)

@@ -55,6 +55,7 @@ class LookUp:
         wait_max_s: of the tiers that are waited for.
         questions: asked for it.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
+        starts: for each of them, up to which token a request can go without it and what follows.
     """
 
     state: RequestState
@@ -71,6 +72,7 @@ class LookUp:
     wait_max_s: float = 0.0
     questions: Sequence[Question] = ()
     fetches: Sequence[Fetch] = ()
+    starts: Sequence[int] = ()
 
     def _move(self, stage: Stage) -> None:
         """Change the stage.
@@ -111,10 +113,16 @@ class LookUp:
         """There is no slot for what it wants."""
         self.is_roomless = True
 
-    def fetch(self, fetches: Sequence[Fetch], span: tuple[int, int], wait_max_s: float) -> None:
+    def fetch(
+        self,
+        fetches: Sequence[Fetch],
+        starts: Sequence[int],
+        span: tuple[int, int],
+        wait_max_s: float,
+    ) -> None:
         """Blocks of a span are on their way."""
         self._move(Stage.FETCHING)
-        self.fetches, self.wait_max_s = fetches, wait_max_s
+        self.fetches, self.starts, self.wait_max_s = fetches, starts, wait_max_s
         self.first_token, self.end_token = span
         self.questions = ()
 
@@ -126,7 +134,7 @@ class LookUp:
 
     def let_go(self) -> None:
         """What has come is of no interest any more."""
-        self.fetches = ()
+        self.fetches = self.starts = ()
 
     def ran(self) -> None:
         """The request runs: when it is preempted, it may look up again."""
@@ -162,8 +170,15 @@ class LookUp:
 
     def share(self) -> float:
         """Return the part of the tokens that can be hit by now: up to what has not come."""
-        for fetch in self.fetches:
+        for fetch, start in zip(self.fetches, self.starts, strict=True):
             if not fetch.is_whole:
-                num_come = max(0, fetch.first_token - self.first_token)
+                num_come = max(0, start - self.first_token)
                 return num_come / (self.end_token - self.first_token)
         return 1.0 if self.fetches else 0.0
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether what is still under way brings the request no further: it is behind a gap."""
+        pairs = zip(self.fetches, self.starts, strict=True)
+        late = [(fetch, start) for fetch, start in pairs if not fetch.is_whole]
+        return not late or any(not fetch.ranks_left for fetch, start in late if start == late[0][1])

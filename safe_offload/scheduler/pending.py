@@ -188,7 +188,7 @@ class Fetch(TierPending):
     Attributes:
         epoch: of the directory when it was planned; what comes after a reset is not published.
         users: requests that wait for it, or for which it has come. Its lease is theirs.
-        first_token: of what it brings.
+        first_token: up to there a request can go without it, if all before it has come.
     """
 
     epoch: int

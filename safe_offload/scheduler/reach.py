@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.directory import Directory
 
+LEG_ENDS = (8, 4, 2)
+"""A leg ends at an eighth, a quarter, and half of the tokens."""
+MORE_BLOCKS_MAX = 1.5
+"""So many times the blocks of a reach may be fetched to have it in legs."""
+
 Present = tuple[dict[bytes, int], ...]
 """For each KV cache group, the blocks that tiers have, by their hashes: which of them, from 1."""
 
@@ -35,6 +40,18 @@ class FarBlock(NamedTuple):
     group_idx: int
     block_hash: bytes
     tier: int
+
+
+class Leg(NamedTuple):
+    """Blocks that bring a request further if all legs before have come.
+
+    Attributes:
+        first_token: up to there a request can go without it.
+        far: the blocks.
+    """
+
+    first_token: int
+    far: list[FarBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +155,48 @@ class Reaches:
             far.sort()
         return Reach(num_tokens, far, slots)
 
+    def legs(
+        self,
+        reach: Reach,
+        block_hashes: Sequence[bytes],
+        num_computed_tokens: int,
+        first_token: int,
+        present: Present,
+    ) -> list[Leg]:
+        """Cut a reach into legs, so that a part of it is of use when the rest is late.
+
+        A hit needs what lies in a window or is a state at its end. So each leg has what a hit needs
+        that ends where it ends, which the whole reach may not need.
+
+        Args:
+            reach: found with the other arguments.
+            block_hashes, num_computed_tokens, present: see `find`.
+            first_token: up to there the request can go without any of it.
+
+        Returns:
+            The reach in one leg, if legs took too many blocks more.
+        """
+        end_token = num_computed_tokens + reach.num_tokens
+        legs: list[Leg] = []
+        seen: set[tuple[int, bytes]] = set()
+        last_end = first_token
+        for part in LEG_ENDS:
+            end_max = first_token + (end_token - first_token) // part
+            nearer = self.find(block_hashes, num_computed_tokens, end_max, present)
+            if nearer is not None and num_computed_tokens + nearer.num_tokens > last_end:
+                legs.append(Leg(last_end, _unseen(nearer.far, seen)))
+                last_end = num_computed_tokens + nearer.num_tokens
+        legs.append(Leg(last_end, _unseen(reach.far, seen)))
+        if len(seen) > MORE_BLOCKS_MAX * len(reach.far):
+            return [Leg(first_token, reach.far)]
+        return [leg for leg in legs if leg.far]
+
     def __repr__(self) -> str:
         return f"Reaches({self._hits!r})"
+
+
+def _unseen(far: list[FarBlock], seen: set[tuple[int, bytes]]) -> list[FarBlock]:
+    """Return the blocks that are not in `seen`, and put them there."""
+    new = [block for block in far if (block.group_idx, block.block_hash) not in seen]
+    seen.update((block.group_idx, block.block_hash) for block in new)
+    return new

@@ -32,6 +32,7 @@ from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.lookups import LookUp, Stage
 from safe_offload.scheduler.pending import Course, Fetch, Store, TierPending
 from safe_offload.scheduler.probes import Probes, Question
+from safe_offload.scheduler.reach import Leg
 from safe_offload.scheduler.spills import Spills
 
 if TYPE_CHECKING:
@@ -250,8 +251,7 @@ class Tiers:
         """Return how long a request may wait in all (I9)."""
         num_tokens = lookup.num_tokens
         num_left = lookup.state.request.num_tokens - lookup.num_computed_tokens - num_tokens
-        share = lookup.share() if self._hits.is_plain else 0.0
-        limit_s = self.costs.wait_max_s(Offer(num_tokens, num_left), share)
+        limit_s = self.costs.wait_max_s(Offer(num_tokens, num_left), lookup.share())
         return lookup.wait_max_s if limit_s is None else min(limit_s, lookup.wait_max_s)
 
     def _answer(self, lookup: LookUp, now_s: float) -> None:
@@ -375,17 +375,15 @@ class Tiers:
 
     def _pays(self, lookup: LookUp, reach: Reach, first_token: int) -> bool:
         """Whether a reach is worth being fetched."""
-        end_token = lookup.num_computed_tokens + reach.num_tokens
-        num_tokens = end_token - first_token
-        if num_tokens <= 0:
+        offer = self._offer(lookup, reach, first_token)
+        if offer.num_tokens <= 0:
             return False
         shared = self.fetches.under_way(reach.slots)
         num_slots = len(reach.far) + sum(len(fetch.lease.slots) for fetch in shared)
-        offer = Offer(num_tokens, lookup.state.request.num_tokens - end_token)
         pays = self.costs.fetch_pays(offer, num_slots, _farthest(reach, shared))
         if pays or lookup.is_trial or self.costs.tries_all_the_same():
             return True
-        self._counters[Count.UNPAID_FETCH_TOKENS] += num_tokens
+        self._counters[Count.UNPAID_FETCH_TOKENS] += offer.num_tokens
         return False
 
     def _fetch(self, lookup: LookUp, reach: Reach, first_token: int) -> None:
@@ -393,7 +391,8 @@ class Tiers:
         state = lookup.state
         shared = self.fetches.under_way(reach.slots)
         tier = _farthest(reach, shared)
-        fetches = self.fetches.begin(reach.far, state, self.word) if reach.far else []
+        legs = self._legs(lookup, reach, first_token, tier, is_alone=not shared)
+        fetches = self.fetches.begin(legs, state, self.word) if reach.far else []
         if shared:
             self.fetches.share(shared, state)
             fetches = sorted([*shared, *fetches], key=lambda fetch: fetch.first_token)
@@ -403,7 +402,30 @@ class Tiers:
         del self._wanting[lookup]
         span = first_token, lookup.num_computed_tokens + reach.num_tokens
         self.probes.let_go(lookup.questions, state)
-        lookup.fetch(fetches, span, max(c.wait_s for c in self._options.configs[:tier]))
+        starts = [fetch.first_token for fetch in fetches]
+        if shared and not self._hits.is_plain:
+            starts = [first_token] * len(fetches)  # others' legs need not be its own
+        lookup.fetch(fetches, starts, span, max(c.wait_s for c in self._options.configs[:tier]))
+
+    def _legs(
+        self, lookup: LookUp, reach: Reach, first_token: int, tier: int, *, is_alone: bool
+    ) -> list[Leg]:
+        """Cut what is far into legs, where a part of it is of no use and the rest may be late."""
+        whole = [Leg(first_token, reach.far)]
+        offer = self._offer(lookup, reach, first_token)
+        if self._hits.is_plain or not is_alone or self.costs.is_soon(offer, len(reach.far), tier):
+            return whole
+        request, present = lookup.state.request, self._present(lookup)
+        computed = lookup.num_computed_tokens
+        legs = self._reaches.legs(reach, request.block_hashes, computed, first_token, present)
+        num_blocks = sum(len(leg.far) for leg in legs)
+        has_room = num_blocks <= self.fetches.num_slots_left
+        return legs if has_room and self.costs.fetch_pays(offer, num_blocks, tier) else whole
+
+    def _offer(self, lookup: LookUp, reach: Reach, first_token: int) -> Offer:
+        """Return what a reach brings beyond a token."""
+        end_token = lookup.num_computed_tokens + reach.num_tokens
+        return Offer(end_token - first_token, lookup.state.request.num_tokens - end_token)
 
     def _present(self, lookup: LookUp) -> Present:
         """Return what the tiers have of a request's blocks, as they have answered."""
@@ -448,21 +470,8 @@ class Tiers:
             self._fetched.append(course)
         for state in fetch.users:
             lookup = self._lookups[state]
-            if lookup.stage is Stage.FETCHING and self._has_arrived(lookup):
+            if lookup.stage is Stage.FETCHING and lookup.has_arrived:
                 lookup.end()
-
-    def _has_arrived(self, lookup: LookUp) -> bool:
-        """Whether what is still under way brings a request no further.
-
-        Behind a gap nothing of a plain prefix is of use; elsewhere nothing is, as a gap may be
-        anywhere.
-        """
-        for fetch in lookup.fetches:
-            if not fetch.is_whole:
-                has_gap = not fetch.ranks_left
-                if has_gap or self._hits.is_plain:
-                    return has_gap
-        return all(fetch.is_whole for fetch in lookup.fetches)
 
     def _settle_question(self, question: Question) -> None:
         self._answered.append(question)

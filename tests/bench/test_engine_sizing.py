@@ -30,6 +30,15 @@ def test_the_pool_holds_as_many_requests_as_asked_for() -> None:
     )
 
 
+def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
+    tmp_path: Path,
+) -> None:
+    """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
+    options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
+    chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
+    assert (chosen["block_size"], chosen["num_gpu_blocks_override"]) == (16, 200)
+
+
 def test_a_small_model_has_the_usual_host_memory() -> None:
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
     assert scale(BenchOptions(), asked, 1 << 20).cpu_bytes == CPU_BYTES_MIN

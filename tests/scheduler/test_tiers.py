@@ -965,12 +965,12 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(
 
 def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> None:
     """Of 160 tokens the tier brings the first 32, the host has the others."""
-    whole, late = (SimpleNamespace(is_whole=n == 0, first_token=16 + 16 * n) for n in range(2))
+    whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
     lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
     lookup.begin(0, (16, 176), 1.0, is_trial=False)
     lookup.want()
     assert lookup.share() == 0.0
-    lookup.fetch([whole, late], (16, 176), 1.0)  # type: ignore[list-item]
+    lookup.fetch([whole, late], [16, 32], (16, 176), 1.0)  # type: ignore[list-item]
     assert lookup.share() == 0.1
     late.is_whole = True
     assert lookup.share() == 1.0
@@ -988,6 +988,89 @@ def test_of_a_hybrid_model_a_part_is_worth_no_wait(
     rig.answer(rig.fetches[:-1])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
+
+
+def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
+    """Of a hybrid model; its tier takes half of the time that computing takes."""
+    groups = ("window:10", "full")
+    rig = make_measured(make_tiers, token_s=1.0, groups=groups, num_blocks=150)
+    for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner.tiers.costs.add_fetch(1, num_slots, PREFIX_TOKENS / 2)
+    rig.tier.held = {"fetch"}
+    return rig
+
+
+def legs_of(rig: TierRig) -> dict[int, list[Any]]:
+    """The fetches that plans have named, by the token up to which a request can go without."""
+    legs: dict[int, list[Any]] = {}
+    for message in rig.fetches:
+        fetch = rig.planner.tiers.fetches.get(message.transfer_id)
+        assert fetch is not None
+        legs.setdefault(fetch.first_token, []).append(message)
+    return legs
+
+
+def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its own window at its end; of the last part nothing comes."""
+    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+    rig = make_slow_hybrid(make_tiers)
+    times = times_of_waiting(rig, "a")
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: bool(rig.fetches))
+    fetched = keys_in(rig.fetches)
+    assert len(set(fetched)) == len(fetched), "each block once"
+    window, full = ([group for group, _ in fetched].count(i) for i in range(2))
+    assert full == NUM_BLOCKS
+    assert 3 < window <= 3 + (NUM_BLOCKS + 3) // 2
+    *legs, last = legs_of(rig).items()
+    half = PREFIX_TOKENS // 2
+    assert (legs[0][0], last[0]) == (0, half)
+    rig.answer([fetch for _, fetches in legs for fetch in fetches])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    waited_s = times[-1] - times[0]
+    assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == half
+
+
+def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+    rig = make_slow_hybrid(make_tiers)
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: bool(rig.fetches))
+    legs = legs_of(rig)
+    first, second, *_ = legs.values()
+    rig.tier.lost = {(0, second[0].keys.hashes[0])}
+    rig.answer([*first, *second])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == list(legs)[1]
+
+
+def test_the_legs_of_others_do_not_count_as_ones_own(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins a fetch has not asked what its legs need, so it waits for all or for little."""
+    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+    rig = make_slow_hybrid(make_tiers)
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: bool(rig.fetches))
+    *legs, _ = legs_of(rig).values()
+    times = times_of_waiting(rig, "b")
+    rig.add("b", prompt(rig, 2))
+    rig.step()  # it asks, and joins before anything has come
+    rig.answer([fetch for leg in legs for fetch in leg])
+    rig.step_until(lambda: status(rig, "b") != "WAITING")
+    assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
+    rig.tier.held.clear()
+    rig.drain()
 
 
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: MakeTierRig) -> None:
