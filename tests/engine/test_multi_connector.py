@@ -41,7 +41,7 @@ def example_connector(folder: Path) -> dict[str, Any]:
     }
 
 
-def make_multi_job(model: GetModel, *children: dict[str, Any]) -> Job:
+def make_multi_job(model: GetModel, *children: dict[str, Any], **arguments: Any) -> Job:
     """An engine with several connectors, the first to be asked first."""
     return make_job(
         model("llama"),
@@ -54,6 +54,7 @@ def make_multi_job(model: GetModel, *children: dict[str, Any]) -> Job:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": list(children)},
         },
+        **arguments,
     )
 
 
@@ -98,3 +99,23 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
     assert report.tokens == plain_llama.tokens
     report.check_no_trouble()
     report.check_everything_is_free()
+
+
+def test_an_engine_finds_in_the_tier_what_the_last_one_stored(
+    model: GetModel, plain_llama: Report, tmp_path: Path
+) -> None:
+    """Ours is asked first by one engine and last by the next; the other one's files are gone."""
+    ours = connector(tiers=[{"url": f"file://{tmp_path}/tier", "wait_s": 30}])
+    settings = {"turns": ABC_TWICE[:3], "prefix_caching_hash_algo": "sha256_cbor"}
+    examples = [example_connector(tmp_path / name) for name in ("files", "no files")]
+    (first,) = run(tmp_path / "first", make_multi_job(model, ours, examples[0], **settings))
+    (second,) = run(tmp_path / "second", make_multi_job(model, examples[1], ours, **settings))
+    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers] == [NUM_HIT_TOKENS] * 3
+    assert second.count("hit_tokens") == 3 * NUM_HIT_TOKENS
+    num_blocks = 3 * NUM_HIT_TOKENS // 32
+    assert second.count("fetched_blocks") == second.count("tier_read_objects") == num_blocks
+    for report in (first, second):
+        assert report.tokens == plain_llama.tokens[:3]
+        report.check_no_trouble()
+        report.check_everything_is_free()

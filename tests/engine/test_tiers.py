@@ -26,12 +26,15 @@ from tests.engine.engines import (
     run,
 )
 from tests.engine.http_server import HttpServer
+from tests.engine.test_parallel import PIPELINE_PARALLEL, TENSOR_PARALLEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
 ABC = ("A", "B", "C")
+LONG_WAIT_S = 30
+"""No look-up is cut short where processes share two busy cores."""
 
 
 @pytest.fixture
@@ -52,6 +55,10 @@ def job(model: Path, kind: ModelKind, tier: Path, **extra: Any) -> Job:
     )
 
 
+def count_objects(namespace: Path) -> int:
+    return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_an_engine_finds_what_the_last_one_stored(
     kind: ModelKind, model: GetModel, tmp_path: Path
@@ -66,6 +73,40 @@ def test_an_engine_finds_what_the_last_one_stored(
     assert [answer.num_host for answer in first.answers] == [0, 0, 0]
     num_hit = num_hit_tokens(2000)
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.tokens == first.tokens
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
+)
+def test_two_ranks_find_what_the_last_two_stored(
+    parallel: dict[str, Any], model: GetModel, tmp_path: Path
+) -> None:
+    """Each rank has objects of its own: there are two of each block, and both are read again."""
+    tier = tmp_path / "tier"
+    job = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama", NUM_TOKENS),
+        num_prompt_tokens=NUM_TOKENS,
+        kv_transfer_config=connector(tiers=[{"url": f"file://{tier}", "wait_s": LONG_WAIT_S}]),
+        turns=ABC,
+        prefix_caching_hash_algo=HASHES,
+        **parallel,
+    )
+    (first,) = run(tmp_path / "first", job)
+    objects_of_ranks = [count_objects(path.parent) for path in tier.glob("*/namespace.json")]
+    (second,) = run(tmp_path / "second", job)
+    for report in (first, second):
+        report.check_no_trouble()
+        report.check_everything_is_free()
+    num_hit = num_hit_tokens(NUM_TOKENS)
+    num_blocks = 3 * num_hit // 32
+    assert objects_of_ranks == [num_blocks] * 2
+    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.count("fetched_blocks") == num_blocks
+    assert second.count("tier_read_objects") == 2 * num_blocks
     assert second.tokens == first.tokens
 
 
