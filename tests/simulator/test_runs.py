@@ -17,6 +17,7 @@ from tests.simulator.profiles import PROFILES
 from tests.simulator.run import Result, findings_of, run
 from tests.simulator.shrink import shrink
 from tests.simulator.swarm import NAMES
+from tests.simulator.vllm_setup import hits_overwritten_states
 from tests.simulator.workload import make_events
 
 SEEDS = range(FLOOR_SEEDS)
@@ -75,6 +76,19 @@ def test_a_connector_that_stores_nothing_is_seen(monkeypatch: pytest.MonkeyPatch
     result = run("plain", 0)
     assert result.finding is None
     assert "stored 0.00" in result.earned.what_is_below(FLOORS["plain"])
+
+
+@pytest.mark.skipif(
+    not hits_overwritten_states(PROFILES["mamba-gpu"].shape),
+    reason="only vLLM 0.31 caches a Mamba state again in the block that decoding writes over",
+)
+def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that stores nothing has no part in it."""
+    monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
+    (finding,) = findings_of(PROFILES["mamba-gpu"], [110])
+    assert finding.promise == "I6"
+    assert "in group 1" in finding.detail
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

@@ -216,6 +216,22 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
     return config
 
 
+def hits_overwritten_states(shape: EngineShape) -> bool:
+    """Whether vLLM's own prefix cache finds Mamba states that decoding has written over.
+
+    vLLM 0.31.0 caches the state at the end of a prompt, if that is inside a block, while the prompt
+    is computed. With asynchronous scheduling it does so again when the next token is scheduled,
+    in the block that the token writes over. 0.32 caches no state at a prompt's very end.
+    """
+    from safe_offload.compat import installed_version
+
+    has_states_inside_blocks = any(
+        group.kind == "mamba" and group.block_tokens > shape.hash_tokens
+        for group in shape.parsed_groups
+    )
+    return shape.is_async and has_states_inside_blocks and installed_version().startswith("0.31.")
+
+
 def as_model_runner(shape: EngineShape) -> Any:
     """A context in which vLLM believes that its workers run Model Runner V2, or V1."""
     from vllm.config import VllmConfig
