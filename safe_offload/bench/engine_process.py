@@ -207,10 +207,13 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         max_model_len=vllm_config.model_config.max_model_len,
         block_size=cache_config.block_size,
     )
-    connection.send((False, started))
-    while (call := connection.recv()) is not None:
-        function, question = call
-        connection.send((False, function(engine, question)))
+    # An end of the pipe that is gone means that the benchmark is, and this process waits for its
+    # engine's when it ends: an engine that nobody tells to end would live for ever.
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        connection.send((False, started))
+        while (call := connection.recv()) is not None:
+            function, question = call
+            connection.send((False, function(engine, question)))
     # Without a time of its own, vLLM kills its engine, which leaves shared memory behind.
     engine.llm_engine.engine_core.shutdown(timeout=30.0)
 

@@ -1,8 +1,10 @@
 """Engines that are measured in turns."""
 
+from unittest.mock import MagicMock
+
 import pytest
 
-from safe_offload.bench.engine_process import SPIN_S, Turns
+from safe_offload.bench.engine_process import SPIN_S, EngineOptions, Turns, _answer_calls
 
 
 class Clock:
@@ -34,3 +36,15 @@ def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning() -> None:
     clock.now_s = 120.0
     turns.begin("a")
     assert clock.now_s == 120.0, "it has stopped long ago"
+
+
+@pytest.mark.parametrize(
+    "gone", [{"recv.side_effect": EOFError}, {"send.side_effect": BrokenPipeError}], ids=str
+)
+def test_an_engine_ends_when_the_benchmark_is_gone(
+    monkeypatch: pytest.MonkeyPatch, gone: dict[str, type[Exception]]
+) -> None:
+    make_engine = MagicMock()
+    monkeypatch.setattr("vllm.LLM", make_engine)
+    _answer_calls(MagicMock(**gone), EngineOptions({}))
+    make_engine.return_value.llm_engine.engine_core.shutdown.assert_called_once()
