@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from safe_offload.scheduler.cost import TierCosts
 from safe_offload.scheduler.pending import Store
+from safe_offload.scheduler.reach import Leg, Reaches
 from safe_offload.scheduler.stores import Stores
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
@@ -89,6 +92,22 @@ def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch: pytest.Monke
     (finding,) = findings_of(PROFILES["mamba-gpu"], [110])
     assert finding.promise == "I6"
     assert "in group 1" in finding.detail
+
+
+def test_fetches_in_legs_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator's tiers bring nothing too late for one leg unless it is said so."""
+    num_legs = []
+    find_legs = Reaches.legs
+
+    def legs(*args: Any) -> list[Leg]:
+        found = find_legs(*args)
+        num_legs.append(len(found))
+        return found
+
+    monkeypatch.setattr(TierCosts, "is_soon", lambda *_: False)
+    monkeypatch.setattr(Reaches, "legs", legs)
+    assert not findings_of(PROFILES["tiers-hybrid-lazy"], SEEDS)
+    assert max(num_legs) > 2
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
