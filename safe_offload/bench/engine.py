@@ -28,7 +28,7 @@ from safe_offload.errors import ConfigError
 OURS = "SafeCPUOffloadConnector"
 PROMPT_TOKEN_IDS = range(32, 127)  # readable bytes of the tiny models
 _START_TIMEOUT_S = 900.0
-_TINY_BLOCK_SIZES: dict[ModelKind, int] = {"llama": 32, "gemma3": 32, "deepseek": 16}
+_TINY_BLOCK_SIZES: dict[str, int] = {"llama": 32, "gemma3": 32, "deepseek": 16}
 """vLLM's CPU engine takes only 16 with MLA (0.32.0, v1/attention/backends/mla/cpu_mla.py)."""
 _GPU_SHARE = 0.45  # of each engine, as both live on one GPU
 CPU_BYTES_MIN = 2 << 30
@@ -187,9 +187,7 @@ def _make_question(options: BenchOptions, round_index: int, which: int) -> Quest
 def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
     """Return how to start each engine: the same but for the connector."""
     max_model_len = options.prompt_tokens + options.answer_tokens
-    block_size = options.block_size
-    if block_size is None and options.is_tiny:
-        block_size = _TINY_BLOCK_SIZES[options.model]  # type: ignore[index]
+    block_size = options.block_size or _TINY_BLOCK_SIZES.get(options.model)
     arguments: dict[str, Any] = {
         "model": options.model,
         "max_model_len": max_model_len,

@@ -364,7 +364,7 @@ class Tiers:
             reach = self._reaches.find(hashes, num_computed_tokens, end_max, present)
         if reach is not None and num_computed_tokens + reach.num_tokens > first_token:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far - len(reach.far)
-            self._fetch(lookup, reach, first_token)
+            self._fetch(lookup, reach, first_token, present)
         elif room or not self.fetches.has_share:
             self._counters[Count.ROOMLESS_BLOCKS] += num_far
             self._finish(lookup)
@@ -386,13 +386,17 @@ class Tiers:
         self._counters[Count.UNPAID_FETCH_TOKENS] += offer.num_tokens
         return False
 
-    def _fetch(self, lookup: LookUp, reach: Reach, first_token: int) -> None:
+    def _fetch(self, lookup: LookUp, reach: Reach, first_token: int, present: Present) -> None:
         """Fetch what is far, and wait for what others fetch."""
         state = lookup.state
         shared = self.fetches.under_way(reach.slots)
         tier = _farthest(reach, shared)
-        legs = self._legs(lookup, reach, first_token, tier, is_alone=not shared)
-        fetches = self.fetches.begin(legs, state, self.word) if reach.far else []
+        fetches: list[Fetch] = []
+        if reach.far:
+            legs = [Leg(first_token, reach.far)]
+            if not (self._hits.is_plain or shared):
+                legs = self._legs(lookup, reach, first_token, tier, present)
+            fetches = self.fetches.begin(legs, state, self.word)
         if shared:
             self.fetches.share(shared, state)
             fetches = sorted([*shared, *fetches], key=lambda fetch: fetch.first_token)
@@ -408,16 +412,15 @@ class Tiers:
         lookup.fetch(fetches, starts, span, max(c.wait_s for c in self._options.configs[:tier]))
 
     def _legs(
-        self, lookup: LookUp, reach: Reach, first_token: int, tier: int, *, is_alone: bool
+        self, lookup: LookUp, reach: Reach, first_token: int, tier: int, present: Present
     ) -> list[Leg]:
-        """Cut what is far into legs, where a part of it is of no use and the rest may be late."""
+        """Cut what is far into legs if it may be late, as only all of it together is of use."""
         whole = [Leg(first_token, reach.far)]
         offer = self._offer(lookup, reach, first_token)
-        if self._hits.is_plain or not is_alone or self.costs.is_soon(offer, len(reach.far), tier):
+        if self.costs.is_soon(offer, len(reach.far), tier):
             return whole
-        request, present = lookup.state.request, self._present(lookup)
-        computed = lookup.num_computed_tokens
-        legs = self._reaches.legs(reach, request.block_hashes, computed, first_token, present)
+        hashes, computed = lookup.state.request.block_hashes, lookup.num_computed_tokens
+        legs = self._reaches.legs(reach, hashes, computed, first_token, present)
         num_blocks = sum(len(leg.far) for leg in legs)
         has_room = num_blocks <= self.fetches.num_slots_left
         return legs if has_room and self.costs.fetch_pays(offer, num_blocks, tier) else whole

@@ -32,10 +32,13 @@ PIPELINE_PARALLEL = {
 }
 
 
-@pytest.mark.parametrize(
+with_two_ranks = pytest.mark.parametrize(
     "parallel",
     [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
 )
+
+
+@with_two_ranks
 def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
     parallel: dict[str, Any], model: GetModel, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from tests.engine.engines import (
     ENVIRONMENT,
     EVERY_HIT,
     Job,
+    Report,
     connector,
     make_job,
     make_prompts,
@@ -26,7 +27,7 @@ from tests.engine.engines import (
     run,
 )
 from tests.engine.http_server import HttpServer
-from tests.engine.test_parallel import PIPELINE_PARALLEL, TENSOR_PARALLEL
+from tests.engine.test_parallel import with_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -55,6 +56,16 @@ def job(model: Path, kind: ModelKind, tier: Path, **extra: Any) -> Job:
     )
 
 
+def check_found_again(first: Report, second: Report, num_hit: int) -> None:
+    """A, B, C were computed by the first engine, and came to the second from what that had kept."""
+    for report in (first, second):
+        report.check_no_trouble()
+        report.check_everything_is_free()
+    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
+    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.tokens == first.tokens
+
+
 def count_objects(namespace: Path) -> int:
     return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
 
@@ -67,19 +78,10 @@ def test_an_engine_finds_what_the_last_one_stored(
     tier = tmp_path / "tier"
     (first,) = run(tmp_path / "first", job(model(kind), kind, tier))
     (second,) = run(tmp_path / "second", job(model(kind), kind, tier))
-    for report in (first, second):
-        report.check_no_trouble()
-        report.check_everything_is_free()
-    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
-    num_hit = num_hit_tokens(2000)
-    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
-    assert second.tokens == first.tokens
+    check_found_again(first, second, num_hit_tokens(2000))
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
-)
+@with_two_ranks
 def test_two_ranks_find_what_the_last_two_stored(
     parallel: dict[str, Any], model: GetModel, tmp_path: Path
 ) -> None:
@@ -97,17 +99,12 @@ def test_two_ranks_find_what_the_last_two_stored(
     (first,) = run(tmp_path / "first", job)
     objects_of_ranks = [count_objects(path.parent) for path in tier.glob("*/namespace.json")]
     (second,) = run(tmp_path / "second", job)
-    for report in (first, second):
-        report.check_no_trouble()
-        report.check_everything_is_free()
     num_hit = num_hit_tokens(NUM_TOKENS)
+    check_found_again(first, second, num_hit)
     num_blocks = 3 * num_hit // 32
     assert objects_of_ranks == [num_blocks] * 2
-    assert [answer.num_host for answer in first.answers] == [0, 0, 0]
-    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.count("fetched_blocks") == num_blocks
     assert second.count("tier_read_objects") == 2 * num_blocks
-    assert second.tokens == first.tokens
 
 
 def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ def make_tiers() -> Iterator[MakeTierRig]:
         rig.close()
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches are cut into pieces, however few bytes these have."""
+    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+
+
 def make_warm(make_tiers: MakeTierRig, **options: Any) -> TierRig:
     """An engine that has just been started, on a tier that has the prefix of `prompt`."""
     first = make_tiers(**options)
@@ -59,6 +65,12 @@ def prompt(rig: TierRig, number: int) -> list[int]:
 def keys_in(messages: Sequence[Any]) -> list[tuple[int, bytes]]:
     """Groups and hashes that messages name."""
     return [k for m in messages for k in zip(m.keys.group_ids, m.keys.hashes, strict=True)]
+
+
+def fetch_for(rig: TierRig, name: str) -> None:
+    """Add a request, and step until something is fetched for it."""
+    rig.add(name, prompt(rig, 1))
+    rig.step_until(lambda: bool(rig.fetches))
 
 
 def status(rig: TierRig, name: str) -> str:
@@ -242,14 +254,11 @@ def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
 
 
-def test_what_has_arrived_when_the_wait_ends_is_hit(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+@pytest.mark.usefixtures("small_pieces")
+def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> None:
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     assert [len(fetch.keys) for fetch in rig.fetches] == [2] * 5, "pieces, in order"
     rig.answer(rig.fetches[:3])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
@@ -262,15 +271,12 @@ def test_what_has_arrived_when_the_wait_ends_is_hit(
     rig.check_idle()
 
 
-def test_nothing_is_waited_for_behind_a_gap(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+@pytest.mark.usefixtures("small_pieces")
+def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
     rig = make_warm(make_tiers)
     rig.tier.lost = {(0, keys_of(rig)[3])}
     rig.tier.held = {"fetch"}
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     rig.answer(rig.fetches[1:2])
     rig.step_until(lambda: rig.counts["missed_blocks"] == 1)
     assert status(rig, "a") == "WAITING", "for what comes before the gap"
@@ -309,8 +315,7 @@ def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
 def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers: MakeTierRig) -> None:
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     rig.add("b", prompt(rig, 2))
     rig.step()
     rig.step()
@@ -855,8 +860,7 @@ def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTie
 def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig) -> None:
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch", "spill"}
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     rig.abort("a")
     began_s = rig.clock.now_s
     rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
@@ -945,15 +949,12 @@ def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> N
         assert rig.counts["tier_waits_cut"] == 1
 
 
-def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+@pytest.mark.usefixtures("small_pieces")
+def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: MakeTierRig) -> None:
     rig = make_measured(make_tiers, token_s=1.0)
     rig.tier.held = {"fetch"}
     times = times_of_waiting(rig, "a")
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     rig.answer(rig.fetches[:2])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
@@ -976,15 +977,12 @@ def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> 
     assert lookup.share() == 1.0
 
 
-def test_of_a_hybrid_model_a_part_is_worth_no_wait(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+@pytest.mark.usefixtures("small_pieces")
+def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> None:
     rig = make_measured(make_tiers, token_s=1.0, groups=("window:10", "full"), num_blocks=150)
     rig.tier.held = {"fetch"}
     times = times_of_waiting(rig, "a")
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     rig.answer(rig.fetches[:-1])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
@@ -1011,15 +1009,12 @@ def legs_of(rig: TierRig) -> dict[int, list[Any]]:
     return legs
 
 
-def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_pieces")
+def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: MakeTierRig) -> None:
     """Each with its own window at its end; of the last part nothing comes."""
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
     rig = make_slow_hybrid(make_tiers)
     times = times_of_waiting(rig, "a")
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     fetched = keys_in(rig.fetches)
     assert len(set(fetched)) == len(fetched), "each block once"
     window, full = ([group for group, _ in fetched].count(i) for i in range(2))
@@ -1037,13 +1032,10 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(
     assert rig.counts["hit_tokens"] == half
 
 
-def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: MakeTierRig) -> None:
     rig = make_slow_hybrid(make_tiers)
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     legs = legs_of(rig)
     first, second, *_ = legs.values()
     rig.tier.lost = {(0, second[0].keys.hashes[0])}
@@ -1054,14 +1046,11 @@ def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(
     assert rig.counts["hit_tokens"] == list(legs)[1]
 
 
-def test_the_legs_of_others_do_not_count_as_ones_own(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_pieces")
+def test_the_legs_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
     """Whoever joins a fetch has not asked what its legs need, so it waits for all or for little."""
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
     rig = make_slow_hybrid(make_tiers)
-    rig.add("a", prompt(rig, 1))
-    rig.step_until(lambda: bool(rig.fetches))
+    fetch_for(rig, "a")
     *legs, _ = legs_of(rig).values()
     times = times_of_waiting(rig, "b")
     rig.add("b", prompt(rig, 2))
