@@ -28,6 +28,7 @@ from safe_offload.settings import (
     switch,
 )
 from safe_offload.tier_config import TierConfig, directory, tiers
+from safe_offload.tier_url import Location
 from safe_offload.units import format_bytes
 
 # As many ranks as any server has. It does not depend on the world size, so that settings can be
@@ -239,7 +240,7 @@ def _disk_tier(
         refuse("kv_offload_backend", "disk", "no directory is given", allowed, fix)
     row = SETTINGS[capacity_key]
     per_rank_bytes = values.get(capacity_key) or row.kind.read(row.key, row.default)
-    return TierConfig("file", values[path_key], per_rank_bytes * world_size)
+    return TierConfig(Location("file", values[path_key]), per_rank_bytes * world_size)
 
 
 def _require_mapping(extra: object) -> Mapping[str, object]:

@@ -144,6 +144,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             min_load_tokens=config.min_load_tokens,
             num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
+            # Data-parallel engines that go in step with one another wait for each other's steps.
+            waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             tiers=config.tiers,
         )
         reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None

@@ -129,18 +129,27 @@ class TierTransfer:
         transfer_id: as of a `Transfer`; the two never share one.
         slot_ids: leased; one for each key.
         word: as of a `Probe`.
+        origins: for each key n if the n-th tier has it, as far as is known, counted from 1; 0 if
+            none is known to. Empty: all are 0. A fetch looks there first. A spill goes to all
+            tiers if it is 0, else to those nearer than it that keep (`TierConfig.keep`).
     """
 
     transfer_id: int
     keys: Keys
     slot_ids: array[int]
     word: str = ""
+    origins: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.slot_ids):
             raise ProtocolError(
                 f"tier transfer {self.transfer_id}: expected as many keys as slots, found "
                 f"{len(self.keys)} keys and {len(self.slot_ids)} slots"
+            )
+        if self.origins and len(self.origins) != len(self.keys):
+            raise ProtocolError(
+                f"tier transfer {self.transfer_id}: expected an origin of each key or none, found "
+                f"{len(self.keys)} keys and {len(self.origins)} origins"
             )
 
 
@@ -158,6 +167,7 @@ class StepPlan(KVConnectorMetadata):
         probes: questions to the tiers.
         fetches: tiers to host.
         spills: host to tiers.
+        is_idle: no step that computes is under way, so the workers may wait a little for what is.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -168,9 +178,11 @@ class StepPlan(KVConnectorMetadata):
     probes: tuple[Probe, ...] = ()
     fetches: tuple[TierTransfer, ...] = ()
     spills: tuple[TierTransfer, ...] = ()
+    is_idle: bool = False
 
 
 EMPTY_PLAN = StepPlan()
+IDLE_PLAN = StepPlan(is_idle=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ _SIZE_PATTERN: Final = re.compile(
     r"(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*(?P<unit>[a-z]*)",
     re.ASCII | re.IGNORECASE,
 )
+UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
+# Up to the last @: a password may have any character, and an address may be anywhere in a text.
+_LOGINS: Final = re.compile(r"(?<!file)://.*@", re.IGNORECASE | re.DOTALL)
 _SIZE_LENGTH_MAX: Final = 40
 _SHOWN_LENGTH_MAX: Final = 80
 TEXT_LENGTH_MAX: Final = 100
@@ -99,7 +103,7 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
             size_bytes = _integer(key, value, _SIZE_FORMS, '"64GiB"')
         if minimum <= size_bytes <= maximum:
             return size_bytes
-        fix = f'write a size with its unit, such as "{key}": "64GiB"'
+        fix = f"write a size with its unit, such as {_example(key)}"
         if size_bytes < 0:
             problem = "it is negative"
         elif size_bytes == 0:
@@ -153,6 +157,30 @@ def seconds(maximum: int) -> Kind:
             problem = "it is too large" if value > maximum else "it is not more than 0"
         fix = f'write the number of seconds without quotes, such as "{key}": 30'
         refuse(key, value, problem, allowed, fix)
+
+    return Kind(allowed, read)
+
+
+def read_duration(text: str) -> float | None:
+    """Return how many seconds "90s", "15m", "12h" or "7d" are; None if a text is no such time."""
+    match = _DURATION.fullmatch(text)
+    return None if match is None else float(match[1]) * UNITS_S[match[2]]
+
+
+def duration(maximum_s: int) -> Kind:
+    """Return the kind of a time that may have a unit: 90, "90s", "15m", "12h" or "7d"."""
+    allowed = f'seconds, or a string such as "15m", "12h" or "7d"; at most {maximum_s // 86400}d'
+
+    def read(key: str, value: object) -> float:
+        found_s: float = 0.0
+        if isinstance(value, str):
+            found_s = read_duration(value) or 0.0
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found_s = float(value) if 0 < value <= maximum_s else 0.0
+        if 1 <= found_s <= maximum_s:
+            return found_s
+        fix = f'write "{key}": "7d" for a week'
+        refuse(key, value, "this is no time of a second or more", allowed, fix)
 
     return Kind(allowed, read)
 
@@ -227,13 +255,19 @@ def text() -> Kind:
     return Kind("a string", read)
 
 
+def without_logins(text: str) -> str:
+    """Return a text in which users and passwords of urls are replaced, even of bad urls."""
+    return _LOGINS.sub("://***@", text)
+
+
 def shown(value: object) -> str:
-    """Return a short rendering of any value, also of one that cannot be rendered."""
+    """Return a short rendering of any value, without passwords, also of what has none."""
     try:
         text = f'"{value}"' if isinstance(value, str) else repr(value)
     except Exception:
         # Whatever was passed may fail to render: Python refuses integers of 4301 digits.
         return f"<{type(value).__name__}>"
+    text = without_logins(text)
     if not text.isprintable():
         # A message is one line, and a terminal or a log file must be able to show it.
         text = text[: _SHOWN_LENGTH_MAX + 1].encode("unicode_escape").decode()
@@ -245,10 +279,18 @@ def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoR
     where = f'["{key}"]'
     if isinstance(key, Place):
         where = f"{key.within}{where}" if key.within else str(key)
+    if key.startswith("--"):
+        raise ConfigError(
+            f"the option {key} cannot be {shown(value)}: {problem}. Allowed: {allowed}. Fix: {fix}."
+        )
     raise ConfigError(
         f"kv_connector_extra_config{where} = {shown(value)}: {problem}. "
         f"Allowed: {allowed}. Fix: {fix}."
     )
+
+
+def _example(key: str) -> str:
+    return f"{key} 64GiB" if key.startswith("--") else f'"{key}": "64GiB"'
 
 
 def _type_name(value: object) -> str:
@@ -281,7 +323,7 @@ def _size_from_string(key: str, value: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         problem = "a size cannot be negative" if text.startswith("-") else "this is not a size"
-        refuse(key, value, problem, _SIZE_FORMS, f'write "{key}": "64GiB"')
+        refuse(key, value, problem, _SIZE_FORMS, f"write {_example(key)}")
     number, unit = match["number"], match["unit"]
     unit_bytes = _UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:

@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote
 
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
     Place,
-    Setting,
     choice,
     count,
+    duration,
     refuse,
     seconds,
     setting,
     settings_of,
     shown,
     size,
+    switch,
     text,
+)
+from safe_offload.tier_url import (
+    BUCKETS,
+    EXAMPLES,
+    FILE,
+    SERVERS,
+    URL,
+    URL_FORMS,
+    URL_KEY,
+    Location,
+    problem_of_path,
+    read_url,
 )
 
 MAX_TIERS: Final = 8
@@ -36,17 +47,60 @@ MAX_CAPACITY_BYTES: Final = 1024 * MAX_BYTES_PER_RANK
 DEFAULT_WAIT_S: Final = 2
 DEFAULT_TIER_TIMEOUT_S: Final = 5
 
-URL_KEY: Final = "url"
+ENDPOINT_MAX: Final = 255
+MAX_CONNECTIONS: Final = 64
+DEFAULT_CONNECTIONS: Final = 4
+BUCKET_CONNECTIONS: Final = 16
+"""To an object store, if nothing is written: each answer takes it tens of milliseconds."""
+MAX_TTL_S: Final = 366 * 86400
 _EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
-_URL_FORMS: Final = "file:// and the absolute path of a directory"
-_LATER_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys", "unix", "s3", "gs", "az", "http")
-_URL_PATTERN: Final = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+.-]{0,19})://(?P<rest>.*)", re.ASCII | re.IGNORECASE | re.DOTALL
-)
-PATH_LENGTH_SHOWN: Final = 100
 
 SHARED_HASH: Final = "sha256_cbor"
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+
+
+def file() -> Kind:
+    """Return the kind of the path of a file."""
+    return _path("the absolute path of a file", "/run/secrets/{key}")
+
+
+def directory() -> Kind:
+    """Return the kind of the path of a directory."""
+    what = "the absolute path of a directory"
+    return _path(what, "/mnt/nvme/kv", f"{what}, but not /")
+
+
+def _path(what: str, example: str, allowed: str = "") -> Kind:
+    """Return the kind of a path; `{key}` in the example stands for the key."""
+
+    def read(key: str, value: object) -> str:
+        fix = f'write "{key}": "{example.format(key=key)}"'
+        if not isinstance(value, str):
+            refuse(key, value, "this is not a string", allowed or what, fix)
+        if problem := problem_of_path(value):
+            refuse(key, value, problem, allowed or what, fix)
+        return os.path.normpath(value)
+
+    return Kind(what, read)
+
+
+def endpoint() -> Kind:
+    """Return the kind of the address of an object store."""
+    allowed = "http:// or https:// and a machine, perhaps with its port"
+
+    def read(key: str, value: object) -> str:
+        fix = f'write "{key}": "https://minio.internal:9000", or leave it out for the cloud itself'
+        if not isinstance(value, str) or not value.isprintable() or len(value) > ENDPOINT_MAX:
+            refuse(key, value, "this is not an address", allowed, fix)
+        if "@" in value:
+            problem = "credentials do not belong here: the environment or a role has them"
+            refuse(key, value, problem, allowed, fix)
+        scheme, separator, machine = value.partition("://")
+        if scheme.lower() not in ("http", "https") or not separator or not machine.strip("/"):
+            refuse(key, value, "this is not an address", allowed, fix)
+        return value.rstrip("/")
+
+    return Kind(allowed, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +108,33 @@ class TierConfig:
     """One tier; the order of tiers is that in which they are asked, the nearest first.
 
     Attributes:
-        scheme: "file".
-        path: of the directory, absolute.
-        capacity_bytes: of all engines that share it together; None for no limit.
+        location: where it is.
+        capacity_bytes: of all engines that share it together; None for no limit of ours.
         namespace: a word of the operator's, which keeps apart what would otherwise be shared.
         model_version: of the operator: weights that carry it are the same after a reset. All tiers
             have one, or none.
         stores_evicted: only what the host is about to evict is written, not all that it stores; the
             same for all tiers.
+        keep: what comes from a farther tier is written to this one.
         write_bytes_per_s: at most so much is written by one engine; None for no limit.
         wait_s: no request waits longer for it.
         timeout_s: an operation that takes longer counts as a failure of the tier.
-        num_threads: that read and write in each rank, each one object at a time.
+        num_threads: of a directory: that read and write in each rank, each one object at a time.
+        num_connections: to a server or an object store, of each rank.
+        ttl_s: after so long without use a server deletes an object; None for never.
+        password_file: holds the password of a server; None for none.
+        ca_file: certificates that a server's is checked against; None for those of the system.
+        cert_file: certificate that is shown to a server; None for none.
+        key_file: private key of `cert_file`.
+        endpoint: address of an object store; None for that of the cloud, or of the environment.
+        hmac_key_file: holds the key that objects are authenticated with; None for none.
     """
 
-    scheme: str
-    path: str
+    location: Location
     capacity_bytes: int | None = setting(
         size(MAX_CAPACITY_BYTES),
         None,
-        "Bytes of all engines that share it together; without it, no limit.",
+        "Of a directory: bytes of all engines that share it together; without it, no limit.",
         key="capacity",
     )
     namespace: str = setting(text(), "", "A word that keeps apart what would otherwise be shared.")
@@ -107,13 +168,70 @@ class TierConfig:
     num_threads: int = setting(
         count(1, MAX_TIER_THREADS, example=4),
         4,
-        "Threads of each rank that read and write.",
+        "Of a directory: threads of each rank that read and write.",
         key="threads",
     )
+    keep: bool = setting(
+        switch(), False, "What comes from a tier farther away is written to this one as well."
+    )
+    num_connections: int = setting(
+        count(1, MAX_CONNECTIONS, example=4),
+        DEFAULT_CONNECTIONS,
+        "To a server or an object store: connections of each rank. To an object store 16 if it is "
+        "not written.",
+        key="connections",
+    )
+    ttl_s: float | None = setting(
+        duration(MAX_TTL_S),
+        None,
+        "Of a server: it deletes what was not used for so long. Without it, what it evicts itself.",
+        key="ttl",
+    )
+    password_file: str | None = setting(
+        file(), None, "Of a server: holds its password, so that the url need not have it."
+    )
+    ca_file: str | None = setting(
+        file(), None, "With `rediss://`: certificates to trust, instead of the system's."
+    )
+    cert_file: str | None = setting(
+        file(), None, "With `rediss://`: the certificate of this client, if the server wants one."
+    )
+    key_file: str | None = setting(file(), None, "With `rediss://`: the key of `cert_file`.")
+    endpoint: str | None = setting(
+        endpoint(), None, "Of an object store: its address, if it is not the cloud's own."
+    )
+    hmac_key_file: str | None = setting(
+        file(), None, "Holds a key: only objects that were written with the same key are used."
+    )
+
+    @classmethod
+    def at(cls, url: str, **values: Any) -> TierConfig:
+        """Return the tier at a url, all else as for `TierConfig`."""
+        location = read_url(URL_KEY, url)
+        return cls(location, **(_defaults(location) | values))
+
+
+def _defaults(location: Location) -> dict[str, Any]:
+    """Return the values of fields that are not those of the table for a tier at this place."""
+    return {"num_connections": BUCKET_CONNECTIONS} if location.scheme in BUCKETS else {}
 
 
 TIER_SETTINGS: Final = settings_of(TierConfig)
 TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
+_MAXMEMORY: Final = "; the server's own maxmemory, with allkeys-lru, is the limit"
+_LIFECYCLE: Final = "; a lifecycle rule of the bucket deletes what is old"
+# Settings that only some schemes have, and what stands in their place elsewhere.
+_ONLY: Final = {
+    "capacity": ((FILE,), f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}"),
+    "threads": ((FILE,), '; "connections" says how much is done at a time'),
+    "connections": ((*SERVERS, *BUCKETS), '; "threads" says how much is done at a time'),
+    "ttl": (SERVERS, f', or write "capacity"; of a bucket{_LIFECYCLE[1:]}'),
+    "password_file": (SERVERS, ""),
+    "ca_file": (("rediss",), ", or write rediss:// for TLS"),
+    "cert_file": (("rediss",), ", or write rediss:// for TLS"),
+    "key_file": (("rediss",), ", or write rediss:// for TLS"),
+    "endpoint": (BUCKETS, ""),
+}
 # What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
 _FIELDS_ALIKE: Final = ("stores_evicted", "model_version")
 
@@ -133,30 +251,16 @@ def tiers() -> Kind:
             place = f'["{key}"][{index}]'
             tier = _read_tier(key, place, written)
             for other, earlier in enumerate(found):
-                if (earlier.scheme, earlier.path) == (tier.scheme, tier.path):
-                    problem = f"tier {other} has the same directory"
+                if earlier.location == tier.location:
+                    what = "directory" if tier.location.scheme == FILE else "url"
+                    problem, url = f"tier {other} has the same {what}", written[URL_KEY]
                     fix = "remove one of the two"
-                    refuse(Place(URL_KEY, place), written[URL_KEY], problem, _URL_FORMS, fix)
+                    refuse(Place(URL_KEY, place), url, problem, URL_FORMS, fix)
             found.append(tier)
             _require_alike(found, value, place)
         return tuple(found)
 
     return Kind('a list of mappings, each with a "url"', read)
-
-
-def directory() -> Kind:
-    """Return the kind of the path of a directory."""
-
-    def read(key: str, value: object) -> str:
-        allowed = "the absolute path of a directory, but not /"
-        fix = f'write "{key}": "/mnt/nvme/kv"'
-        if not isinstance(value, str):
-            refuse(key, value, "this is not a string", allowed, fix)
-        if problem := _problem_of_path(value):
-            refuse(key, value, problem, allowed, fix)
-        return os.path.normpath(value)
-
-    return Kind("the absolute path of a directory", read)
 
 
 def _read_tier(key: str, place: str, written: object) -> TierConfig:
@@ -182,15 +286,29 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
                 fix or "remove it",
             )
     if URL_KEY not in written:
-        allowed, fix = _URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
+        allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
         refuse(Place(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
+    location = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
+    _require_fitting(location.scheme, place, written)
     values: dict[str, Any] = {
         field: row.kind.read(Place(row.key, place), written[row.key])
         for field, row in TIER_SETTINGS.items()
         if row.key in written
     }
-    scheme, path = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
-    return TierConfig(scheme, path, **values)
+    return TierConfig(location, **(_defaults(location) | values))
+
+
+def _require_fitting(scheme: str, place: str, written: Mapping[str, object]) -> None:
+    """Refuse settings that mean nothing for a tier of this scheme."""
+    for key, (schemes, instead) in _ONLY.items():
+        if key in written and scheme not in schemes:
+            which = f"{EXAMPLES[scheme].partition(':')[0]}:// has no such setting"
+            allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
+            refuse(Place(key, place), written[key], which, allowed, f"remove it{instead}")
+    if ("cert_file" in written) != ("key_file" in written):
+        has, lacks = ("cert_file", "key_file")[:: 1 if "cert_file" in written else -1]
+        fix = f'add "{lacks}"'
+        refuse(Place(has, place), written[has], f'"{lacks}" is missing', "both or none", fix)
 
 
 def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
@@ -208,53 +326,6 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
             "all tiers with it, or all without",
             f'write "{row.key}": {more} into each tier, or into none',
         )
-
-
-def _read_url(key: str, value: object) -> tuple[str, str]:
-    """Return scheme and path of a url."""
-    fix = f'write "{key}": "file:///mnt/nvme/kv"'
-    if not isinstance(value, str):
-        refuse(key, value, "this is not a string", _URL_FORMS, fix)
-    match = _URL_PATTERN.match(value)
-    if match is None:
-        if not _problem_of_path(value) and len(value) <= PATH_LENGTH_SHOWN:
-            fix = f'write "{key}": "file://{value}"'
-        refuse(key, value, "this is not a url", _URL_FORMS, fix)
-    scheme = match["scheme"].lower()
-    if scheme != "file":
-        problem = f'the scheme "{scheme}" is unknown'
-        if scheme in _LATER_SCHEMES:
-            problem = f'there is no tier for "{scheme}" yet'
-        refuse(key, value, problem, _URL_FORMS, f"{fix}, or leave this tier out")
-    machine, slash, rest = match["rest"].partition("/")
-    path = unquote(slash + rest)
-    problem = _problem_of_path(path)
-    if machine not in ("", "localhost"):
-        problem = f"{shown(machine)} stands where a machine is named; three slashes are needed"
-        if not _problem_of_path(f"/{machine}{path}") and len(value) <= PATH_LENGTH_SHOWN:
-            fix = f'write "{key}": "file:///{match["rest"]}"'
-    elif "?" in rest or "#" in rest:
-        problem = 'a path with "?" or "#" must be written with %3F or %23'
-    if problem:
-        refuse(key, value, problem, _URL_FORMS, fix)
-    return scheme, os.path.normpath(path)
-
-
-def _problem_of_path(path: str) -> str:
-    """Return what is wrong with the path of a directory, or nothing."""
-    if not path.startswith("/"):
-        return "the path is not absolute"
-    if not path.isprintable():
-        return "the path has characters that cannot be printed"
-    return "the whole file system is no tier" if not path.strip("/.") else ""
-
-
-URL: Final = Setting(
-    URL_KEY,
-    Kind(_URL_FORMS, _read_url),
-    None,
-    "Where the tier is; it must be written.",
-)
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from safe_offload.config import SETTINGS
 from safe_offload.settings import Setting
-from safe_offload.tier_config import TIER_SETTINGS, URL
+from safe_offload.tier_config import TIER_SETTINGS
+from safe_offload.tier_url import URL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"

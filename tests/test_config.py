@@ -22,6 +22,7 @@ from safe_offload.errors import ConfigError
 from safe_offload.scheduler.eviction import POLICIES
 from safe_offload.settings import MAX_BYTES_PER_RANK, MIN_SIZE_BYTES
 from safe_offload.tier_config import MAX_TIERS, TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.units import GIB, KIB, MIB, format_bytes
 from tests import config_table
 
@@ -348,7 +349,7 @@ def test_a_key_that_is_near_to_nothing_is_refused_without_a_guess():
 
 def test_simple_cpu_offload_connectors_disk_is_one_tier():
     config = read(4, kv_offload_backend="disk", disk_path="/mnt/kv/")
-    assert config.tiers == (TierConfig("file", "/mnt/kv", 4 * 100 * GIB),)
+    assert config.tiers == (TierConfig(Location("file", "/mnt/kv"), 4 * 100 * GIB),)
     config = read(2, kv_offload_backend="disk", disk_path="/mnt/kv", disk_capacity_bytes="1TiB")
     assert config.tiers[0].capacity_bytes == 2 << 40, "there each rank has a file of that size"
     assert read(kv_offload_backend="cpu").tiers == ()
@@ -402,7 +403,7 @@ def tier_refusal(*written: object) -> str:
 
 def test_a_tier_is_a_url_and_what_else_is_written():
     assert read().tiers == ()
-    assert tier() == TierConfig("file", "/mnt/nvme/kv")
+    assert tier() == TierConfig(Location("file", "/mnt/nvme/kv"))
     assert tier(
         capacity="1TiB",
         namespace="blue",
@@ -412,13 +413,15 @@ def test_a_tier_is_a_url_and_what_else_is_written():
         wait_s=0.5,
         timeout_s=3,
         threads=8,
-    ) == TierConfig("file", "/mnt/nvme/kv", 1 << 40, "blue", "7", True, 500_000_000, 0.5, 3.0, 8)
+    ) == TierConfig(
+        Location("file", "/mnt/nvme/kv"), 1 << 40, "blue", "7", True, 500_000_000, 0.5, 3.0, 8
+    )
 
 
 def test_tiers_keep_their_order():
     near, far = {"url": "file:///near"}, {"url": "file:///far"}
-    assert [found.path for found in read(tiers=[near, far]).tiers] == ["/near", "/far"]
-    assert [found.path for found in read(tiers=[far, near]).tiers] == ["/far", "/near"]
+    assert [found.location.path for found in read(tiers=[near, far]).tiers] == ["/near", "/far"]
+    assert [found.location.path for found in read(tiers=[far, near]).tiers] == ["/far", "/near"]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +435,7 @@ def test_tiers_keep_their_order():
     ],
 )
 def test_urls_that_name_a_directory(url, path):
-    assert tier(url=url).path == path
+    assert tier(url=url).location.path == path
 
 
 @pytest.mark.parametrize(
@@ -446,9 +449,19 @@ def test_urls_that_name_a_directory(url, path):
         ("file:///..", "the whole file system", '"file:///mnt/nvme/kv"'),
         ("file:///a?b", "%3F", '"file:///mnt/nvme/kv"'),
         ("file:///a%0Ab", "cannot be printed", '"file:///mnt/nvme/kv"'),
-        ("redis://kv:6379", 'there is no tier for "redis" yet', "or leave this tier out"),
-        ("rediss://kv:6379", 'there is no tier for "rediss" yet', "or leave this tier out"),
-        ("s3://bucket/kv", 'there is no tier for "s3" yet', "or leave this tier out"),
+        ("redis://", "it names no machine", '"redis://valkey.internal:6379"'),
+        ("rediss:///0", "it names no machine", '"rediss://valkey.internal:6379"'),
+        ("redis://kv:99999", "cannot be read", '"redis://valkey.internal:6379"'),
+        ("redis://kv/x", "is not the number of a database", '"redis://valkey.internal:6379"'),
+        ("redis://kv?db=1", "setting of the tier", '"redis://valkey.internal:6379"'),
+        ("redis://k v", "it names no machine", '"redis://valkey.internal:6379"'),
+        ("redis://:hunter2@k v", '"redis://***@k v"', '"redis://valkey.internal:6379"'),
+        ("unix://run/x", "three slashes", '"unix:///run/valkey/valkey.sock"'),
+        ("unix:///run/x?x=1", "may follow the path", '"unix:///run/valkey/valkey.sock"'),
+        ("s3://", "it names no bucket", '"s3://bucket/kv"'),
+        ("s3://key:hunter2@bucket", "credentials do not belong here", '"s3://bucket/kv"'),
+        ("s3://bucket/a b", "letters, digits", '"s3://bucket/kv"'),
+        ("gs://bucket/../x", "letters, digits", '"gs://bucket/kv"'),
         ("ftp://kv", 'the scheme "ftp" is unknown', "or leave this tier out"),
         (7, "this is not a string", '"file:///mnt/nvme/kv"'),
     ],
@@ -458,6 +471,98 @@ def test_urls_that_name_none_are_refused_with_one_that_does(url, problem, fix):
     assert message.startswith('kv_connector_extra_config["tiers"][0]["url"] = ')
     assert problem in message
     assert fix in message.partition("Fix: ")[2]
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize(
+    ("url", "location", "label"),
+    [
+        ("redis://kv", Location("redis", host="kv", port=6379), "redis://kv:6379"),
+        ("valkey://kv:7/", Location("redis", host="kv", port=7), "redis://kv:7"),
+        (
+            "rediss://me:pass%40@[::1]:7/3",
+            Location("rediss", host="::1", port=7, database=3, user="me", password="pass@"),
+            "rediss://[::1]:7/3",
+        ),
+        (
+            "unix://:pw@/run/v.sock?db=2",
+            Location("unix", "/run/v.sock", database=2, password="pw"),
+            "unix:///run/v.sock?db=2",
+        ),
+        ("s3://bucket", Location("s3", host="bucket"), "s3://bucket"),
+        ("S3://bucket/kv/prod/", Location("s3", "kv/prod", "bucket"), "s3://bucket/kv/prod"),
+        ("azure://c/x", Location("az", "x", "c"), "az://c/x"),
+    ],
+)
+def test_urls_that_name_servers_and_buckets(url, location, label):
+    found = tier(url=url).location
+    assert found == location
+    assert (found.user, found.password) == (location.user, location.password)
+    assert found.label == label
+    assert "pass@" not in f"{found} {tier(url=url)}"
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"url": "redis://:hunter2@kv"},
+        [["redis://:hunter2@kv"]],
+        [{"url": "redis://:hunter2@kv", "capacity": 7}],
+        [{"url": "redis://a:hunter2/with@slash@kv"}],
+        [{"url": "s3://hunter2@kv"}],
+        [{"url": "ftp://a:hunter2@kv"}],
+        [{"url": "redis://a:b@kv", "redis://:hunter2@kv": 1}],
+    ],
+)
+def test_no_message_shows_a_password(tiers):
+    assert "hunter2" not in refusal("tiers", tiers)
+
+
+def test_one_place_is_one_tier_whoever_logs_in():
+    urls = ("redis://a:hunter2@kv", "redis://kv:6379/0")
+    message = tier_refusal(*({"url": url} for url in urls))
+    assert "tier 0 has the same url" in message
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"url": "redis://kv", "capacity": "1TiB"}, "redis:// has no such setting"),
+        ({"url": "redis://kv", "capacity": "1TiB"}, "maxmemory"),
+        ({"url": "s3://b", "capacity": "1TiB"}, "a lifecycle rule of the bucket"),
+        ({"url": URL, "ttl": "7d"}, "Allowed: it beside redis://, rediss://, unix://. Fix: remove"),
+        ({"url": URL, "connections": 4}, '"threads" says'),
+        ({"url": "redis://kv", "threads": 4}, '"connections" says'),
+        ({"url": "redis://kv", "ca_file": "/ca.pem"}, "write rediss:// for TLS"),
+        ({"url": "rediss://kv", "cert_file": "/c.pem"}, 'Fix: add "key_file"'),
+        ({"url": "rediss://kv", "key_file": "/c.pem"}, 'Fix: add "cert_file"'),
+        ({"url": "redis://kv", "ttl": "week"}, 'Fix: write "ttl": "7d" for a week'),
+        ({"url": "redis://kv", "ttl": 0}, 'Fix: write "ttl": "7d" for a week'),
+        ({"url": "redis://kv", "password_file": "x"}, "the path is not absolute"),
+        ({"url": "s3://b", "endpoint": "minio:9000"}, "this is not an address"),
+        ({"url": "s3://b", "endpoint": "http://a:hunter2@m"}, 'http://***@m": credentials'),
+        ({"url": URL, "endpoint": "http://m"}, "it beside s3://, gs://, az://"),
+        ({"url": URL, "hmac_key_file": ""}, "the path is not absolute"),
+        ({"url": URL, "keep": 1}, 'write "keep": true'),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(written, message):
+    refused = tier_refusal(written)
+    assert message in refused
+    assert "hunter2" not in refused
+
+
+def test_the_settings_of_servers_and_buckets():
+    found = tier(
+        **{"url": "rediss://kv", "ttl": "12h", "connections": 8, "keep": True},
+        **{"password_file": "/pw", "ca_file": "/ca", "cert_file": "/crt", "key_file": "/key"},
+    )
+    assert found == TierConfig.at(
+        **{"url": "rediss://kv", "ttl_s": 43200.0, "num_connections": 8, "keep": True},
+        **{"password_file": "/pw", "ca_file": "/ca", "cert_file": "/crt", "key_file": "/key"},
+    )
+    assert tier(url="s3://b", endpoint="http://minio:9000/").endpoint == "http://minio:9000"
 
 
 @pytest.mark.parametrize(
@@ -465,7 +570,7 @@ def test_urls_that_name_none_are_refused_with_one_that_does(url, problem, fix):
     [
         ({}, '["tiers"][0] = {}: it has no "url"'),
         ("file:///mnt/kv", '["tiers"][0] = "file:///mnt/kv": this is not a mapping'),
-        ({"url": URL, "ttl": 3}, '["tiers"][0]["ttl"] = 3: this is not a setting of a tier'),
+        ({"url": URL, "tti": 3}, '["tiers"][0]["tti"] = 3: this is not a setting of a tier'),
         ({"url": URL, "wait": 3}, 'Fix: write "wait_s" if that is meant'),
         ({"url": URL, 7: 3}, '["tiers"][0][7] = 3: this is not a setting of a tier'),
         ({"url": URL, "wait_s": 0}, '["tiers"][0]["wait_s"] = 0: it is not more than 0'),

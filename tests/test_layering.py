@@ -21,6 +21,7 @@ SHARED = (
     "config.py",
     "settings.py",
     "tier_config.py",
+    "tier_url.py",
     "units.py",
     "compat.py",
 )
@@ -196,7 +197,15 @@ def test_errors_import_nothing():
 def test_settings_and_layout_do_without_torch_and_vllm():
     for name in ("config.py", "layout.py"):
         assert _loaded_with(name) <= {
-            *(name, "__init__.py", "errors.py", "settings.py", "tier_config.py", "units.py"),
+            *(
+                name,
+                "__init__.py",
+                "errors.py",
+                "settings.py",
+                "tier_config.py",
+                "tier_url.py",
+                "units.py",
+            ),
         }
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
@@ -206,7 +215,15 @@ def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
         *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py"),
-        *("__init__.py", "config.py", "settings.py", "tier_config.py", "units.py", "errors.py"),
+        *(
+            "__init__.py",
+            "config.py",
+            "settings.py",
+            "tier_config.py",
+            "tier_url.py",
+            "units.py",
+            "errors.py",
+        ),
     }
     for name in loaded:
         imported = imports_of(name, with_types=False, with_functions=False)
@@ -369,7 +386,7 @@ MAY_LEAVE = {
     # has them (tests/worker/test_shared_memory.py kills one).
     "worker/shared_memory.py": {"socket", "memfd_create"},
     # A file tier is there to outlive the process, in the directory that the user names.
-    "worker/tiers/directory.py": {"mkdir"},
+    "worker/tiers/files/directory.py": {"mkdir"},
 }
 """What these files may use all the same."""
 

@@ -90,6 +90,7 @@ class Count(Series, enum.ReprEnum):
     )
     ROOMLESS_BLOCKS = "roomless_blocks", "Blocks not fetched from a tier for want of host slots."
     SPILLED_BLOCKS = "spilled_blocks", "Blocks of the host that are in all tiers from then on."
+    KEPT_BLOCKS = "kept_blocks", "Blocks of a far tier that nearer ones keep from then on."
     DROPPED_SPILLS_EVICTED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "evicted")
     DROPPED_SPILLS_REFUSED = "dropped_spill_blocks", _DROPPED_SPILLS, ("reason", "refused")
     STALE_REPORTS = "stale_reports", "Worker reports of unknown or already settled transfers."

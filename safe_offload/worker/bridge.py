@@ -52,6 +52,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SLEEP_TIMEOUT_S = 30.0
 """vLLM sleeps when nothing runs any more, so that only the last copies are waited for."""
 POLL_S = 0.001
+IDLE_WAIT_S = 0.002
+"""So long at most a step that computes nothing waits for what is under way. vLLM makes one step
+after the other meanwhile, each of which takes the processor from the threads that it waits for."""
 _SERIES = {
     Direction.LOAD: (Count.LOAD_BYTES, LOAD_S, LOAD_QUEUED_S, LOAD_SIZE_BYTES),
     Direction.STORE: (Count.STORE_BYTES, STORE_S, STORE_QUEUED_S, STORE_SIZE_BYTES),
@@ -77,10 +80,12 @@ class WorkerBridge(Side):
         self._left_behind: Opened | None = None
         """What a copy may still touch after `shutdown`."""
         self._is_asleep = False
-        # Of the last plan: what no hook has started, and whether one after its forward was called.
+        # Of the last plan: what no hook has started, whether one after its forward was called, and
+        # whether the step may wait.
         self._loads: tuple[Transfer, ...] = ()
         self._stores: tuple[Transfer, ...] = ()
         self._is_forward_issued = False
+        self._may_wait = False
         # Submitted and not drained; drained or failed and not reported.
         self._running: set[int] = set()
         self._outcomes: list[Outcome] = []
@@ -184,6 +189,7 @@ class WorkerBridge(Side):
         """bind_connector_metadata: take the plan; of a step that did not end nothing is lost."""
         self._cancel_unstarted()
         self._is_forward_issued = False
+        self._may_wait = plan.is_idle
         self._loads, self._stores = plan.loads, plan.stores_after_forward
         self._failures += plan.failures
         if plan.probes or plan.fetches or plan.spills:
@@ -213,6 +219,9 @@ class WorkerBridge(Side):
         capacities: tuple[Capacity, ...] = ()
         if self.opened is not None:
             self._drain(self.opened)
+            if self._may_wait and not (self._outcomes or self._presences or facts):
+                self.opened.transfers.wait_for_news(IDLE_WAIT_S)
+                self._drain(self.opened)
             num_slots = self.opened.backend.num_usable_slots
             if num_slots > self._reported_num_slots:
                 self._reported_num_slots = num_slots

@@ -24,7 +24,13 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Loop(Protocol):
-    """An event loop, its clock, and a way to wait for it from vLLM's thread, which calls this."""
+    """An event loop, its clock, and a way to wait for it from vLLM's thread, which calls this.
+
+    Attributes:
+        news: set when something has settled that was not drained.
+    """
+
+    news: threading.Event
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
         """Run `main` up to where it first waits, and go on. Call `on_end` when the loop ends."""
@@ -52,6 +58,7 @@ class LoopThread:
     def __init__(self, make_event_loop: MakeEventLoop = new_event_loop) -> None:
         self._make_event_loop = make_event_loop
         self._has_begun = threading.Event()
+        self.news = threading.Event()
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
         """See `Loop.start`."""

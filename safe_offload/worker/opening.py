@@ -117,7 +117,10 @@ class Opening:
         if self.config.self_test:
             # Other ranks of the share test in this memory too, each in slots of its own.
             slots = share.part(layout.slots_per_slab) if share.count > 1 else None
-            if not SelfTest(transfers, backend, rows, host.tensor.numpy(), layout).run(slots=slots):
+            test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
+            with backend.undisturbed():
+                is_right = test.run(slots=slots)
+            if not is_right:
                 transfers.close()
                 return None
         logger.info(
@@ -182,7 +185,7 @@ class Opening:
                 len(circuits),
                 self.rank,
                 tier.label,
-                "no limit" if limit is None else f"at most {format_bytes(limit)}",
+                "no limit of ours" if limit is None else f"at most {format_bytes(limit)}",
                 namespace_of("").hex(),
             )
             if meaning.is_alone_in(config) and not self.rank:

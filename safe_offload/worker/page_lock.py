@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
@@ -51,6 +53,8 @@ class PageLock:
         self.facts = MemoryFacts(MemoryKind.LOCKING, "unknown")
         self._has_begun = threading.Event()
         self._stopping = threading.Event()
+        self._may_lock = threading.Event()
+        self._may_lock.set()
         self._thread = threading.Thread(target=self._run, name="safe-offload-lock", daemon=True)
         self._thread.start()
         self._has_begun.wait(FIRST_SLAB_TIMEOUT_S)
@@ -70,9 +74,19 @@ class PageLock:
             return self._layout.num_slots
         return self._layout.num_slots_within(self._num_locked)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Begin no other slab inside of this: while one is locked, the driver lets others wait."""
+        self._may_lock.clear()
+        try:
+            yield
+        finally:
+            self._may_lock.set()
+
     def close(self) -> None:
         """Stop locking and unlock everything; nothing may copy any more. A second call is free."""
         self._stopping.set()
+        self._may_lock.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -95,6 +109,7 @@ class PageLock:
                 return
             self._num_locked = index + 1
             self._has_begun.set()
+            self._may_lock.wait()
             if self._stopping.wait(PAUSE_S):
                 return
         pages = placement.pages_of(self._address, self._layout.size_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +128,7 @@ class SelfTest:
         self._rows = rows
         self._host = host
         self._layout = layout
-        self._random = np.random.default_rng(0)
+        self._random = random.Random(0)
         self._last_id = 0
         self._in_step = threading.Lock()
         self._is_given_up = False
@@ -268,7 +269,9 @@ class SelfTest:
 
     def _noise(self, ids: Sequence[int]) -> Bytes:
         """Return bytes that were not used before; shape (n, slot_bytes)."""
-        return self._random.integers(0, 256, (len(ids), self._backend.slot_bytes), dtype=np.uint8)
+        size_bytes = self._backend.slot_bytes
+        rows = [np.frombuffer(self._random.randbytes(size_bytes), np.uint8) for _ in ids]
+        return np.stack(rows)
 
     def _submit(self, direction: Direction) -> int:
         self._last_id -= 1  # the scheduler side counts up from zero

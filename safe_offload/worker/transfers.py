@@ -205,7 +205,11 @@ class Transfers:
                 pending.is_poisoned |= not self._fence(pending.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
-        """Return what has settled since the last call: transfer id, and why it failed or None."""
+        """Return what has settled since the last call: transfer id, and why it failed or None.
+
+        What the tiers have answered is drained after this.
+        """
+        self._loop.news.clear()
         if self._ended.is_set():
             for pending in self._pending.values():
                 if not pending.is_settled:
@@ -217,6 +221,11 @@ class Transfers:
             poison = FailureReason.FENCE_TIMEOUT if pending.is_poisoned else None
             drained.append((pending.transfer_id, pending.failure or poison))
         return drained
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait until there is something to drain, of transfers or tiers; not if nothing is due."""
+        if self._pending or (self._tiers is not None and self._tiers.is_busy):
+            self._loop.wait(self._loop.news, timeout_s)
 
     def take_bad_slots(self) -> tuple[int, ...]:
         """Return slots that were found changed: after `drain`, all that made a load of it fail."""
@@ -394,3 +403,4 @@ class Transfers:
         pending.is_settled = True
         pending.decided.set()
         self._settled.append(pending)
+        self._loop.news.set()

@@ -16,7 +16,7 @@ PROMTOOL = find_program("promtool")
 FILES = ["alerts.yaml", "alerts_test.yaml"]
 
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="no promtool: `make prometheus`, or put one on the PATH"
+    PROMTOOL is None, reason="no promtool: `make servers`, or put one on the PATH"
 )
 
 

@@ -6,6 +6,7 @@ Every wait in here ends in an error after `PATIENCE_S`, so that a test that woul
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -86,6 +87,7 @@ class FakeBackend:
     num_slots = num_usable_slots = 1_000_000
     paths = (CopyPath.EACH,)
     memory = MemoryFacts(MemoryKind.PAGEABLE, "refused")
+    undisturbed = staticmethod(contextlib.nullcontext)
 
     def __init__(self) -> None:
         self.num_demotions = 0

@@ -23,6 +23,7 @@ class HandLoop:
         self.clock = Clock()
         self.event_loop = VirtualLoop(self.clock)
         self.has_ended = False
+        self.news = threading.Event()
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
         """See `Loop.start`."""

@@ -12,6 +12,7 @@ from safe_offload.errors import SharingError
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
+    IDLE_PLAN,
     FailureReason,
     Keys,
     Presence,
@@ -23,6 +24,7 @@ from safe_offload.protocol import (
 )
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker import threads as threads_module
+from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.tiers.base import Result
 from safe_offload.worker.tiers.circuit import FAILURES_MAX
@@ -54,7 +56,7 @@ class TieredWorker(Worker):
     def _open_tier(self, config, slot_bytes, facts):
         assert slot_bytes == SLOT_BYTES
         self.facts.append(facts)
-        tier = self.tiers[config.path] = HandTier(config.path)
+        tier = self.tiers[config.location.path] = HandTier(config.location.path)
         return tier, lambda word: repr((sorted(facts.items()), word)).encode()
 
     def _meaning_of(self, geometry, copy_rank):
@@ -343,3 +345,55 @@ def test_the_threads_of_a_tier_are_moved_to_other_cores_once(open_files, monkeyp
     monkeypatch.setattr(threads_module.os, "sched_setaffinity", lambda *move: moves.append(move))
     open_files(is_child=True)
     assert len(moves) == 1
+
+
+def make_watched(make_worker) -> tuple[TieredWorker, list[float]]:
+    """A worker whose copies and tiers rest, and the limits of its waits from now on.
+
+    Each waits as long as it takes, while tiers let go of what they hold.
+    """
+    worker = make_worker().register()
+    worker.settle()
+    limits: list[float] = []
+    wait = worker.loop.wait
+
+    def wait_long(event, timeout_s):
+        limits.append(timeout_s)
+        wait_until(lambda: wait(event, 0.01) or worker.near.release())
+        return True
+
+    worker.loop.wait = wait_long
+    return worker, limits
+
+
+def test_a_step_that_computes_nothing_waits_for_news(make_worker):
+    """What is answered while it waits is in its own report."""
+    worker, limits = make_watched(make_worker)
+    worker.near.holds = {"probe", "spill"}
+    worker.step(StepPlan(probes=(Probe(1, keys(A)),), is_idle=True))
+    assert [each.probe_id for each in worker.reports[-1].presences] == [1]
+    worker.step(StepPlan(spills=moved(2, [4], A), is_idle=True))
+    assert [each.transfer_id for each in worker.reports[-1].outcomes] == [2]
+    assert limits == [IDLE_WAIT_S] * 2
+
+
+def test_a_step_waits_for_nothing_if_it_may_compute_or_nothing_is_under_way(make_worker):
+    worker, limits = make_watched(make_worker)
+    worker.step(IDLE_PLAN)
+    assert not limits, "nothing is under way"
+    worker.near.holds = {"probe"}
+    worker.step(StepPlan(probes=(Probe(1, keys(A)),)))
+    assert not limits, "it may compute"
+
+
+def test_what_has_been_answered_is_reported_without_a_wait(make_worker):
+    worker, limits = make_watched(make_worker)
+    worker.near.holds = {"probe", "spill"}
+    worker.step(StepPlan(probes=(Probe(1, keys(A)),)))
+    worker.step(StepPlan(spills=moved(2, [4], A)))
+    worker.near.release(1)
+    wait_until(worker.loop.news.is_set)
+    worker.step(IDLE_PLAN)
+    assert [each.probe_id for each in worker.reports[-1].presences] == [1]
+    assert worker.bridge.opened.tiers.is_busy
+    assert not limits, "and not for the spill"

@@ -18,11 +18,12 @@ from safe_offload import compat
 from safe_offload.bench.tiny_models import write_tiny_model
 from safe_offload.layout import make_geometry
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.worker.tiers.meaning import SAMPLE_BYTES, Meaning, meaning_of
 from tests.fresh_process import run_script
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
-TIER = TierConfig("file", "/mnt/kv")
+TIER = TierConfig(Location("file", "/mnt/kv"))
 SHAPE = EngineShape(groups=("full", "window:8"), extra={"tiers": [{"url": "file:///mnt/kv"}]})
 
 

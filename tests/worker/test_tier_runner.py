@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.shared_memory import Share
 from safe_offload.worker.tiers.base import Buffers, Name, Result
@@ -32,6 +35,7 @@ from safe_offload.worker.tiers.circuit import (
     Circuit,
     Operation,
 )
+from safe_offload.worker.tiers.inquiry import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.tiers.runner import TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.worker.fake_backend import FakeBackend, transfer
@@ -41,7 +45,7 @@ RANK = 3
 NUM_SLOTS = 40
 SLOT_BYTES = 6
 TIMEOUT_S = 5.0
-CONFIG = TierConfig("file", "/nowhere", timeout_s=TIMEOUT_S)
+CONFIG = TierConfig(Location("file", "/nowhere"), timeout_s=TIMEOUT_S)
 A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 
 
@@ -87,13 +91,14 @@ class Rig:
 
     def __init__(self, *tiers: HandTier, config: TierConfig = CONFIG, **options: Any) -> None:
         self.tiers = tiers or (HandTier(),)
+        keeping = options.get("keeping", ())
         self.tier = self.tiers[0]
         self.memory = Memory()
         self.loop = HandLoop()
         self.circuits = [
             Circuit(
                 tier,
-                config,
+                replace(config, keep=tier in keeping),
                 namespace,
                 slot_bytes=SLOT_BYTES,
                 write_bytes_per_s=config.write_bytes_per_s,
@@ -137,13 +142,20 @@ class Rig:
         found = [presence.tiers for presence in self.presences if presence.probe_id == number]
         return found[0] if found else None
 
-    def fetch(self, number: int, slot_ids: list[int], *hashes: bytes) -> Any:
+    def fetch(self, number: int, slot_ids: list[int], *hashes: bytes, origins: bytes = b"") -> Any:
         """Fetch; return the failure or the missing places, None if it is not over."""
-        self.runner.fetch(TierTransfer(number, keys(*hashes), ids_of(slot_ids)))
+        self.runner.fetch(TierTransfer(number, keys(*hashes), ids_of(slot_ids), origins=origins))
         return self.outcome(number)
 
-    def spill(self, number: int, slot_ids: list[int], *hashes: bytes, word: str = "") -> Any:
-        self.runner.spill(TierTransfer(number, keys(*hashes), ids_of(slot_ids), word))
+    def spill(
+        self,
+        number: int,
+        slot_ids: list[int],
+        *hashes: bytes,
+        word: str = "",
+        origins: bytes = b"",
+    ) -> Any:
+        self.runner.spill(TierTransfer(number, keys(*hashes), ids_of(slot_ids), word, origins))
         return self.outcome(number)
 
     def outcome(self, number: int) -> Any:
@@ -328,6 +340,184 @@ def test_a_slot_whose_bytes_have_changed_is_not_spilled(make_rig, caplog):
     assert "are not spilled" in caplog.text
 
 
+# ---- several tiers -------------------------------------------------------------------------------
+
+
+def two_tiers(make_rig: Callable[..., Rig], near: str, far: str) -> tuple[Rig, HandTier, HandTier]:
+    """A rig with a near and a far tier that have objects of these letters."""
+    tiers = HandTier("near"), HandTier("far")
+    for tier, letters in zip(tiers, (near, far), strict=True):
+        tier.objects = {name(x.encode() * 32): content(ord(x)) for x in letters}
+    return make_rig(*tiers), *tiers
+
+
+def test_a_far_tier_is_asked_when_the_near_one_is_late(make_rig):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(1, A, B, C)
+    rig.loop.pass_time(HEAD_START_S / 2)
+    assert far.calls == []
+    rig.loop.pass_time(HEAD_START_S / 2)
+    assert far.calls == ["probe 3"], "for all, as nothing is known"
+    near.release()
+    assert rig.presence(1) is None
+    far.release()
+    assert rig.presence(1) == bytes([1, 2, 0])
+
+
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_the_nearest_tier_is_named_whoever_answers_first(make_rig, first):
+    rig, near, far = two_tiers(make_rig, "a", "ab")
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(1, A, B, C)
+    rig.loop.pass_time(HEAD_START_S)
+    for tier in (near, far) if first == "near" else (far, near):
+        assert rig.presence(1) is None
+        tier.release()
+    assert rig.presence(1) == bytes([1, 2, 0])
+
+
+def test_a_far_probe_that_is_not_needed_is_given_up_and_tells_nothing(make_rig, caplog):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    for number in range(2 * FAILURES_MAX):
+        near.holds, far.holds = {"probe"}, {"probe"}
+        rig.probe(number, A)
+        rig.loop.pass_time(HEAD_START_S)
+        near.release()
+        assert rig.presence(number) == bytes([1])
+        assert len(far.calls) == number + 1
+    rig.loop.pass_time(2 * TIMEOUT_S)
+    near.holds, far.holds = set(), set()
+    assert rig.probe(100, B) == bytes([2])
+    assert "left alone" not in caplog.text
+
+
+def test_a_trial_that_is_not_needed_is_followed_by_another(make_rig):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    far.answers["probe"] = [OSError(5, "input or output")] * FAILURES_MAX
+    for number in range(FAILURES_MAX):
+        assert rig.probe(number, B) == bytes([0])
+    rig.loop.pass_time(PAUSE_S_MAX)
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(10, A)
+    rig.loop.pass_time(HEAD_START_S)
+    assert len(far.calls) == FAILURES_MAX + 1
+    near.release()
+    assert rig.presence(10) == bytes([1])
+    near.holds, far.holds = set(), set()
+    assert rig.probe(11, B) == bytes([2])
+
+
+def test_a_near_tier_that_hangs_hides_nothing_and_is_left_alone_in_time(make_rig, caplog):
+    rig, near, _ = two_tiers(make_rig, "a", "ab")
+    near.holds, near.ignores_cancel = {"probe"}, True
+    for number in range(FAILURES_MAX):
+        assert rig.probe(number, A, B) is None
+        rig.loop.pass_time(HEAD_START_S)
+        assert rig.presence(number) == bytes([2, 2])
+    assert "left alone" not in caplog.text
+    rig.loop.pass_time(TIMEOUT_S)
+    assert "left alone" in caplog.text
+    assert rig.probe(10, A, B) == bytes([2, 2]), "at once"
+
+
+def test_a_near_tier_that_is_late_gets_as_long_again_as_a_far_one_took(make_rig):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(1, A, B)
+    rig.loop.pass_time(HEAD_START_S)
+    rig.loop.pass_time(0.1)
+    far.release()
+    assert rig.presence(1) is None
+    rig.loop.pass_time(HEAD_START_S + 0.09)
+    assert rig.presence(1) is None
+    rig.loop.pass_time(0.02)
+    assert rig.presence(1) == bytes([0, 2])
+
+
+def test_a_far_tier_that_is_not_waited_for_is_judged_all_the_same(make_rig, caplog):
+    rig, _, far = two_tiers(make_rig, "a", "b")
+    far.holds = {"probe"}
+    for number in range(FAILURES_MAX):
+        rig.probe(number, A, B)
+        rig.loop.pass_time(CONFIG.wait_s / WAIT_SHARE)
+        assert rig.presence(number) == bytes([1, 0])
+    rig.loop.pass_time(TIMEOUT_S)
+    assert "left alone" in caplog.text
+    assert rig.probe(10, A, B) == bytes([1, 0]), "at once"
+
+
+def test_a_probe_of_several_tiers_ends_with_the_loop(make_rig):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    near.holds, far.holds = {"probe"}, {"probe"}
+    rig.probe(1, A, B)
+    rig.loop.pass_time(HEAD_START_S)
+    far.release()
+    rig.loop.pass_time(1)
+    assert rig.presence(1) == bytes([0, 2])
+    rig.probe(2, A)
+    assert rig.close(), "nothing waits for the near tier"
+    assert rig.presence(2) == bytes([0])
+    assert not asyncio.all_tasks(rig.loop.event_loop)
+
+
+def test_a_fetch_looks_first_where_it_was_found_and_then_elsewhere(make_rig):
+    rig, near, far = two_tiers(make_rig, "abc", "bd")
+    assert rig.fetch(1, [0, 1, 2, 3], A, B, C, D, origins=bytes([1, 2, 2, 2])) == ()
+    assert (near.calls, far.calls) == (["fetch 1", "fetch 1"], ["fetch 3"])
+    assert [rig.memory[slot_id] for slot_id in range(4)] == [content(x) for x in b"abcd"]
+    assert rig.fetch(2, [4, 5], D, C, origins=bytes([1, 9])) == ()
+    assert (rig.memory[4], rig.memory[5]) == (content(ord("d")), content(ord("c")))
+
+
+def test_what_was_found_in_several_tiers_is_read_from_all_at_once(make_rig):
+    rig, near, far = two_tiers(make_rig, "a", "b")
+    near.holds, far.holds = {"fetch"}, {"fetch"}
+    assert rig.fetch(1, [0, 1], A, B, origins=bytes([1, 2])) is None
+    assert (near.calls, far.calls) == (["fetch 1"], ["fetch 1"])
+    near.release()
+    assert rig.outcome(1) is None, "the far tier still writes to its slot"
+    far.release()
+    assert rig.outcome(1) == ()
+
+
+def test_what_comes_from_a_far_tier_is_written_to_nearer_ones_that_keep(make_rig):
+    tiers = [HandTier(f"tier {index}") for index in range(4)]
+    rig = make_rig(*tiers, keeping=(tiers[0], tiers[2]))
+    assert rig.spill(1, [0, 1, 2, 3], A, B, C, D, origins=bytes([0, 2, 3, 4])) == ()
+    letters = ["".join(chr(n.block_hash[0]) for n in tier.objects) for tier in tiers]
+    assert letters == ["abcd", "a", "ad", "a"]
+    assert rig.spill(2, [0, 1], A, B, origins=bytes([1, 2])) == (0,), "none is nearer"
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_a_transfer_that_is_given_up_waits_for_every_tier_that_touches_its_slots(make_rig, kind):
+    """One tier is cancelled while it waits for its turn, the other cannot be."""
+    rig, near, far = two_tiers(make_rig, "ab", "ab")
+    for tier in (near, far):
+        tier.holds = {kind}
+        tier.ignores_cancel = True
+    move = getattr(rig, kind)
+    for number in (1, 2):  # they take the turns in the near tier
+        move(number, [number], A, origins=bytes([1 if kind == "fetch" else 0]))
+    both = {"origins": bytes([1, 2])} if kind == "fetch" else {}
+    if kind == "spill":
+        far.holds = set()
+        far.release()
+        rig.loop.turn()
+        far.holds = {kind}
+    assert move(3, [3, 4], A, B, **both) is None
+    (pending,) = [pending for pending in rig.runner.statistics() if pending.number == 3]
+    num_touching = far.touching
+    assert num_touching
+    pending.task.cancel()
+    rig.loop.turn()
+    assert far.touching == num_touching
+    assert rig.outcome(3) is None
+    far.release()
+    assert rig.outcome(3) is FailureReason.CANCELLED
+
+
 # ---- what tiers do wrong -------------------------------------------------------------------------
 
 LIES = [
@@ -374,30 +564,30 @@ def test_only_what_is_done_has_come(make_rig, result):
     assert rig.fetch(1, [0, 1], A, B) == (0,)
 
 
-def test_a_probe_is_answered_at_its_deadline_with_what_is_known(make_rig):
+def test_a_probe_is_answered_in_time_with_what_is_known(make_rig):
     near, far = HandTier("near"), HandTier("far")
     rig = make_rig(near, far)
     near.objects = {name(A): content(1)}
     far.holds, far.ignores_cancel = {"probe"}, True
     assert rig.probe(1, A, B) is None
-    rig.loop.pass_time(TIMEOUT_S - 0.1)
+    rig.loop.pass_time(CONFIG.wait_s / WAIT_SHARE - 0.1)
     assert rig.presence(1) is None
     rig.loop.pass_time(0.1)
-    assert rig.presence(1) == bytes([1, 0])
+    assert rig.presence(1) == bytes([1, 0]), "there is time left to fetch it"
     far.release()  # what comes late changes nothing
     assert rig.presence(1) == bytes([1, 0])
 
 
-def test_all_tiers_together_have_one_deadline_for_a_probe(make_rig):
+def test_every_tier_has_its_own_deadline_for_a_probe(make_rig):
     near, far = HandTier("near"), HandTier("far")
     rig = make_rig(near, far)
     near.holds, far.holds = {"probe"}, {"probe"}
-    rig.probe(1, A)
-    rig.loop.pass_time(3)
-    near.release()
-    assert rig.presence(1) is None
+    assert rig.probe(1, A) is None
+    rig.loop.pass_time(HEAD_START_S)
     assert far.calls == ["probe 1"]
-    rig.loop.pass_time(TIMEOUT_S - 3)
+    rig.loop.pass_time(TIMEOUT_S - HEAD_START_S)
+    assert rig.presence(1) is None, "the far one was asked later"
+    rig.loop.pass_time(HEAD_START_S)
     assert rig.presence(1) == bytes([0])
 
 
@@ -455,7 +645,7 @@ def test_the_deadline_of_a_fetch_begins_with_its_turn(make_rig):
 
 
 def test_writing_keeps_to_its_rate(make_rig):
-    config = TierConfig("file", "/nowhere", write_bytes_per_s=SLOT_BYTES)
+    config = TierConfig(Location("file", "/nowhere"), write_bytes_per_s=SLOT_BYTES)
     rig = make_rig(config=config)
     assert rig.spill(1, [0, 1, 2], A, B, C) == ()
     assert rig.spill(2, [3], D) is None
@@ -466,7 +656,7 @@ def test_writing_keeps_to_its_rate(make_rig):
 
 
 def test_what_is_not_written_does_not_count_against_the_rate(make_rig):
-    config = TierConfig("file", "/nowhere", write_bytes_per_s=SLOT_BYTES)
+    config = TierConfig(Location("file", "/nowhere"), write_bytes_per_s=SLOT_BYTES)
     rig = make_rig(config=config)
     for number in range(FAILURES_MAX):
         rig.tier.answers["spill"] = [OSError("read-only")]

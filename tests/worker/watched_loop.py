@@ -55,6 +55,7 @@ class WatchedLoop:
         self.now_s = self._thread.now_s
         self.call = self._thread.call
         self.wait = self._thread.wait
+        self.news = self._thread.news
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
         """See `Loop.start`."""

@@ -7,6 +7,7 @@ backend passes the same contract suite (tests/worker/backends/contract.py).
 from __future__ import annotations
 
 import enum
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,6 +125,9 @@ class ProvableBackend(Backend, Protocol):
     @property
     def memory(self) -> MemoryFacts:
         """What is known of the host memory; another object once something has changed."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Return what keeps the backend from preparing memory in the background meanwhile."""
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """Copy by some of its paths only; called while nothing is being copied."""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,10 @@ class CpuBackend:
 
     def __repr__(self) -> str:
         return f"<CpuBackend: {self.num_slots} slots, {[path.value for path in self.paths]}>"
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """See `ProvableBackend.undisturbed`: nothing disturbs copies here."""
+        return nullcontext()
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`."""

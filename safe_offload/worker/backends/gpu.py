@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
@@ -156,6 +157,10 @@ class GpuBackend:
     def memory(self) -> MemoryFacts:
         """See `ProvableBackend.memory`."""
         return self._lock.facts
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """See `ProvableBackend.undisturbed`: page-locking pauses."""
+        return self._lock.paused()
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`."""

@@ -60,8 +60,8 @@ class RangeTable:
         self._array_bases = _column(host_address + offset for offset in layout.array_offsets())
         self._row_bytes = _column(s.length_bytes for s in segments)
         # Equal rows save a pass over all ranges.
-        self._has_one_stride = len(np.unique(self._block_strides)) == 1
-        self._has_one_length = len(np.unique(self._row_bytes)) == 1
+        self._has_one_stride = bool((self._block_strides == self._block_strides[0]).all())
+        self._has_one_length = bool((self._row_bytes == self._row_bytes[0]).all())
         self._is_dense = all(s.stride_bytes == s.length_bytes for s in segments)
 
     def check(self, copy: Copy) -> None:

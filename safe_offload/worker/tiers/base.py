@@ -36,7 +36,7 @@ class Result(enum.Enum):
     FAILED = "failed"
     """The tier failed: an input or output error, a connection that is lost."""
     CANCELLED = "cancelled"
-    """It was given up before it was begun."""
+    """It was given up, before it was begun or before it was there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Tier(Protocol):
         """Read objects into slots; what is not DONE may have left anything in its slot.
 
         When this returns or raises, nothing writes to the slots any more. Cancelling it gives up
-        the objects that have not been begun and waits for the others: it then returns normally,
-        and those given up are CANCELLED.
+        the objects that have not been begun, and waits for the others if they cannot be given up:
+        it then returns normally, and those given up are CANCELLED.
         """
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import BUCKETS, FILE, SERVERS
 
 if TYPE_CHECKING:
     from safe_offload.worker.tiers.base import Tier
@@ -20,14 +20,33 @@ def open_tier(
 ) -> tuple[Tier, Callable[[str], bytes]]:
     """Return the tier of a place, and from the word of a message to the namespace.
 
-    Nothing is read or written yet. The code of a tier is loaded only where there is one.
-    """
-    from safe_offload.worker.tiers.files import FileTier
-    from safe_offload.worker.tiers.naming import namespace
+    Nothing is read or written yet, but the file with the key of its objects. The code of a tier is
+    loaded only where there is one.
 
-    if config.scheme != "file":
-        raise ConfigError(f'there is no tier for "{config.scheme}". Fix: write a "file:///" url.')
-    return FileTier(config, slot_bytes, facts), lambda word: namespace(facts, word)
+    Raises:
+        ConfigError: a package is missing, or a file that is named cannot be used.
+    """
+    from safe_offload.worker.tiers.naming import namespace
+    from safe_offload.worker.tiers.seal import open_seal
+
+    scheme = config.location.scheme
+    seal = open_seal(config.hmac_key_file)
+    facts = {**facts, **seal.facts}
+    tier: Tier
+    if scheme == FILE:
+        from safe_offload.worker.tiers.files.tier import FileTier
+
+        tier = FileTier(config, slot_bytes, facts, seal)
+    elif scheme in SERVERS:
+        from safe_offload.worker.tiers.valkey.tier import ValkeyTier
+
+        tier = ValkeyTier(config, facts, seal)
+    else:
+        assert scheme in BUCKETS
+        from safe_offload.worker.tiers.objects.tier import ObjectTier
+
+        tier = ObjectTier(config, facts, seal)
+    return tier, lambda word: namespace(facts, word)
 
 
 OpenTier = Callable[[TierConfig, int, Facts], "tuple[Tier, Callable[[str], bytes]]"]

@@ -61,7 +61,7 @@ _NEXT = {
     State.CLOSED: {State.OPEN},
     State.OPEN: {State.READY, State.CLOSED},
     State.READY: {State.TRYING, State.CLOSED},
-    State.TRYING: {State.OPEN, State.CLOSED},
+    State.TRYING: {State.OPEN, State.CLOSED, State.READY},
 }
 
 
@@ -84,11 +84,16 @@ class Breaker:
         return f"<Breaker of {self._name}, {self.state.value}>"
 
     def admits(self) -> bool:
-        """Return whether a call may be made; if so, one of the two below must follow."""
+        """Return whether a call may be made; if so, one of the three below must follow."""
         if self.state is State.READY:
             self._become(State.TRYING)
             return True
         return self.state is State.CLOSED
+
+    def withdraw(self) -> None:
+        """The call that was the trial was given up, and tells nothing: the next one is."""
+        if self.state is State.TRYING:
+            self._become(State.READY)
 
     def succeed(self) -> None:
         """A call has worked."""
@@ -219,13 +224,14 @@ class Circuit:
         before, self._num_evicted = self._num_evicted, self.tier.num_evicted
         return self._num_evicted - before
 
-    async def probe(self, names: Sequence[Name], limit_s: float) -> list[bool] | None:
-        """Ask which objects there are, for no longer than `limit_s` or the tier's own time-out.
+    async def probe(self, names: Sequence[Name]) -> list[bool] | None:
+        """Ask which objects there are; cancelled, it counts as neither success nor failure.
 
         Returns:
             None if it did not say in time, or is left alone.
         """
         breaker = self._breakers[Operation.PROBE]
+        is_trial = breaker.state is State.READY
         if self._breakers[Operation.FETCH].state is State.OPEN or not breaker.admits():
             self._note(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
             return None
@@ -233,9 +239,11 @@ class Circuit:
         begin_s = loop.time()
         task = loop.create_task(_run(self.tier.probe, names))
         try:
-            await asyncio.wait({task}, timeout=min(limit_s, self.config.timeout_s))
+            await asyncio.wait({task}, timeout=self.config.timeout_s)
         except asyncio.CancelledError:
             self._leave(task)
+            if is_trial:
+                breaker.withdraw()
             raise
         seconds = loop.time() - begin_s
         if not task.done():

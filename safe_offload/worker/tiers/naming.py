@@ -6,24 +6,25 @@ group and its key. Names of folders and files are hexadecimal digits only, so no
 
 An object begins with a header of 4 KiB, so that its bytes lie on a page. All of it is compared
 whenever an object is read: the header that is expected of a name and of the bytes that came, with
-their checksum, must be the one that was read.
+their checksum, must be the one that was read. Headers of objects that are sealed with a key have a
+version of their own; seal.py makes them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-
-import xxhash
 
 from safe_offload.worker.tiers.base import Name, Result
 
 FORMAT_VERSION: Final = 1
+SEALED_VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 NAMESPACE_BYTES: Final = 16
 HASH_BYTES_MAX: Final = 64
@@ -121,23 +122,33 @@ def is_object_folder(name: str) -> bool:
 # ---- the header -------------------------------------------------------------------------------
 
 
-def checksum(buffers: Iterable[memoryview]) -> int:
-    """Return the XXH3 of buffers that follow one another, without copying them."""
-    state = xxhash.xxh3_64()
-    for buffer in buffers:
-        state.update(buffer)
-    digest: int = state.intdigest()
-    return digest
-
-
-def header(name: Name, length_bytes: int, digest: int) -> bytes:
+def header(name: Name, length_bytes: int, digest: int, *, version: int = FORMAT_VERSION) -> bytes:
     """Return the header of an object, HEADER_BYTES long."""
     key = name.block_hash
     fields = _FIELDS.pack(
-        *(_MAGIC, FORMAT_VERSION, name.group_idx, len(name.namespace), len(key)),
+        *(_MAGIC, version, name.group_idx, len(name.namespace), len(key)),
         *(length_bytes, digest),
     )
     return (fields + name.namespace + key).ljust(HEADER_BYTES, b"\0")
+
+
+def version_of(found: bytes) -> int:
+    """Return the version of a header; 0 if it is none."""
+    if len(found) < HEADER_BYTES or not found.startswith(_MAGIC):
+        return 0
+    version: int = _FIELDS.unpack_from(found)[1]
+    return version
+
+
+def length_of(found: bytes) -> int:
+    """Return how many bytes a header of any version says that its object has."""
+    length_bytes: int = _FIELDS.unpack_from(found)[5]
+    return length_bytes
+
+
+def is_sealed(found: bytes) -> bool:
+    """Return whether the header of an object says that it was sealed with a key."""
+    return version_of(found) == SEALED_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +179,15 @@ class Header:
         return read if header(name, length, digest) == found[:HEADER_BYTES] else None
 
 
-def judge(found: bytes, name: Name, length_bytes: int, digest: int) -> Result:
-    """Return what an object is worth whose header was read.
+def compare(found: bytes, expected: bytes, name: Name) -> Result:
+    """Return what an object is worth, from its header and the one that would be right.
 
-    Args:
-        found: the header that was read.
-        name: what was asked for.
-        length_bytes: how many bytes were asked for, and have come.
-        digest: their checksum.
+    How long it takes does not tell how much of the header is right.
 
     Returns:
         DONE, FOREIGN if it says that it is another object, or CORRUPT.
     """
-    expected = header(name, length_bytes, digest)
-    if found == expected:
+    if hmac.compare_digest(found, expected):
         return Result.DONE
     start, end = len(_MAGIC), _FIELDS.size
     identity_end = end + len(name.namespace) + len(name.block_hash)

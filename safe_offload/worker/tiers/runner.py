@@ -12,7 +12,8 @@ import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import compress
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,9 +32,12 @@ from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.shared_memory import ALONE, Share
 from safe_offload.worker.tiers.base import Buffers, Result
 from safe_offload.worker.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
+from safe_offload.worker.tiers.inquiry import Inquiry
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+T = TypeVar("T")
 
 
 class Usable(Protocol):
@@ -87,14 +91,15 @@ class Pending:
         operation: what is asked for.
         number: id of the probe or of the transfer.
         tiers: of a probe, see `Presence.tiers`.
+        origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
         places: of a fetch or a spill, those in its keys that are this rank's.
         missing: of these, what is not in place.
         task: that answers it; None before the loop has taken it.
     """
 
     __slots__ = (
-        *("failure", "is_settled", "keys", "missing", "number", "operation", "places"),
-        *("slot_ids", "task", "tiers", "word"),
+        *("failure", "is_settled", "keys", "missing", "number", "operation", "origins"),
+        *("places", "slot_ids", "task", "tiers", "word"),
     )
 
     def __init__(self, operation: Operation, number: int, keys: Keys, word: str) -> None:
@@ -102,7 +107,8 @@ class Pending:
         self.number = number
         self.keys = keys
         self.word = word
-        self.tiers = bytearray(len(keys))
+        self.tiers = bytes(len(keys))
+        self.origins = bytes(len(keys))
         self.slot_ids: Sequence[int] = ()
         self.places: Sequence[int] = ()
         self.missing: Sequence[int] = ()
@@ -163,6 +169,7 @@ class TierRunner:
         self._pending: dict[tuple[Operation, int], Pending] = {}
         # On the loop's thread, but for the other end of the queue.
         self._settled: deque[Pending] = deque()
+        self._late_probes: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._has_ended = False
@@ -173,16 +180,21 @@ class TierRunner:
     # ---- on vLLM's thread ----------------------------------------------------------------------
 
     def probe(self, probe: Probe) -> None:
-        """Ask the tiers, nearest first, each for what the nearer ones do not have."""
+        """Ask the tiers, see `Inquiry`."""
         self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
 
     def fetch(self, fetch: TierTransfer) -> None:
-        """Read from the nearest tier that has it, key by key."""
+        """Read each key from its origin; what is not there, from the nearest tier that has it."""
         self._take(self._part_of(Operation.FETCH, fetch))
 
     def spill(self, spill: TierTransfer) -> None:
-        """Write to all tiers."""
+        """Write to all tiers, or to those that keep what comes from a farther one."""
         self._take(self._part_of(Operation.SPILL, spill))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something that has not been drained."""
+        return bool(self._pending)
 
     def drain(self) -> Answers:
         """Return what has been answered since the last call."""
@@ -195,7 +207,7 @@ class TierRunner:
             pending = self._settled.popleft()
             del self._pending[pending.operation, pending.number]
             if pending.operation is Operation.PROBE:
-                presences.append(Presence(self._rank, pending.number, bytes(pending.tiers)))
+                presences.append(Presence(self._rank, pending.number, pending.tiers))
             else:
                 missing = () if pending.failure else tuple(pending.missing)
                 outcome = Outcome(self._rank, pending.number, pending.failure, missing)
@@ -228,6 +240,7 @@ class TierRunner:
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
         pending = Pending(operation, transfer.transfer_id, transfer.keys, transfer.word)
         pending.slot_ids = transfer.slot_ids
+        pending.origins = transfer.origins or pending.origins
         pending.places = self._share.part(len(transfer.keys), transfer.transfer_id)
         return pending
 
@@ -256,6 +269,8 @@ class TierRunner:
                 for pending in list(self._pending.values()):
                     if pending.task is not None:
                         pending.task.cancel()
+                for probe in list(self._late_probes):
+                    probe.cancel()
         finally:
             await asyncio.gather(*(circuit.close() for circuit in self.circuits))
 
@@ -305,37 +320,41 @@ class TierRunner:
         )
 
     async def _probe(self, pending: Pending) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + max(circuit.config.timeout_s for circuit in self.circuits)
-        for number, circuit in enumerate(self.circuits, start=1):
-            places = [place for place, tier in enumerate(pending.tiers) if not tier]
-            left_s = deadline_s - loop.time()
-            if not places or left_s <= 0:
-                return
-            names = circuit.names(pending.keys_at(places), pending.word)
-            found = await circuit.probe(names, left_s)
-            for place, is_there in zip(places, found or (), strict=False):
-                if is_there:
-                    pending.tiers[place] = number
+        keys = pending.keys_at(range(len(pending.keys)))
+        inquiry = Inquiry(self.circuits, keys, pending.word, self._late_probes)
+        await inquiry.run()
+        pending.tiers = bytes(inquiry.tiers)
 
     async def _fetch(self, pending: Pending) -> None:
         missing = pending.missing = list(pending.places)
-        done: list[int] = []
-        for circuit in self.circuits:
-            if not missing or _is_cancelled():
-                break
-            slots = [self._slots.buffers(pending.slot_ids[place]) for place in missing]
-            names = circuit.names(pending.keys_at(missing), pending.word)
-            results = await circuit.fetch(names, slots)
-            if results is None:
-                continue
-            came = [result is Result.DONE for result in results]
-            done += [place for place, is_done in zip(missing, came, strict=True) if is_done]
-            missing = [place for place, is_done in zip(missing, came, strict=True) if not is_done]
+        origins = pending.origins
+        by_origin: dict[int, list[int]] = {}
+        for place in missing:
+            by_origin.setdefault(origins[place], []).append(place)
+        reads = [
+            self._read(pending, number, places)
+            for number, places in sorted(by_origin.items())
+            if 0 < number <= len(self.circuits)
+        ]
+        came = await _together(reads) if len(reads) > 1 else [await read for read in reads]
+        done = [place for places in came for place in places]
+        for number in range(1, len(self.circuits) + 1):
+            missing = sorted(set(pending.places).difference(done))
+            untried = [place for place in missing if origins[place] != number]
+            if untried and not _is_cancelled():
+                done += await self._read(pending, number, untried)
         if done and self._verifier is not None:
             slot_ids = [pending.slot_ids[place] for place in done]
             await self._verifier.note(np.array(slot_ids, dtype=np.int64))
-        pending.missing = missing
+        pending.missing = sorted(set(pending.places).difference(done))
+
+    async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
+        """Read objects from one tier; return the places of those that came."""
+        circuit = self.circuits[number - 1]
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        names = circuit.names(pending.keys_at(places), pending.word)
+        results = await circuit.fetch(names, slots) or ()
+        return list(compress(places, [result is Result.DONE for result in results]))
 
     async def _spill(self, pending: Pending) -> None:
         places = pending.missing = list(pending.places)
@@ -343,20 +362,22 @@ class TierRunner:
             places = await self._unchanged(pending, self._verifier)
         if not places:
             return
-        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        answers = await asyncio.gather(
-            *(
-                circuit.spill(circuit.names(pending.keys_at(places), pending.word), slots)
-                for circuit in self.circuits
-            )
-        )
-        taken = [
-            place
-            for results in answers
-            for place, result in zip(places, results or (), strict=False)
-            if result in (Result.DONE, Result.PRESENT)
-        ]
+        writes = []
+        for number, circuit in enumerate(self.circuits, start=1):
+            beyond = number if circuit.config.keep else len(self.circuits)
+            origins = pending.origins
+            wanted = [place for place in places if not origins[place] or origins[place] > beyond]
+            if wanted:
+                writes.append(self._write(pending, circuit, wanted))
+        taken = [place for written in await _together(writes) for place in written]
         pending.missing = sorted(set(pending.places).difference(taken))
+
+    async def _write(self, pending: Pending, circuit: Circuit, places: Sequence[int]) -> list[int]:
+        """Write objects to one tier; return the places of those that it has then."""
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        names = circuit.names(pending.keys_at(places), pending.word)
+        results = await circuit.spill(names, slots) or ()
+        return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
 
     async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
         """Return the places of a spill whose slots hold what was stored in them."""
@@ -371,6 +392,16 @@ class TierRunner:
         pending.failure = failure
         pending.is_settled = True
         self._settled.append(pending)
+        self._loop.news.set()
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Make calls at the same time; return, or raise, when all of them have ended."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers  # type: ignore[return-value]
 
 
 def _is_cancelled() -> bool:

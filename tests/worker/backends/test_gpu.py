@@ -262,6 +262,29 @@ def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(make_gpu):
     assert set(gpu.locked.values()) == {subject.layout.slab_bytes}
 
 
+def test_no_slab_is_locked_while_the_backend_is_undisturbed(make_gpu):
+    """A driver that locks lets copies wait: the self-test took seconds beside it."""
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
+    with subject.backend.undisturbed():
+        gpu.may_lock.set()  # the slab that is under way ends
+        time.sleep(0.05)
+        assert len(gpu.locked) <= 2
+    subject.wait_until_locked()
+    assert subject.backend.num_usable_slots == NUM_SLOTS
+
+
+def test_a_backend_that_is_closed_while_undisturbed_ends(make_gpu):
+    gpu = FakeGpu()
+    gpu.may_lock.clear()
+    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
+    with subject.backend.undisturbed():
+        gpu.may_lock.set()
+        subject.backend.close()
+    assert not gpu.locked
+
+
 def test_locking_in_the_background_does_not_invalidate_a_capture(make_gpu):
     gpu = FakeGpu()
     gpu.may_lock.clear()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from safe_offload.worker.tiers.base import Buffers, Name, Result, Tier
-from safe_offload.worker.tiers.naming import HEADER_BYTES, header, namespace
+from safe_offload.worker.tiers.naming import HEADER_BYTES, namespace
 
 FACTS = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
@@ -82,6 +82,8 @@ class TierContract:
 
     flip_every = 1
     """Of the flipped bits only every n-th is tried; for tiers that take long to change."""
+    num_races = 20
+    """Keys that several writers write at once."""
 
     # ---- what a subclass says -----------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class TierContract:
     ) -> None:
         tiers = [make() for _ in range(4)]
         sources = [filled((4096,) * 16, seed) for seed in range(4)]
-        for number in range(20):
+        for number in range(self.num_races):
             name = name_of(number)
             results = await asyncio.gather(
                 *(spill_one(tier, name, slot) for tier, slot in zip(tiers, sources, strict=True))
@@ -241,8 +243,7 @@ class TierContract:
         fetched = await asyncio.wait_for(fetching, PATIENCE_S)
         assert Result.CANCELLED in fetched
         for result, source, target in zip(fetched, sources, targets, strict=True):
-            expected = bytes_of(source) if result is Result.DONE else bytes(8192)
-            assert bytes_of(target) == expected
+            assert result is not Result.DONE or bytes_of(target) == bytes_of(source)
         assert set(await tier.fetch(names, targets)) == {Result.DONE}, "the tier goes on"
 
     async def test_closing_gives_up_and_waits(self, make_tier: Callable[[], Tier]) -> None:
@@ -321,7 +322,7 @@ class TierContract:
         self, make_tier: Any, tier: Tier
     ) -> None:
         await spill_one(tier, name_of(1), filled((4096,), 1))
-        data = header(name_of(1), 4096, 0x1234) + os.urandom(4096)
+        data = self.stored(make_tier, name_of(1))[:HEADER_BYTES] + os.urandom(4096)
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.CORRUPT
 
     async def test_an_object_that_was_bad_can_be_written_again(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker.waiting import wait_until
+
 
 def mount(folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20) -> None:
     """Mount a new file system on a folder, or skip the test."""
@@ -32,8 +34,8 @@ def remount(folder: Path, option: str) -> None:
 
 
 def unmount(folder: Path) -> None:
-    """Fails while a descriptor below it is open."""
-    subprocess.run(["umount", str(folder)], check=True)
+    """Fails if a descriptor below it stays open; what a thread is about to close is waited for."""
+    wait_until(lambda: subprocess.run(["umount", str(folder)]).returncode == 0)
 
 
 @contextmanager

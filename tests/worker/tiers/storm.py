@@ -24,13 +24,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from safe_offload.cache_command import problem_of
+from safe_offload.cache.check import problem_of
+from safe_offload.cache.directory_store import DirectoryStore
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.units import MIB, format_bytes
 from safe_offload.worker.tiers.base import Name, Result
-from safe_offload.worker.tiers.capacity import EVICT_TO, ORPHAN_AGE_S, keep
-from safe_offload.worker.tiers.directory import open_root, walk
-from safe_offload.worker.tiers.files import FileTier
+from safe_offload.worker.tiers.files.capacity import EVICT_TO, ORPHAN_AGE_S, keep
+from safe_offload.worker.tiers.files.directory import open_root, walk
+from safe_offload.worker.tiers.files.tier import FileTier
 from tests.worker.tiers.contract import FACTS, SPACE, bytes_of, filled, slot_of
 
 NUM_PROCESSES = 4
@@ -68,7 +70,7 @@ class Storm:
         asyncio.run(self._run_one(place, random.Random(seed)))
 
     async def _run_one(self, place: int, rng: random.Random) -> None:
-        config = TierConfig("file", str(self.root), capacity_bytes=LIMIT_BYTES)
+        config = TierConfig(Location("file", str(self.root)), capacity_bytes=LIMIT_BYTES)
         tier = FileTier(config, SIZE_MAX, FACTS)
         while True:
             numbers = rng.sample(range(NUM_KEYS), rng.randrange(1, 40))
@@ -173,7 +175,9 @@ class Storm:
         left = [file for file, _ in walk(root_fd) if file.is_temporary]
         if left:
             found.append(f"{len(left)} orphans are left")
-        bad = [file for file, folder_fd in walk(root_fd) if problem_of(file, folder_fd)]
+        store = DirectoryStore(str(self.root))
+        bad = [item for item in store.items() if problem_of(store, item)]
+        store.close()
         print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")
         if self.result(Result.DONE) < 100 or self.result(Result.CORRUPT) == 0:
             found.append("it was no storm: hardly an object was read, or none was corrupt")

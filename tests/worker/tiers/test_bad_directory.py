@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers import object_file
+from safe_offload.tier_url import Location
 from safe_offload.worker.tiers.base import Name, Result
-from safe_offload.worker.tiers.files import FileTier
+from safe_offload.worker.tiers.files import object_file
+from safe_offload.worker.tiers.files.tier import FileTier
 from safe_offload.worker.tiers.naming import namespace, namespace_folder, path_of
 from tests.worker.tiers.contract import (
     FACTS,
@@ -55,7 +56,7 @@ async def make(root: Path) -> AsyncIterator[MakeTier]:
     tiers: list[FileTier] = []
 
     def one_more(path: Path = root, capacity_bytes: int | None = None) -> FileTier:
-        config = TierConfig("file", str(path), capacity_bytes=capacity_bytes)
+        config = TierConfig(Location("file", str(path)), capacity_bytes=capacity_bytes)
         tiers.append(FileTier(config, 1 << 20, FACTS))
         return tiers[-1]
 

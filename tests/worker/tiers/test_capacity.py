@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers import capacity, files, object_file
+from safe_offload.tier_url import Location
 from safe_offload.worker.tiers.base import Name, Result
-from safe_offload.worker.tiers.capacity import (
+from safe_offload.worker.tiers.files import capacity, object_file
+from safe_offload.worker.tiers.files import tier as files
+from safe_offload.worker.tiers.files.capacity import (
     EVICT_FROM,
     EVICT_TO,
     LOCK_FILE,
@@ -25,8 +27,8 @@ from safe_offload.worker.tiers.capacity import (
     Usage,
     keep,
 )
-from safe_offload.worker.tiers.directory import open_root, size_on_disk, walk
-from safe_offload.worker.tiers.files import FileTier
+from safe_offload.worker.tiers.files.directory import open_root, size_on_disk, walk
+from safe_offload.worker.tiers.files.tier import FileTier
 from safe_offload.worker.tiers.naming import HEADER_BYTES, namespace_folder, path_of
 from tests.worker.tiers.contract import (
     FACTS,
@@ -57,7 +59,7 @@ async def make(root: Path) -> AsyncIterator[MakeTier]:
 
     def one_more(capacity_bytes: int | None = LIMIT_BYTES, num_threads: int = 4) -> FileTier:
         config = TierConfig(
-            "file", str(root), capacity_bytes=capacity_bytes, num_threads=num_threads
+            Location("file", str(root)), capacity_bytes=capacity_bytes, num_threads=num_threads
         )
         tiers.append(FileTier(config, OBJECT_BYTES, FACTS))
         return tiers[-1]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.worker.tiers.base import Name
-from safe_offload.worker.tiers.files import FileTier
+from safe_offload.worker.tiers.files.tier import FileTier
 from safe_offload.worker.tiers.naming import namespace_folder, path_of
 from tests.worker.tiers.contract import FACTS, TierContract
 
@@ -27,7 +28,7 @@ class FilesContract(TierContract):
     @pytest.fixture
     def make_tier(self, root: Path) -> Callable[[], FileTier]:
         self.root = root
-        return lambda: FileTier(TierConfig("file", str(root)), SLOT_BYTES, FACTS)
+        return lambda: FileTier(TierConfig(Location("file", str(root))), SLOT_BYTES, FACTS)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return path_in(self.root, name).read_bytes()

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.directory import FILE_MODE, PAGE_BYTES, remove
-from safe_offload.worker.tiers.naming import HEADER_BYTES, checksum, header, judge
+from safe_offload.worker.tiers.files.directory import FILE_MODE, PAGE_BYTES, remove
+from safe_offload.worker.tiers.naming import HEADER_BYTES
+from safe_offload.worker.tiers.seal import Seal
 
 TOUCH_AFTER_NS: Final = 60 * 10**9
 
@@ -38,10 +39,12 @@ class ObjectFiles:
 
     Args:
         slot_bytes: of the largest slot, for the buffer of a thread that needs one.
+        seal: makes and checks their headers.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, seal: Seal) -> None:
         self._slot_bytes = slot_bytes
+        self._seal = seal
         self._own = _OfThread()
 
     def read(
@@ -81,13 +84,13 @@ class ObjectFiles:
             else:
                 if num_bytes != HEADER_BYTES + length_bytes:
                     return Result.CORRUPT
-                return judge(bytes(page), name, length_bytes, checksum(slot))
+                return self._seal.judge(bytes(page), name, slot)
         whole = self._whole(HEADER_BYTES + length_bytes)
         num_bytes = _move(os.preadv, file_fd, [whole])
         if num_bytes != HEADER_BYTES + length_bytes:
             return Result.CORRUPT
         body = whole[HEADER_BYTES : HEADER_BYTES + length_bytes]
-        result = judge(bytes(whole[:HEADER_BYTES]), name, length_bytes, checksum([body]))
+        result = self._seal.judge(bytes(whole[:HEADER_BYTES]), name, [body])
         if result is Result.DONE:
             start = 0
             for buffer in slot:
@@ -112,7 +115,7 @@ class ObjectFiles:
             # blocks as well (fallocate) makes the write slower: by a tenth on ext4, by half on
             # tmpfs. One write allocates them all, and says when there are none.
             os.ftruncate(file_fd, size_bytes)
-            head = header(name, length_bytes, checksum(slot))
+            head = self._seal.header(name, slot)
             self._write_from(file_fd, head, slot, size_bytes, is_direct=is_direct)
         finally:
             os.close(file_fd)

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from safe_offload.units import MIB
-from safe_offload.worker.tiers.directory import FILE_MODE, Stored, remove, walk
+from safe_offload.worker.tiers.files.directory import FILE_MODE, Stored, remove, walk
 
 USAGE_FILE: Final = "usage"
 LOCK_FILE: Final = "evict.lock"

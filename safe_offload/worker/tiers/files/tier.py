@@ -26,8 +26,8 @@ from safe_offload.tier_config import TierConfig
 from safe_offload.worker.threads import start_threads
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.capacity import Capacity
-from safe_offload.worker.tiers.directory import (
+from safe_offload.worker.tiers.files.capacity import Capacity
+from safe_offload.worker.tiers.files.directory import (
     FILE_MODE,
     FOLDER_MODE,
     TEMPORARY_PREFIX,
@@ -39,13 +39,14 @@ from safe_offload.worker.tiers.directory import (
     require_ours,
     size_on_disk,
 )
-from safe_offload.worker.tiers.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
+from safe_offload.worker.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
+from safe_offload.worker.tiers.rare_log import RareLog
+from safe_offload.worker.tiers.seal import PLAIN, Seal
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SWEEP_EVERY_S: Final = 3600.0
 
-_LOG_EVERY_S: Final = 60.0
 _BAD_NAMES_MAX: Final = 100_000
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
@@ -63,21 +64,26 @@ class FileTier:
         config: of the tier; its directory is not touched before it is first used.
         slot_bytes: of the largest slot.
         facts: what its namespaces are made of (naming.py), written down beside the objects.
+        seal: makes and checks the headers of objects.
 
     Raises:
         ConfigError: the system refuses a thread.
     """
 
     def __init__(
-        self, config: TierConfig, slot_bytes: int, facts: Mapping[str, object] | None = None
+        self,
+        config: TierConfig,
+        slot_bytes: int,
+        facts: Mapping[str, object] | None = None,
+        seal: Seal = PLAIN,
     ) -> None:
-        self.label = f"file://{config.path}"
+        self.label = config.location.label
         self.used_bytes = -1
         self.num_evicted = 0
-        self._log = _RareLog(self.label)
-        self._place = _Place(config.path, self.label, dict(facts or {}))
+        self._log = _Log(self.label)
+        self._place = _Place(config.location.path, self.label, dict(facts or {}))
         self._capacity = Capacity(config.capacity_bytes)
-        self._files = ObjectFiles(slot_bytes)
+        self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads
         # Names of what could not be read: they are not offered again.
         self._bad_names: set[Name] = set()
@@ -459,34 +465,27 @@ class _Visit:
             self._namespace = b""
 
 
-class _RareLog:
+class _Log:
     """Says what went wrong, each kind at most once a minute."""
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._said_at_s: dict[object, float] = {}
+        self._rare = RareLog()
 
     def failure(self, error: OSError) -> None:
-        if self._is_due(error.errno):
+        if self._rare.is_due(error.errno):
             logger.warning("Tier %s failed to read or write: %s", self._label, error)
 
     def no_room(self, error: OSError) -> None:
-        if self._is_due(error.errno):
+        if self._rare.is_due(error.errno):
             logger.warning("The file system of tier %s is full: %s", self._label, error)
 
     def bad_object(self, result: Result, file: str) -> None:
-        if self._is_due(result):
+        if self._rare.is_due(result):
             logger.warning(
                 "An object of tier %s cannot be used, it is %s: %s",
                 *(self._label, result.value, file),
             )
-
-    def _is_due(self, kind: object) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._said_at_s.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
-            return False
-        self._said_at_s[kind] = now_s
-        return True
 
 
 _numbers: Final = itertools.count()

@@ -1,0 +1,1 @@
+"""A bucket of an object store as a tier."""

@@ -1,0 +1,27 @@
+"""Log lines about a tier that come with every object when something is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Final
+
+LOG_EVERY_S: Final = 60.0
+KINDS_MAX: Final = 100
+
+
+class RareLog:
+    """Says of each kind of line whether it is due: at most once a minute. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._said_at_s: dict[Hashable, float] = {}
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Return whether to write a line of this kind now."""
+        now_s = time.monotonic()
+        if now_s - self._said_at_s.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
+            return False
+        if len(self._said_at_s) >= KINDS_MAX:
+            self._said_at_s.clear()
+        self._said_at_s[kind] = now_s
+        return True

@@ -1,0 +1,1 @@
+"""A server or cluster of Valkey or Redis as a tier."""
