@@ -31,6 +31,8 @@ the other way round where computing is expected to take at most `PROBE_REACH` ti
 PROBE_REACH = 2.0
 REFRESH_EVERY_MAX = 7
 """Samples that may come before what follows from them is worked out again; fewer at first."""
+FAR = 4
+"""Of steps up to so many times the largest that was measured, the smaller ones tell something."""
 GAUGES_EVERY_MAX = 64
 """Samples, after which the gauges are worked out again; while there are few, when they double."""
 
@@ -41,7 +43,8 @@ class Curve:
     More takes no less: where the medians say otherwise, which is noise, their neighbours' mean
     counts. Below the smallest size that was measured and beyond the largest it goes on like the two
     next to it. If there is but one, it goes through zero and that, or, where `is_cheap_beyond`,
-    stays level beyond it.
+    stays level beyond it. Where it is not, beyond `FAR` times the largest it grows with the size:
+    that small ones take equally long says nothing of much larger ones.
     """
 
     def __init__(self, *, is_cheap_beyond: bool) -> None:
@@ -95,6 +98,14 @@ class Curve:
         if len(sizes) == 1:
             is_level = self._is_cheap_beyond and size > sizes[0]
             return seconds[0] if is_level else seconds[0] * size / sizes[0]
+        far = FAR * sizes[-1]
+        if size > far and not self._is_cheap_beyond:
+            return self._along(far) * size / far
+        return self._along(size)
+
+    def _along(self, size: float) -> float:
+        """Seconds by the straight line of the two sizes around or next to one."""
+        sizes, seconds = self._sizes, self._seconds
         index = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         size_before, before_s = sizes[index - 1], seconds[index - 1]
         rise = (seconds[index] - before_s) / (sizes[index] - size_before)
@@ -286,10 +297,19 @@ class TierCosts:
         """Whether so many slots are to be filled from a tier, and hit then."""
         return self._pays(offer, self._fetches[tier - 1].at(num_slots))
 
-    def is_soon(self, offer: Offer, num_slots: int, tier: int) -> bool:
-        """Whether so many slots are expected to be filled while a request may wait in vain."""
-        limit_s = self.wait_max_s(offer, 0.0)
-        return limit_s is None or self._fetches[tier - 1].at(num_slots) <= limit_s
+    def is_soon(self, offer: Offer, num_slots: int, tier: int, waited_s: float) -> bool:
+        """Whether so many slots are sure to be filled while a request may wait in vain.
+
+        Args:
+            offer: what they bring.
+            num_slots: to be filled.
+            tier: the farthest that they come from.
+            waited_s: by the request until now.
+        """
+        fetches, limit_s = self._fetches[tier - 1], self.wait_max_s(offer, 0.0)
+        if limit_s is None:
+            return True  # there is no such limit
+        return fetches.num_samples > 0 and fetches.at(num_slots) <= (limit_s - waited_s) / 2
 
     def tries_all_the_same(self) -> bool:
         """Whether to fetch what does not pay, which is done now and then to measure it anew."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SHARE = 4
 """Fetches hold at most one in so many of the usable slots."""
-NUM_PIECES = 8
-PIECE_BYTES_MIN = 8 << 20
-"""Of all ranks together: smaller ones cost more messages than they show progress."""
+NUM_PIECES = 16
+PIECE_BLOCKS_MIN = 16
+"""So many, as a tier reads several at a time."""
 
 
 class Fetches:
@@ -43,7 +43,6 @@ class Fetches:
         leases: where slots come from.
         transfer_ids: never gives the same twice.
         num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
         counters: what happens is counted here.
     """
 
@@ -53,14 +52,12 @@ class Fetches:
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
-        slot_bytes: int,
         counters: Counters,
     ) -> None:
         self._hits = hits
         self._leases = leases
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
-        self._piece_slots_min = max(1, PIECE_BYTES_MIN // max(1, slot_bytes))
         self._counters = counters
         self._new: list[Fetch] = []
         self._in_flight: dict[int, Fetch] = {}
@@ -94,7 +91,7 @@ class Fetches:
             The pieces, in that order.
         """
         num_blocks = sum(len(leg.far) for leg in legs)
-        num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_slots_min)
+        num_in_piece = max(-(-num_blocks // NUM_PIECES), PIECE_BLOCKS_MIN)
         parts = [
             (leg.first_token, leg.far[start : start + num_in_piece])
             for leg in legs
@@ -112,7 +109,9 @@ class Fetches:
             fetch = Fetch(
                 transfer_id=transfer_id,
                 ranks_left=set(range(self._num_ranks)),
-                message=TierTransfer(transfer_id, keys, ids_of(lease.slots), word),
+                message=TierTransfer(
+                    transfer_id, keys, ids_of(lease.slots), word, bytes(b.tier for b in part)
+                ),
                 lease=lease,
                 missing=set(),
                 epoch=self._hits.directory.epoch,

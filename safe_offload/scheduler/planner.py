@@ -17,6 +17,7 @@ from safe_offload.compat import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
+    IDLE_PLAN,
     Outcome,
     StepPlan,
     StepReport,
@@ -73,6 +74,7 @@ class PlannerOptions:
         transfer_timeout_s: no request waits longer for loads of others.
         min_load_tokens, num_step_tokens_max: see `cost.Costs`.
         num_steps_in_flight: see `cost.StepWatch`.
+        waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
         new_word: see `tiers.TierOptions`.
     """
@@ -88,6 +90,7 @@ class PlannerOptions:
     min_load_tokens: int | None = 0
     num_step_tokens_max: int = 1
     num_steps_in_flight: int = 1
+    waits_when_idle: bool = True
     tiers: tuple[TierConfig, ...] = ()
     new_word: Callable[[], str] = secrets.token_hex
 
@@ -126,9 +129,9 @@ class Statistics:
 class Planner(Side):
     """The scheduler side, complete once vLLM has told where it keeps its blocks.
 
-    Its own state: whether it is disabled, whether a gauge may have changed, and the steps left for
-    the start. Everything else belongs to its parts, which are public, and each of which changes
-    only its own.
+    Its own state: whether it is disabled, whether a gauge may have changed, the steps left for the
+    start, and how many steps have computed nothing by now. Everything else belongs to its parts,
+    which are public, and each of which changes only its own.
 
     Args:
         hits: what the host holds, nothing yet.
@@ -186,6 +189,7 @@ class Planner(Side):
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
+        self._num_idle_steps = 0
         self.has_changed = True
 
     def __repr__(self) -> str:
@@ -321,6 +325,7 @@ class Planner(Side):
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
             self._start_steps_left -= 1
+        is_idle = self._is_idle(scheduler_output)
         if self.costs.landed:
             self._count_waits(now_s)
         if self.steps is not None:
@@ -336,15 +341,26 @@ class Planner(Side):
         if tiers is not None and (tiers.has_to_plan or now_s > tiers.plan_again_s):
             messages = NO_MESSAGES if self._is_disabled else tiers.plan(now_s)
         if not (before or after or fences or self.loads.has_news or messages is not NO_MESSAGES):
-            return EMPTY_PLAN
+            return IDLE_PLAN if is_idle else EMPTY_PLAN
         stores = before, after, fences
-        plan = StepPlan(self.loads.new_transfers(), *stores, self.loads.failures, *messages)
+        loads = self.loads.new_transfers()
+        plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)
         self.stores.sent()
         self.loads.sent(now_s)
         if tiers is not None and messages is not NO_MESSAGES:
             tiers.sent(now_s)
         self.has_changed = True
         return plan
+
+    def _is_idle(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether nothing is computed in this step, nor in one that may still be under way."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._num_idle_steps = 0
+            return False
+        self._num_idle_steps += 1
+        return self.options.waits_when_idle and (
+            self._num_idle_steps >= self.options.num_steps_in_flight
+        )
 
     def _count_waits(self, now_s: float) -> None:
         """Requests whose loads have landed since the last plan may run from now on."""

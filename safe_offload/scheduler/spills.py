@@ -6,7 +6,8 @@ and holds nothing back. Few spills are under way at a time, of a bounded size, a
 until all ranks have read them.
 
 By default all that is stored is spilled. Where tiers take only what the host is about to evict, the
-next slots to go are looked at while free ones are few.
+next slots to go are looked at while free ones are few. What was fetched from a tier is spilled at
+the same moment, to the nearer tiers that keep.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safe_offload.scheduler.pending import Store, TierPending
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.hits import HostHits
+    from safe_offload.scheduler.pending import Fetch
 
 IN_FLIGHT_MAX = 2
 """Spills: while one is written, the next is known."""
@@ -39,6 +41,8 @@ class Spills:
     evicted is spilled, what tiers have of the slots, and as of which version of the directory all
     that is to be looked at has been.
 
+    What a tier has goes with its number, its origin; 0 stands for what none is known to have.
+
     Args:
         hits: what the host holds.
         leases: where slots are protected while they are read.
@@ -47,6 +51,8 @@ class Spills:
         slot_bytes: of one slot, on all ranks together.
         counters: what happens is counted here.
         evicted_only: spill what the host is about to evict, not all that it stores.
+        nearest_kept: number of the nearest tier that keeps what comes from those farther away; that
+            of the last one if none does.
     """
 
     def __init__(  # noqa: PLR0913
@@ -59,6 +65,7 @@ class Spills:
         counters: Counters,
         *,
         evicted_only: bool,
+        nearest_kept: int,
     ) -> None:
         self._slots = hits.slots
         self._directory = hits.directory
@@ -70,10 +77,11 @@ class Spills:
         self._batch_max = max(1, min(BATCH_BYTES_MAX // max(1, slot_bytes), self._num_ahead))
         self._counters = counters
         self.evicted_only = evicted_only
-        self._queue: dict[int, tuple[int, bytes]] = {}
+        self._nearest_kept = nearest_kept
+        self._queue: dict[int, tuple[int, bytes, int]] = {}
         self._new: list[TierPending] = []
         self._in_flight: dict[int, TierPending] = {}
-        self._spilled: dict[int, bytes] = {}
+        self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
 
     def __repr__(self) -> str:
@@ -90,14 +98,27 @@ class Spills:
             evicted = self._queue.keys() & slots  # what they held before
             if evicted:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += len(evicted)
-            keys = zip(repeat(part.blocks.group_idx), part.blocks.hashes)
+            keys = zip(repeat(part.blocks.group_idx), part.blocks.hashes, repeat(0))
             self._queue.update(zip(slots, keys, strict=False))
 
-    def known(self, slots: Iterable[int]) -> None:
-        """What these slots hold came from a tier, or was offered to all."""
-        if self.evicted_only:
-            hashes = self._directory.hashes
-            self._spilled.update((slot, hashes[slot]) for slot in slots if slot in hashes)
+    def fetched(self, fetch: Fetch, slots: Iterable[int]) -> None:
+        """A fetch has brought blocks that can be found, in these slots."""
+        is_kept = fetch.course.tier > self._nearest_kept
+        if not (is_kept or self.evicted_only):
+            return
+        directory, message = self._directory, fetch.message
+        origins = dict(zip(message.slot_ids, message.origins, strict=True))
+        for slot in slots:
+            block_hash = directory.hashes.get(slot)
+            if block_hash is None:
+                continue
+            origin = origins[slot] if origins[slot] > self._nearest_kept else 0
+            if self.evicted_only:
+                self._spilled[slot] = block_hash, origin
+            elif origin:
+                if self._queue.pop(slot, None) is not None:  # what it held before
+                    self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
+                self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     def _look_ahead(self) -> None:
         """Queue what the host is about to evict and tiers do not have."""
@@ -108,8 +129,11 @@ class Spills:
         hashes, spilled = directory.hashes, self._spilled
         for slot in slots.next_evicted(self._num_ahead):
             block_hash = hashes[slot]
-            if spilled.get(slot) != block_hash:
-                self._queue[slot] = directory.group_of(slot), block_hash
+            known_hash, origin = spilled.get(slot, (b"", 0))
+            if known_hash != block_hash:
+                self._queue[slot] = directory.group_of(slot), block_hash, 0
+            elif origin:
+                self._queue[slot] = directory.group_of(slot), block_hash, origin
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -141,12 +165,14 @@ class Spills:
         slots: list[int] = []
         group_ids = bytearray()
         hashes: list[bytes] = []
+        origins = bytearray()
         for slot in list(islice(queue, self._batch_max)):
-            group_idx, block_hash = queue.pop(slot)
+            group_idx, block_hash, origin = queue.pop(slot)
             if find(group_idx, block_hash) == slot:
                 slots.append(slot)
                 group_ids.append(group_idx)
                 hashes.append(block_hash)
+                origins.append(origin)
             else:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
         if not slots:
@@ -156,7 +182,9 @@ class Spills:
         return TierPending(
             transfer_id=transfer_id,
             ranks_left=set(range(self._num_ranks)),
-            message=TierTransfer(transfer_id, keys, ids_of(slots), word),
+            message=TierTransfer(
+                transfer_id, keys, ids_of(slots), word, bytes(origins) if any(origins) else b""
+            ),
             lease=self._leases.hold(LeaseKind.SPILL, slots),
             missing=set(),
         )
@@ -180,13 +208,18 @@ class Spills:
         if spill.failure is not None:
             self._counters[FAILED_SPILLS[spill.failure]] += 1
             num_missing = num_blocks
+            num_kept = 0
         else:
             num_missing = sum(place < num_blocks for place in spill.missing)
-        self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing
+            kept = [place for place, origin in enumerate(spill.message.origins) if origin]
+            num_kept = len(set(kept).difference(spill.missing))
+        self._counters[Count.KEPT_BLOCKS] += num_kept
+        self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing - num_kept
         self._counters[Count.DROPPED_SPILLS_REFUSED] += num_missing
         if self.evicted_only:
             # What tiers would not take is not offered again as long as the host has it.
-            self.known(slots)
+            hashes = self._directory.hashes
+            self._spilled.update((slot, (hashes[slot], 0)) for slot in slots if slot in hashes)
             spill.lease.put_back()
         else:
             spill.lease.release()

@@ -133,9 +133,15 @@ class Tiers:
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
         self.costs = TierCosts(costs, len(configs))
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
-        what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
-        self.fetches = Fetches(*what)
-        self.spills = Spills(*what, evicted_only=configs[0].stores_evicted)
+        what = hits, leases, transfer_ids, options.num_ranks
+        self.fetches = Fetches(*what, counters)
+        self.spills = Spills(
+            *what,
+            options.slot_bytes,
+            counters,
+            evicted_only=configs[0].stores_evicted,
+            nearest_kept=next((n for n, c in enumerate(configs, 1) if c.keep), len(configs)),
+        )
         self.word = ""
         self._lookups: dict[RequestState, LookUp] = {}
         self._num_lookups = 0
@@ -417,7 +423,7 @@ class Tiers:
         """Cut what is far into legs if it may be late, as only all of it together is of use."""
         whole = [Leg(first_token, reach.far)]
         offer = self._offer(lookup, reach, first_token)
-        if self.costs.is_soon(offer, len(reach.far), tier):
+        if self.costs.is_soon(offer, len(reach.far), tier, lookup.waited_s):
             return whole
         hashes, computed = lookup.state.request.block_hashes, lookup.num_computed_tokens
         legs = self._reaches.legs(reach, hashes, computed, first_token, present)
@@ -467,7 +473,7 @@ class Tiers:
                 self._settle_question(question)
 
     def _settle_fetch(self, fetch: Fetch) -> None:
-        self.spills.known(self.fetches.settle(fetch))
+        self.spills.fetched(fetch, self.fetches.settle(fetch))
         course = fetch.course
         if course.ended(is_whole=fetch.is_whole) and course.is_whole:
             self._fetched.append(course)

@@ -44,7 +44,9 @@ _BLOCKS = "scheduler/blocks.py"
 _TIERS, _LOOKUPS = "scheduler/tiers.py", "scheduler/lookups.py"
 _FETCHES, _SPILLS = "scheduler/fetches.py", "scheduler/spills.py"
 _RUNNER, _CIRCUIT = "worker/tiers/runner.py", "worker/tiers/circuit.py"
+_INQUIRY = "worker/tiers/inquiry.py"
 _FAULTY = ("tiers-faults",)
+_FAR = ("tiers-far",)
 
 MUTANTS = (
     # ---- I1: a reported hit stays ----
@@ -810,8 +812,8 @@ MUTANTS = (
         "a failed load is not announced",
         _PLANNER,
         "Planner.plan",
-        "plan = StepPlan(self.loads.new_transfers(), *stores, self.loads.failures, *messages)",
-        "plan = StepPlan(self.loads.new_transfers(), *stores, (), *messages)",
+        "plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)",
+        "plan = StepPlan(loads, *stores, (), *messages, is_idle)",
         "I7",
         ("failing",),
     ),
@@ -1262,6 +1264,60 @@ MUTANTS = (
         tests=("tests/scheduler/test_tiers.py", "-k", "legs_of_others"),
     ),
     Mutant(
+        "a tier that hangs is waited for although another has something",
+        _INQUIRY,
+        "Inquiry._until_s",
+        "if not any(self.tiers): ...",
+        "if True: ...",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "answered_in_time or as_long_again"),
+    ),
+    Mutant(
+        "the next tier is asked only when a nearer one has answered",
+        _INQUIRY,
+        "Inquiry.run",
+        "asyncio.wait({task}, timeout=HEAD_START_S)",
+        "asyncio.wait({task})",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "hides_nothing"),
+    ),
+    Mutant(
+        "a near answer is overwritten by a far one",
+        _INQUIRY,
+        "Inquiry._ask",
+        "if is_there and not 0 < self.tiers[place] < number: ...",
+        "if is_there: ...",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "nearest_tier_is_named"),
+    ),
+    Mutant(
+        "every probe that is not needed any more is given up, and a tier that hangs is not noticed",
+        _INQUIRY,
+        "Inquiry._let_go",
+        "if is_all_found and number > farthest: ...",
+        "if True: ...",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "hides_nothing or judged_all_the_same"),
+    ),
+    Mutant(
+        "a probe that is given up counts as a failure",
+        _CIRCUIT,
+        "Circuit.probe",
+        "breaker.withdraw()",
+        "breaker.fail('it was given up')",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "followed_by_another"),
+    ),
+    Mutant(
+        "a trial that is given up is never followed by another",
+        _CIRCUIT,
+        "Circuit.probe",
+        "breaker.withdraw()",
+        "pass",
+        "I9",
+        tests=("tests/worker/test_tier_runner.py", "-k", "followed_by_another"),
+    ),
+    Mutant(
         "room is waited for in a pool that has none for any fetch",
         _TIERS,
         "Tiers._decide_on",
@@ -1320,9 +1376,9 @@ MUTANTS = (
     Mutant(
         "what a tier did not have counts as fetched",
         _RUNNER,
-        "TierRunner._fetch",
-        "came = [result is Result.DONE for result in results]",
-        "came = [True for result in results]",
+        "TierRunner._read",
+        "[result is Result.DONE for result in results]",
+        "[True for result in results]",
         "I10",
         _FAULTY,
     ),
@@ -1343,6 +1399,33 @@ MUTANTS = (
         "pass",
         "I10",
         ("swarm",),
+    ),
+    Mutant(
+        "what is kept is what its slot holds by now",
+        _SPILLS,
+        "Spills._make",
+        "if find(group_idx, block_hash) == slot: ...",
+        "if origin or find(group_idx, block_hash) == slot: ...",
+        "I5",
+        _FAR,
+    ),
+    Mutant(
+        "what is kept is written to far tiers too",
+        _RUNNER,
+        "TierRunner._spill",
+        "not origins[place] or origins[place] > beyond",
+        "True",
+        "I10",
+        tests=("tests/worker/test_tier_runner.py", "-k", "nearer_ones_that_keep"),
+    ),
+    Mutant(
+        "a write to several tiers that is given up is over with the first",
+        _RUNNER,
+        "_together",
+        "await asyncio.gather(*calls, return_exceptions=True)",
+        "await asyncio.gather(*calls)",
+        "I10",
+        tests=("tests/worker/test_tier_runner.py", "-k", "every_tier_that_touches"),
     ),
     # ---- I11: fetches hold their share of the slots at most ----
     Mutant(
@@ -1372,6 +1455,15 @@ MUTANTS = (
         "self._leases.hold(LeaseKind.SPILL, [])",
         "I5",
         ("tiers", "tiers-faults"),
+    ),
+    Mutant(
+        "slots whose blocks are kept are not leased",
+        _SPILLS,
+        "Spills._make",
+        "self._leases.hold(LeaseKind.SPILL, slots)",
+        "self._leases.hold(LeaseKind.SPILL, [s for s, o in zip(slots, origins) if not o])",
+        "I5",
+        _FAR,
     ),
     Mutant(
         "the slots of a fetch are free when its request has gone",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from safe_offload.scheduler import cost
 from safe_offload.scheduler.cost import (
+    FAR,
     GAUGES_EVERY_MAX,
     KEPT_SAMPLES,
     PROBE_EVERY,
@@ -222,6 +223,17 @@ def test_one_step_tells_how_long_to_wait_for_a_tier() -> None:
     assert 0.05 <= wait_s <= 0.1 + WAIT_SLACK_S
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 20), (3, 40, 41), (1, 2, 4, 9)])
+def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes: tuple[int, ...]) -> None:
+    """Steps of few tokens take equally long, which says nothing of one of thousands."""
+    costs = Costs(None, STEP_TOKENS)
+    for size in sizes * SAMPLES_MIN:
+        costs.steps.add(size, STEP_S + size * TOKEN_S / 100)
+    wait_s = TierCosts(costs, 1).wait_max_s(Offer(16_000, 20), 0.0)
+    assert wait_s is not None
+    assert wait_s >= WAIT_SLACK_S + 0.05 * (16_000 * TOKEN_S)
+
+
 def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched() -> None:
     costs = Costs(None, STEP_TOKENS)
     tiers = TierCosts(costs, 1)
@@ -261,6 +273,15 @@ def test_between_two_sizes_it_is_a_line() -> None:
     assert [curve.at(size) for size in (0, 50, 200)] == [0, 0.5, 2]
     curve.add(300, 2.0)
     assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.75, 1, 1.5, 2, 3]
+
+
+def test_far_beyond_what_was_measured_dear_grows_with_the_size_and_cheap_does_not() -> None:
+    for is_cheap, factor in ((False, 100), (True, 1)):
+        curve = Curve(is_cheap_beyond=is_cheap)
+        for size in (5, 10):
+            curve.add(size, 2.0)
+        assert curve.at(10 * FAR) == 2.0
+        assert curve.at(10 * FAR * 100) == 2.0 * factor
 
 
 def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take() -> None:

@@ -578,3 +578,31 @@ def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(
     rig.drain()
     assert rig.counts["stored_blocks"] == 0
     rig.check_idle()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_workers_may_wait_in_a_step_only_if_none_computes(
+    make_rig: MakeRig, is_async: bool
+) -> None:
+    """With steps in flight together, only if all of them compute nothing."""
+    rig = make_rig(num_slots=200, is_async=is_async)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.forget_gpu_cache()
+    num_in_flight = rig.planner.options.num_steps_in_flight
+    assert num_in_flight == 1 + is_async
+    rig.hold_copies(True)
+    rig.add("again", a)
+    rig.add("beside", rig.prompt(30, 2), max_tokens=6)
+    seen = []
+    for _ in range(20):
+        batch = rig.step()
+        assert batch is not None
+        seen.append((batch.scheduled.total_num_scheduled_tokens, rig.plans[-1].is_idle))
+    computed = [bool(num_tokens) for num_tokens, _ in seen]
+    recent = [any(computed[max(0, i + 1 - num_in_flight) : i + 1]) for i in range(len(seen))]
+    assert [is_idle for _, is_idle in seen] == [not any_computed for any_computed in recent]
+    assert {True, False} == set(recent)
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_idle()

@@ -13,6 +13,7 @@ from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport
 from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.scheduler.lookups import LookUp
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from tests.counts import num_failed
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tier_rig import WAIT_S, TierRig
@@ -40,8 +41,8 @@ def make_tiers() -> Iterator[MakeTierRig]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetches are cut into pieces, however few bytes these have."""
-    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BYTES_MIN", 1)
+    """Fetches are cut into pieces of two blocks."""
+    monkeypatch.setattr("safe_offload.scheduler.fetches.PIECE_BLOCKS_MIN", 2)
 
 
 def make_warm(make_tiers: MakeTierRig, **options: Any) -> TierRig:
@@ -163,6 +164,22 @@ def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None
     lose(rig, keys_of(rig)[6])
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
     assert rig.counts["fetched_blocks"] == 6
+    rig.check_idle()
+
+
+def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -> None:
+    """`cache_salt` keeps tenants apart in tiers too: their blocks have other names."""
+    rig = make_warm(make_tiers)
+    stored = {place[3] for place in rig.tier.objects}
+    for salt in ("s", "t"):
+        rig.add(salt, prompt(rig, 1), cache_salt=salt)
+        rig.drain()
+        assert rig.counts["hit_tokens"] == 0
+    asked = [{key for _, key in keys_in([probe])} for probe in rig.probes]
+    assert len(asked) == 2
+    assert not asked[0] & asked[1]
+    assert not (asked[0] | asked[1]) & stored
+    assert rig.run_alone("a", prompt(rig, 2)) == PREFIX_TOKENS
     rig.check_idle()
 
 
@@ -416,7 +433,7 @@ def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
 
 
 def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -> None:
-    tiers = (TierConfig("file", "/nowhere", wait_s=WAIT_S, model_version="v1"),)
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
     rig = make_warm(make_tiers, tiers=tiers)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
@@ -671,7 +688,7 @@ def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers: MakeTi
     rig.check_idle()
 
 
-EVICTED = (TierConfig("file", "/nowhere", wait_s=WAIT_S, stores_evicted=True),)
+EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True),)
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
@@ -724,6 +741,158 @@ def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
     assert len(hashes - stored(rig)) > 5, "most of it is evicted"
     assert rig.spills
     assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
+# ---- what comes from a far tier ----------------------------------------------------------------
+
+NEAR, FAR = (TierConfig(Location("file", f"/{place}"), wait_s=WAIT_S) for place in ("near", "far"))
+KEEPING = replace(NEAR, keep=True), FAR
+
+
+def make_far(make_tiers: MakeTierRig, **options: Any) -> TierRig:
+    """An engine whose second tier has the prefix of `prompt`."""
+    rig = make_warm(make_tiers, **{"tiers": KEEPING, **options})
+    rig.tier.number = 2
+    rig.spills.clear()
+    return rig
+
+
+def end_spills(rig: TierRig) -> None:
+    """Let all that waits be spilled, and nothing be left."""
+    rig.tier.held.clear()
+    rig.run_alone("wake", [1, 2], max_tokens=1)  # it goes idle while tiers are silent for long
+    rig.drain()
+    rig.step()
+    rig.check_idle()
+
+
+def kept(rig: TierRig) -> set[bytes]:
+    """Hashes that are written to nearer tiers than the one that has them."""
+    pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
+    return {block_hash for block_hash, origin in pairs if origin}
+
+
+@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
+def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
+    make_tiers: MakeTierRig, shape: dict[str, Any]
+) -> None:
+    rig = make_far(make_tiers, **shape)
+    rig.tier.held = {"spill"}
+    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS, "before it is kept"
+    end_spills(rig)
+    fetched = set(keys_of(rig)[:NUM_BLOCKS])
+    assert kept(rig) == fetched
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked))
+    assert rig.counts["kept_blocks"] == NUM_BLOCKS
+    assert rig.counts["spilled_blocks"] == len(asked) - NUM_BLOCKS
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "number"),
+    [((NEAR, FAR), 2), (KEEPING, 1), ((NEAR, replace(FAR, keep=True)), 2), (KEEPING, 0)],
+    ids=["none keeps", "it is there", "the far one keeps", "it is gone"],
+)
+def test_what_no_nearer_tier_keeps_is_not_written_again(
+    make_tiers: MakeTierRig, tiers: tuple[TierConfig, ...], number: int
+) -> None:
+    rig = make_far(make_tiers, tiers=tiers)
+    rig.tier.number = number
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.drain()
+    assert not kept(rig)
+    assert bool(rig.fetches) == bool(number)
+    assert rig.counts["kept_blocks"] == 0
+
+
+def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_far(make_tiers, tiers=(*KEEPING, FAR))
+    mixed = [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
+    hashes = keys_of(rig)[:NUM_BLOCKS]
+    origin_of = dict(zip(hashes, mixed, strict=True))
+
+    def name_tiers(report: StepReport) -> StepReport:
+        presences = []
+        for presence in report.presences:
+            keys = rig.probes[-1].keys.hashes
+            tiers = bytes(
+                origin_of.get(h, 0) * bool(t) for h, t in zip(keys, presence.tiers, strict=True)
+            )
+            presences.append(replace(presence, tiers=tiers))
+        return replace(report, presences=tuple(presences))
+
+    rig.after_report = name_tiers
+    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
+    rig.drain()
+    found = [o for fetch in rig.fetches for o in fetch.origins]
+    assert found == mixed
+    pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
+    assert {pair for pair in pairs if pair[1]} == set(zip(hashes[2:], mixed[2:], strict=True))
+    assert rig.counts["kept_blocks"] == 8
+
+
+def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRig) -> None:
+    rig = make_far(make_tiers, num_slots=64)
+    rig.tier.held = {"spill"}
+    for number in range(3):  # two spills that do not end, and what waits behind them
+        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    for number in range(12):
+        rig.run_alone(f"r{number}", rig.prompt(33, 60 + number), max_tokens=1)
+    end_spills(rig)
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    assert rig.counts["kept_blocks"] < NUM_BLOCKS
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
+
+
+def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_far(make_tiers)
+    rig.tier.held = {"spill"}
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.step_until(lambda: any(rig.spills))
+    assert rig.planner.gauges()["leased_slots"] == len(rig.spills[0].keys)
+    end_spills(rig)
+
+
+def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
+    rig = make_far(make_tiers)
+    rig.tier.held = {"spill"}
+    for number in range(4):
+        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    end_spills(rig)
+    assert not kept(rig)
+
+
+def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
+    make_tiers: MakeTierRig,
+) -> None:
+    evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
+    rig = make_far(make_tiers, num_slots=64)
+    rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
+    rig.start()
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    assert not rig.spills, "there is room"
+    rig.forget_gpu_cache()
+    hashes = set(keys_of(rig)[:NUM_BLOCKS])
+    for number in range(2, 38):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    gone = hashes - stored(rig)
+    assert gone
+    assert gone <= kept(rig) <= hashes
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked)), "each once"
+    assert rig.counts["kept_blocks"] == len(kept(rig))
     rig.check_idle()
 
 
@@ -864,7 +1033,7 @@ def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig)
     rig.abort("a")
     began_s = rig.clock.now_s
     rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
-    assert 2 * TierConfig("", "").timeout_s <= rig.clock.now_s - began_s <= 20
+    assert 2 * TierConfig(Location("", "")).timeout_s <= rig.clock.now_s - began_s <= 20
     assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
     rig.tier.held.clear()
     rig.run_alone("b", prompt(rig, 2))
@@ -979,8 +1148,7 @@ def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> None:
-    rig = make_measured(make_tiers, token_s=1.0, groups=("window:10", "full"), num_blocks=150)
-    rig.tier.held = {"fetch"}
+    rig = make_hybrid(make_tiers, fetch_s=0.01)
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
     rig.answer(rig.fetches[:-1])
@@ -988,15 +1156,46 @@ def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> N
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
 
 
-def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
-    """Of a hybrid model; its tier takes half of the time that computing takes."""
+def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
+    """Of a hybrid model; its tier has always taken so long to bring what is asked for."""
     groups = ("window:10", "full")
     rig = make_measured(make_tiers, token_s=1.0, groups=groups, num_blocks=150)
-    for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
-        for _ in range(KEPT_SAMPLES):
-            rig.planner.tiers.costs.add_fetch(1, num_slots, PREFIX_TOKENS / 2)
+    if fetch_s is not None:
+        for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
+            for _ in range(KEPT_SAMPLES):
+                rig.planner.tiers.costs.add_fetch(1, num_slots, fetch_s)
     rig.tier.held = {"fetch"}
     return rig
+
+
+def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
+    """Of a hybrid model; its tier takes half of the time that computing takes."""
+    return make_hybrid(make_tiers, PREFIX_TOKENS / 2)
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "probe_s", "is_whole"),
+    [
+        (0.01 * PREFIX_TOKENS, 0.0, True),
+        (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
+        (0.01 * PREFIX_TOKENS, 0.04 * PREFIX_TOKENS, False),  # the answer came late
+        (None, 0.0, False),  # nobody knows
+    ],
+)
+def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
+    make_tiers: MakeTierRig, fetch_s: float | None, probe_s: float, is_whole: bool
+) -> None:
+    rig = make_hybrid(make_tiers, fetch_s)
+    rig.tier.held = {"fetch", "probe"}
+    rig.add("a", prompt(rig, 1))
+    asked_s = rig.clock.now_s
+    rig.step_until(lambda: rig.clock.now_s - asked_s >= probe_s, max_steps=1000)
+    rig.tier.held = {"fetch"}
+    rig.step_until(lambda: bool(rig.fetches))
+    assert (len(legs_of(rig)) == 1) == is_whole
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_tokens("a", 4)
 
 
 def legs_of(rig: TierRig) -> dict[int, list[Any]]:

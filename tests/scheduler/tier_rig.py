@@ -24,6 +24,7 @@ from safe_offload.protocol import (
     TierTransfer,
 )
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from tests.scheduler.rig import Rig
 
 Place = tuple[int, str, int, bytes]
@@ -41,6 +42,7 @@ class StandInTier:
         lost: hashes that are there and do not come, by rank.
         refused: nothing is taken.
         failure: of all fetches and spills.
+        number: which of the tiers it stands for, when it is asked what it has.
     """
 
     objects: dict[Place, list[int | None]] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class StandInTier:
     lost: set[tuple[int, bytes]] = field(default_factory=set)
     refused: bool = False
     failure: FailureReason | None = None
+    number: int = 1
 
 
 class TierRig(Rig):
@@ -63,7 +66,7 @@ class TierRig(Rig):
         self,
         *,
         tier: StandInTier | None = None,
-        tiers: tuple[TierConfig, ...] = (TierConfig("file", "/nowhere", wait_s=WAIT_S),),
+        tiers: tuple[TierConfig, ...] = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S),),
         **shape: Any,
     ) -> None:
         read = OffloadConfig.from_extra_config
@@ -124,7 +127,7 @@ class TierRig(Rig):
         tier = self.tier
         places = places_of(rank, message.word, message.keys)
         if kind == "probe":
-            has = bytes(place in tier.objects for place in places)
+            has = bytes(tier.number * (place in tier.objects) for place in places)
             return StepReport(presences=(Presence(rank, message.probe_id, has),))
         if tier.failure is not None:
             return StepReport((Outcome(rank, message.transfer_id, tier.failure),))

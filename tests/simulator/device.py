@@ -12,6 +12,7 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -373,6 +374,10 @@ class SimBackend:
     def num_usable_slots(self) -> int:
         """See `Backend.num_usable_slots`."""
         return self.device.num_usable_slots
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """See `ProvableBackend.undisturbed`: nothing is prepared."""
+        return nullcontext()
 
     def use(self, paths: tuple[CopyPath, ...]) -> None:
         """See `ProvableBackend.use`: there is one."""

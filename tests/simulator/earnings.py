@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from tests.simulator.checkers.ledger import Ledger
+from safe_offload.protocol import StepPlan
+from tests.simulator.checkers.ledger import Ledger, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
+from tests.simulator.tiers import StoredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +28,20 @@ class Floor:
             have had and the GPU's own did not.
         fetched: blocks fetched from tiers, for each block of tokens that was computed for the first
             time.
+        shared: blocks loaded from the host that another engine had computed, likewise.
     """
 
     stored: float
     loaded: float
     hit: float
     fetched: float = 0.0
+    shared: float = 0.0
 
     def __str__(self) -> str:
         """As the command prints it."""
         said = f"stored {self.stored:.2f} loaded {self.loaded:.2f} hit {self.hit:.2f}"
-        return f"{said} fetched {self.fetched:.2f}" if self.fetched else said
+        said += f" fetched {self.fetched:.2f}" if self.fetched else ""
+        return f"{said} shared {self.shared:.2f}" if self.shared else said
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class Earned:
         tokens_hit: that vLLM wanted loaded.
         tokens_missing: that a GPU cache without end would have had, and the GPU's did not.
         blocks_fetched: that every rank had from its tiers.
+        blocks_shared: of loads that delivered, what another engine had computed.
     """
 
     blocks_stored: int = 0
@@ -60,6 +66,7 @@ class Earned:
     tokens_hit: int = 0
     tokens_missing: int = 0
     blocks_fetched: int = 0
+    blocks_shared: int = 0
 
     def __add__(self, other: Earned) -> Earned:
         return Earned(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -71,6 +78,7 @@ class Earned:
             self.loads_good / max(self.loads, 1),
             self.tokens_hit / max(self.tokens_missing, 1),
             self.blocks_fetched / max(self.blocks_computed, 1),
+            self.blocks_shared / max(self.blocks_computed, 1),
         )
 
     def what_is_below(self, floor: Floor) -> str:
@@ -78,7 +86,7 @@ class Earned:
         found = self.shares()
         return ", ".join(
             f"{name} {getattr(found, name):.2f} of at least {getattr(floor, name):.2f}"
-            for name in ("stored", "loaded", "hit", "fetched")
+            for name in ("stored", "loaded", "hit", "fetched", "shared")
             if getattr(found, name) < getattr(floor, name)
         )
 
@@ -100,6 +108,13 @@ class Earnings:
         """Hashes of what has been computed since the host forgot everything last."""
         self._num_known: dict[str, int] = {}
         self._on_gpu: dict[str, int] = {}
+        self._others: set[int] = set()
+        """Slots that hold what another engine has computed."""
+        self._num_others: dict[int, int] = {}
+        """How many of them a load reads, by transfer id."""
+        ledger.on_plan.append(self._see_plan)
+        for tier in (tier for rank in core.tiers for tier in rank.tiers):
+            tap(tier, "on_fetched", self._see_fetched)
         tap(core.connector, "get_num_new_matched_tokens", self._see_match)
         tap(core.connector, "update_state_after_alloc", self._see_allocation)
         tap(core.connector, "request_finished_all_groups", self._see_finish)
@@ -133,6 +148,19 @@ class Earnings:
         self._num_known.clear()
         return original()
 
+    def _see_plan(self, plan: StepPlan) -> None:
+        for load in plan.loads:
+            self._num_others[load.transfer_id] = len(self._others.intersection(load.slot_ids))
+        for _, slots in writes_of(plan):
+            self._others.difference_update(slots)
+
+    def _see_fetched(
+        self, original: Callable[..., None], rank: int, slot: int, stored: StoredObject
+    ) -> None:
+        original(rank, slot, stored)
+        if stored.engine != self._core.engine:
+            self._others.add(slot)
+
     def _see_finish(self, original: Callable[..., Any], request: Any, blocks: Any) -> Any:
         self._learn(request)
         self._num_known.pop(request.request_id, None)
@@ -163,4 +191,9 @@ class Earnings:
             loads=sum(not record.is_store for record in records),
             loads_good=len(good) - len(stores),
             blocks_fetched=sum(fetch.num_good for fetch in self._ledger.fetches.values()),
+            blocks_shared=sum(
+                self._num_others[record.transfer.transfer_id]
+                for record in good
+                if not record.is_store
+            ),
         )

@@ -58,6 +58,8 @@ class EngineCore(Stepper):
         seed: decides when copies move and how far ranks lag behind.
         copy_ticks_max: how late copies may end.
         stores: of its tiers, as many as the shape's settings name, nearest first.
+        clock: of all engines that are driven together; its own if not given.
+        engine: its number among them.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class EngineCore(Stepper):
         *,
         copy_ticks_max: int = 0,
         stores: Sequence[ObjectStore] = (),
+        clock: Clock | None = None,
+        engine: int = 0,
     ) -> None:
         vllm_config, kv_cache_config = make_config(shape), make_kv_cache_config(shape)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -74,7 +78,8 @@ class EngineCore(Stepper):
             OffloadConfig.from_extra_config(extra, world_size=shape.num_ranks),
             ranks_per_copy=ranks_per_copy(vllm_config, kv_cache_config),
         )
-        self.clock = Clock()
+        self.clock = clock if clock is not None else Clock()
+        self.engine = engine
         with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
             super().__init__(shape)
         self.chance = Chance(seed)
@@ -161,7 +166,7 @@ class EngineCore(Stepper):
         share: Share,
         verifier: Verifier | None,
     ) -> TierRunner | None:
-        self.tiers.append(RankTiers(self.stores, device, self.chance))
+        self.tiers.append(RankTiers(self.stores, device, self.chance, self.engine))
         if not self.stores:
             return None
         holder = self.shape.holder_of(rank)

@@ -41,5 +41,7 @@ FLOORS = {
     "tiers": Floor(stored=0.73, loaded=0.75, hit=0.74, fetched=0.16),
     "tiers-hybrid-lazy": Floor(stored=1.57, loaded=0.75, hit=0.50, fetched=0.19),
     "tiers-faults": Floor(stored=0.85, loaded=0.74, hit=0.38, fetched=0.02),
+    "tiers-shared": Floor(stored=0.66, loaded=0.75, hit=1.11, fetched=0.12, shared=0.13),
+    "tiers-far": Floor(stored=0.64, loaded=0.73, hit=1.29, fetched=0.12, shared=0.06),
     "swarm": Floor(stored=0.79, loaded=0.74, hit=0.15),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +76,7 @@ class Profile:
         settles: faults and aborts end with the last request, and all must settle within a bound.
         tiers: nearest first; the shape's settings name as many.
         num_lives: how often the engine is started, each time on the tiers that the last left.
+        num_engines: that are driven together and share what the tiers hold.
     """
 
     about: str
@@ -85,6 +87,7 @@ class Profile:
     settles: bool = False
     tiers: tuple[TierOptions, ...] = ()
     num_lives: int = 1
+    num_engines: int = 1
 
 
 TIER_FAULTS: FaultCounts = {
@@ -97,16 +100,26 @@ TIER_FAULTS: FaultCounts = {
     TierFault.SWAP: 6,
     TierFault.EVICT: 6,
 }
+NETWORK_FAULTS: FaultCounts = {**TIER_FAULTS, TierFault.CUT: 8}
 
 WAIT_S = 30
 """How long a request may wait for tiers: steps in which nothing is computed take a second each."""
 
 
-def tier_settings(count: int = 1, **settings: Any) -> dict[str, Any]:
-    """Settings that name tiers; what they keep is the simulator's."""
+def tier_settings(count: int = 1, *, kept: Sequence[int] = (), **settings: Any) -> dict[str, Any]:
+    """Settings that name tiers; what they hold is the simulator's.
+
+    Args:
+        count: how many.
+        kept: indices of those with `keep`.
+        settings: of each of them.
+    """
     usual = {"wait_s": WAIT_S, "timeout_s": 10}
+    keep = ({"keep": True} if index in kept else {} for index in range(count))
     urls = (f"file:///tier/{index}" for index in range(count))
-    return {"tiers": [{"url": url, **usual, **settings} for url in urls]}
+    return {
+        "tiers": [{"url": u, **usual, **settings, **k} for u, k in zip(urls, keep, strict=True)]
+    }
 
 
 _HYBRID = EngineShape(groups=("window:10", "full"), num_blocks=60, num_slots=90, has_events=True)
@@ -291,5 +304,50 @@ PROFILES: dict[str, Profile] = {
         settles=True,
         tiers=(TierOptions(ticks_max=24),),
         num_lives=2,
+    ),
+    "tiers-shared": Profile(
+        "two engines at the same time, one store that evicts between a probe and its fetch",
+        EngineShape(
+            num_slots=70,
+            num_blocks=26,
+            has_events=True,
+            extra=tier_settings(wait_s=4 * WAIT_S, timeout_s=60),
+        ),
+        Workload(num_requests=40, num_stems=10, num_steps=90, output_tokens=12, num_resets=1),
+        tiers=(TierOptions(ticks_max=24, num_objects_max=160, latency_ticks=10),),
+        num_engines=2,
+    ),
+    "tiers-far": Profile(
+        "two engines on two ranks, each with a near tier that keeps; a far one with latency, whose "
+        "connections are lost",
+        EngineShape(
+            num_blocks=32,
+            num_slots=90,
+            tensor_ranks=2,
+            is_async=True,
+            extra={
+                "verify": "load",
+                "transfer_timeout_s": 30,
+                **tier_settings(2, kept=(0,), wait_s=4 * WAIT_S, timeout_s=60),
+            },
+        ),
+        Workload(
+            num_requests=28,
+            num_stems=10,
+            num_steps=90,
+            stem_tokens=90,
+            output_tokens=8,
+            num_resets=1,
+            num_reused_ids=8,
+        ),
+        copy_ticks_max=24,
+        faults={**NETWORK_FAULTS, **COPY_FAULTS, **PEER_FAULTS, **SQUEEZES},
+        settles=True,
+        tiers=(
+            TierOptions(ticks_max=12, num_objects_max=80, latency_ticks=10, is_local=True),
+            TierOptions(ticks_max=24, latency_ticks=30),
+        ),
+        num_lives=2,
+        num_engines=2,
     ),
 }

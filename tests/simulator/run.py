@@ -1,13 +1,18 @@
-"""One run: a profile, a seed, the events that are kept; to its end or to the first finding."""
+"""One run: a profile, a seed, the events that are kept; to its end or to the first finding.
+
+Most profiles have one engine. Those of several share what their tiers hold, and one clock.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safe_offload.errors import InvariantError
+from tests.simulator.chance import Chance
 from tests.simulator.checkers import Checkers
 from tests.simulator.earnings import Earned, Earnings
 from tests.simulator.engine_core import EngineCore
@@ -20,11 +25,30 @@ from tests.simulator.settling import Settling
 from tests.simulator.swarm import profile_of
 from tests.simulator.tiers import ObjectStore
 from tests.simulator.trace import Trace
-from tests.simulator.workload import make_events
+from tests.simulator.virtual_loop import Clock
+from tests.simulator.workload import events_of, make_events
 
+TURNS = (1, 1, 2, 5, 30)
+"""So many steps of an engine, before the seed chooses the next one."""
 STEPS_MAX = 5000
 WAKE_TICKS, WAKES_MAX = 500, 100
 """More than any operation of a tier takes; more than there are, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine is among those that are driven together.
+
+    Attributes:
+        clock: of all of them.
+        lines: of the trace of all of them.
+        label: that lines of this one begin with.
+    """
+
+    number: int = 0
+    clock: Clock = field(default_factory=Clock)
+    lines: list[str] = field(default_factory=list)
+    label: str = ""
 
 
 @dataclass(slots=True)
@@ -50,13 +74,14 @@ class Result:
     counts: Counter[str] = field(default_factory=Counter)
     earned: Earned = field(default_factory=Earned)
 
-    def add(self, life: Run) -> None:
-        """What became of one more life of the engine."""
-        self.trace += life.trace.lines
-        self.digest += life.trace.digest
-        self.num_steps += life.core.num_steps
-        self.counts.update(life.core.counts)
-        self.earned += life.earnings.total()
+    def add(self, fleet: Fleet) -> None:
+        """What became of one more life of the engines."""
+        self.trace += fleet.lines
+        for life in fleet.runs:
+            self.digest += life.trace.digest
+            self.num_steps += life.core.num_steps
+            self.counts.update(life.core.counts)
+            self.earned += life.earnings.total()
 
 
 class Run:
@@ -67,6 +92,7 @@ class Run:
         seed: which one.
         events: what happens in it.
         stores: of its tiers, as an earlier engine left them; empty ones if not given.
+        place: among engines that are driven together.
     """
 
     def __init__(
@@ -75,15 +101,22 @@ class Run:
         seed: int | str,
         events: Sequence[Event],
         stores: Sequence[ObjectStore] | None = None,
+        place: Place | None = None,
     ) -> None:
         if stores is None:
             stores = [ObjectStore(options) for options in profile.tiers]
+        place = place if place is not None else Place()
         self.core = EngineCore(
-            profile.shape, seed, copy_ticks_max=profile.copy_ticks_max, stores=stores
+            profile.shape,
+            seed,
+            copy_ticks_max=profile.copy_ticks_max,
+            stores=stores,
+            clock=place.clock,
+            engine=place.number,
         )
         self.checkers = Checkers(self.core)
         self.earnings = Earnings(self.core, self.checkers.ledger)
-        self.trace = Trace(self.core)
+        self.trace = Trace(self.core, place.lines, place.label)
         self._sends = [event for event in events if isinstance(event, Send)]
         self._resets = [event for event in events if isinstance(event, Reset)]
         self._moments = Moments(
@@ -105,8 +138,17 @@ class Run:
         Raises:
             Finding: a promise was broken.
         """
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[None]:
+        """Run to the end, with a pause after each step.
+
+        Raises:
+            Finding: a promise was broken.
+        """
         try:
-            self._go()
+            yield from self._turns()
         except Finding:
             raise
         except InvariantError as error:
@@ -114,7 +156,7 @@ class Run:
         except Exception as error:
             raise Finding("I7", f"the engine died of {error!r}") from error
 
-    def _go(self) -> None:
+    def _turns(self) -> Iterator[None]:
         core = self.core
         while self._sends or self._resets or self._faults.is_pending or core.has_work:
             if core.num_steps > STEPS_MAX:
@@ -131,6 +173,7 @@ class Run:
                 self.earnings.after_step()
                 self.checkers.after_step()
             self._check_answers()
+            yield
         self._check_answers()
         self._wake()
         self.checkers.after_drain()
@@ -217,6 +260,75 @@ class Run:
                 raise Finding("I6", f"{request_id} answered {answer}, not {expected}")
 
 
+class Fleet:
+    """One engine, or several that share what their tiers hold, in turns that the seed chooses.
+
+    Args:
+        profile: the kind of run.
+        seed: which one.
+        events: what happens in it, to one engine or another.
+        stores: see `make_stores`.
+        life: how often they have been started before.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        seed: int,
+        events: Sequence[Event],
+        stores: Sequence[Sequence[ObjectStore]],
+        life: int = 0,
+    ) -> None:
+        self.lines: list[str] = []
+        name: int | str = f"{seed}/life {life}" if life else seed
+        self._chance = Chance(f"turns/{name}")
+        if profile.num_engines == 1:
+            alone = Place(lines=self.lines)
+            self.runs = [Run(profile, name, events, stores[0], alone)]
+            return
+        clock = Clock()
+        self.runs = [
+            Run(
+                profile,
+                f"{name}/engine {number}",
+                events_of(events, seed, number, profile.num_engines),
+                stores[number],
+                Place(number, clock, self.lines, f"{number}| "),
+            )
+            for number in range(profile.num_engines)
+        ]
+
+    def go(self) -> None:
+        """Run to the end.
+
+        Raises:
+            Finding: a promise was broken.
+        """
+        going = {number: current.turns() for number, current in enumerate(self.runs)}
+        for turn in itertools.count():
+            if not going:
+                return
+            number = self._chance.choose(list(going), "engine", turn)
+            for _ in range(self._chance.choose(TURNS, "turns", turn)):
+                if next(going[number], self) is self:  # it has ended
+                    del going[number]
+                    break
+
+    def close(self) -> None:
+        """End the engines."""
+        for current in self.runs:
+            current.core.close()
+
+
+def make_stores(profile: Profile) -> list[list[ObjectStore]]:
+    """What the tiers of each engine hold: the same for all, but for what each has of its own."""
+    common = [ObjectStore(options) for options in profile.tiers]
+    return [
+        [ObjectStore(store.options) if store.options.is_local else store for store in common]
+        for _ in range(profile.num_engines)
+    ]
+
+
 def run(
     profile: str,
     seed: int,
@@ -240,21 +352,16 @@ def run(
     if only is not None:
         kept = set(only)
         events = [event for event in events if event.name in kept]
-    stores = [ObjectStore(options) for options in chosen.tiers]
+    stores = make_stores(chosen)
     result = Result(profile, seed, events)
     for life in range(chosen.num_lives):
         if life:
             result.trace.append(f"---- life {life + 1}")
-            for store in stores:
+            for store in {id(store): store for of_one in stores for store in of_one}.values():
                 store.restart()
-        current = Run(chosen, f"{seed}/life {life}" if life else seed, events, stores)
-        try:
-            current.go()
-        except Finding as found:
-            result.finding = found
-        finally:
-            current.core.close()
-        result.add(current)
+        fleet = Fleet(chosen, seed, events, stores, life)
+        result.finding = _finding_of(fleet)
+        result.add(fleet)
         if result.finding is not None:
             break
     return result
@@ -262,13 +369,16 @@ def run(
 
 def findings_of(profile: Profile, seeds: Iterable[int]) -> list[Finding]:
     """Run seeds of a profile; return what their checkers found."""
-    findings = []
-    for seed in seeds:
-        current = Run(profile, seed, make_events(profile, seed))
-        try:
-            current.go()
-        except Finding as finding:
-            findings.append(finding)
-        finally:
-            current.core.close()
-    return findings
+    fleets = (Fleet(profile, s, make_events(profile, s), make_stores(profile)) for s in seeds)
+    findings = [_finding_of(fleet) for fleet in fleets]
+    return [finding for finding in findings if finding is not None]
+
+
+def _finding_of(fleet: Fleet) -> Finding | None:
+    try:
+        fleet.go()
+    except Finding as finding:
+        return finding
+    finally:
+        fleet.close()
+    return None

@@ -56,6 +56,7 @@ FAULTS_MAX: FaultCounts = {
     TierFault.TEAR: 12,
     TierFault.SWAP: 12,
     TierFault.EVICT: 12,
+    TierFault.CUT: 12,
 }
 FINAL_FAULTS_MAX: FaultCounts = {
     CopyFault.KILL: 1,
@@ -151,6 +152,8 @@ def described(name: str, seed: int) -> list[str]:
         f"  engine: {_differing(profile.shape)}",
         f"  workload: {_differing(profile.workload)}, copies end up to {profile.copy_ticks_max} "
         "ticks late",
+        f"  tiers: {', '.join(map(str, profile.tiers)) or 'none'}, {profile.num_engines} engines, "
+        f"{profile.num_lives} lives",
         "  faults at most: "
         + (", ".join(f"{most} {kind.value}" for kind, most in profile.faults.items()) or "none"),
     ]
@@ -190,6 +193,7 @@ class _Draw:
             settles=True,
             tiers=tiers,
             num_lives=self._one_of((1, 2), "lives") if tiers else 1,
+            num_engines=self._one_of((1, 1, 2), "engines") if tiers else 1,
         )
 
     # ---- what clients do -----------------------------------------------------------------------
@@ -288,11 +292,14 @@ class _Draw:
             settings["store"] = "evicted"
         if self._is_on("model version", 0.125):
             settings["model_version"] = "1"
-        extra.update(tier_settings(count, **settings))
+        kept = [index for index in range(count) if self._is_on(f"tier {index} keeps")]
+        extra.update(tier_settings(count, kept=kept, **settings))
         return tuple(
             TierOptions(
                 ticks_max=self._one_of((0, 6, 12, 40, 400), "tier ticks", index),
                 num_objects_max=self._one_of((0, 0, 20, 60), "tier objects", index),
+                latency_ticks=self._one_of((0, 0, 10, 60, 200), "tier latency", index),
+                is_local=index < count - 1 and self._is_on("local tier"),
             )
             for index in range(count)
         )

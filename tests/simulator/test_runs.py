@@ -48,6 +48,8 @@ REGRESSIONS = {
     "the target of a copy": ("mamba-gpu", 100001),
     # A store that settled after a rank had died waited to be spilled, and no plan came any more.
     "idle with spills that wait": ("swarm", 1827),
+    # A checker that took a probe which nobody waits for any more for something that is left.
+    "a probe that goes on": ("swarm", 13),
 }
 """Seeds that broke a promise once, and what was wrong."""
 
@@ -68,7 +70,7 @@ def test_every_profile_must_store_load_and_hit() -> None:
     assert set(FLOORS) == set(NAMES)
     for profile, floor in FLOORS.items():
         nothing = Earned(blocks_computed=1, loads=1, tokens_missing=1)
-        num_shares = 3 + profile.startswith("tiers")
+        num_shares = 3 + profile.startswith("tiers") + (floor.shared > 0)
         assert nothing.what_is_below(floor).count("0.00 of at least") == num_shares, profile
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
+from safe_offload.scheduler.tiers import Tiers
 from safe_offload.worker.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
-from tests.simulator.profiles import PROFILES
-from tests.simulator.run import findings_of
+from tests.simulator.events import Abort
+from tests.simulator.profiles import PROFILES, Profile
+from tests.simulator.run import Fleet, findings_of, make_stores, run
 from tests.simulator.tiers import (
+    CUT_TICKS_MAX,
     ObjectStore,
     RankTiers,
     SimSlots,
@@ -24,6 +28,7 @@ from tests.simulator.tiers import (
     namespace_of,
 )
 from tests.simulator.virtual_loop import Clock, VirtualLoop
+from tests.simulator.workload import events_of, make_events
 
 T = TypeVar("T")
 
@@ -232,6 +237,93 @@ def test_an_engine_that_is_started_again_finds_its_own_in_its_first_namespace_on
     place.store.restart()
     epochs = {name: stored.epoch for name, stored in place.store.objects.items()}
     assert epochs == {**dict.fromkeys(NAMES, 0), after_reset: -1}
+
+
+def test_a_lost_connection_ends_what_is_under_way_and_what_comes_soon_after() -> None:
+    place = Place(ticks_max=40)
+    place.spill()
+    place.wipe()
+    fetch = place.start(place.tier.fetch(NAMES, place.slots))
+    for _ in range(3):
+        place.device.tick()
+    place.plan(TierFault.CUT)
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        place.do(place.tier.probe(NAMES))
+    written = [list(words) for words in place.device.memory.host]
+    with pytest.raises(OSError, match="lost its connection"):
+        place.finish(fetch)
+    for _ in range(CUT_TICKS_MAX):
+        place.device.tick()
+    assert place.device.memory.host == written, "nothing is written any more"
+    assert place.fetch() == [Result.DONE] * NUM_SLOTS
+
+
+def test_nothing_happens_before_the_latency_has_passed() -> None:
+    place = Place(latency_ticks=40)
+    place.spill()
+    place.wipe()
+    fetch = place.start(place.tier.fetch(NAMES, place.slots))
+    for _ in range(20):
+        place.device.tick()
+    assert place.device.memory.host == [[None] * NUM_WORDS] * NUM_SLOTS
+    assert place.finish(fetch, ticks_max=60) == [Result.DONE] * NUM_SLOTS
+    probe = place.start(place.tier.probe(NAMES))
+    with pytest.raises(AssertionError, match="not ended"):
+        place.finish(probe, ticks_max=19)
+    assert all(place.finish(probe, ticks_max=60))
+
+
+# ---- engines that share ------------------------------------------------------------------------
+
+
+def shared_profile(**workload: int) -> Profile:
+    profile = PROFILES["tiers-shared"]
+    return replace(profile, workload=replace(profile.workload, **workload))
+
+
+def test_two_engines_answer_what_the_other_has_computed_while_both_run() -> None:
+    profile = shared_profile(num_aborts=0, num_resets=0)
+    seed = 2
+    fleet = Fleet(profile, seed, make_events(profile, seed), make_stores(profile))
+    fleet.go()
+    fleet.close()
+    assert [run.earnings.total().blocks_shared > 0 for run in fleet.runs] == [True, True]
+    assert all(run.core.answers for run in fleet.runs)
+    turns = [line.split("|")[0] for line in fleet.lines]
+    assert len(list(itertools.groupby(turns))) > 10, "in turns"
+    assert fleet.runs[0].core.clock is fleet.runs[1].core.clock
+
+
+def test_a_store_is_common_and_a_local_one_is_not() -> None:
+    first, second = make_stores(PROFILES["tiers-far"])
+    assert [a is b for a, b in zip(first, second, strict=True)] == [False, True]
+
+
+def test_each_event_happens_to_one_engine_and_an_abort_to_that_of_its_request() -> None:
+    profile = PROFILES["tiers-far"]
+    events = make_events(profile, 1)
+    parts = [events_of(events, 1, engine, 2) for engine in range(2)]
+    assert sorted(e.name for part in parts for e in part) == sorted(e.name for e in events)
+    for part in parts:
+        names = {event.name for event in part}
+        assert len(names) > len(events) // 4
+        assert all(event.request in names for event in part if isinstance(event, Abort))
+
+
+def test_the_same_seed_of_two_engines_gives_the_same_trace() -> None:
+    first, second = run("tiers-shared", 3), run("tiers-shared", 3)
+    assert first.trace == second.trace
+    assert first.digest == second.digest
+
+
+def test_what_an_engine_with_other_weights_has_written_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a reset of one engine the other one would find what it writes from then on."""
+    monkeypatch.setattr("safe_offload.scheduler.tiers.Tiers.reset", Tiers.stop)
+    findings = findings_of(shared_profile(num_resets=8), range(6))
+    assert findings
+    assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings
 
 
 # ---- what checkers make of it ------------------------------------------------------------------

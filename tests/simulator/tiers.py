@@ -42,6 +42,8 @@ class TierFault(enum.Enum):
     """Some of the objects that a spill writes are replaced by those of another engine."""
     EVICT = "tier-evict"
     """Half of all objects are evicted as it begins."""
+    CUT = "tier-cut"
+    """The connection is lost: all that is under way raises, and what begins soon after."""
     DIE = "tier-die"
     """It and every later one raises."""
     SUBVERT = "tier-subvert"
@@ -66,10 +68,13 @@ APPLIES = {
     TierFault.TEAR: {Task.SPILL},
     TierFault.SWAP: {Task.SPILL},
     TierFault.EVICT: {Task.FETCH},
+    TierFault.CUT: _EVERY,
     TierFault.DIE: _EVERY,
     TierFault.SUBVERT: {Task.FETCH},
 }
 """Which operations a fault can happen to; it waits for the first of them."""
+CUT_TICKS_MAX = 120
+"""How long a connection that was lost cannot be made again."""
 LOSSES = {
     Task.FETCH: (Result.ABSENT, Result.UNREADABLE, Result.FAILED),
     Task.SPILL: (Result.FULL, Result.FAILED),
@@ -83,10 +88,14 @@ class TierOptions:
     Attributes:
         ticks_max: how late an operation may end.
         num_objects_max: it evicts what was used least recently beyond so many; 0: never.
+        latency_ticks: nothing happens to an operation before about so many.
+        is_local: each engine has one of its own.
     """
 
     ticks_max: int = 12
     num_objects_max: int = 0
+    latency_ticks: int = 0
+    is_local: bool = False
 
 
 @dataclass(slots=True)
@@ -94,12 +103,14 @@ class StoredObject:
     """One object.
 
     Attributes:
-        epoch: how often the engine that computed it had been reset by then.
+        epoch: stands for the weights that it was computed with; see `ContentChecker`.
+        engine: that wrote it.
         flaw: what a fetch finds wrong with it.
     """
 
     words: list[int | None]
     epoch: int
+    engine: int = 0
     flaw: Result | None = None
 
 
@@ -192,6 +203,7 @@ class Operation:
 
     Attributes:
         pending: (object, word) still to be moved, the last first.
+        latency_left: ticks before it is begun.
         opened: what is read or written, by object; what has begun is in it.
     """
 
@@ -204,6 +216,7 @@ class Operation:
     pending: list[tuple[int, int]]
     ticks_left: int
     stalled_until_s: float
+    latency_left: int = 0
     results: dict[int, Result] = field(default_factory=dict)
     opened: dict[int, StoredObject] = field(default_factory=dict)
 
@@ -245,6 +258,7 @@ class SimTier:
         device: of the rank; time passes on it.
         faults: of the rank.
         chance: decides when words are moved.
+        engine: whose way it is.
 
     Attributes:
         running: operations under way.
@@ -254,7 +268,13 @@ class SimTier:
     """
 
     def __init__(
-        self, label: str, store: ObjectStore, device: Device, faults: RankFaults, chance: Chance
+        self,
+        label: str,
+        store: ObjectStore,
+        device: Device,
+        faults: RankFaults,
+        chance: Chance,
+        engine: int = 0,
     ) -> None:
         self.label = label
         self.used_bytes = -1
@@ -267,7 +287,9 @@ class SimTier:
         self._device = device
         self._faults = faults
         self._chance = chance
+        self._engine = engine
         self._num_ticks = 0
+        self._cut_until = 0
 
     # ---- as a tier -----------------------------------------------------------------------------
 
@@ -318,6 +340,10 @@ class SimTier:
         if fault is TierFault.DIE or self._faults.is_dead:
             self._faults.is_dead = True
             raise OSError(f"{self.label} is dead, says the simulator")
+        if fault is TierFault.CUT:
+            self._cut(stream)
+        if self._num_ticks < self._cut_until:
+            raise ConnectionError(f"{self.label} cannot be reached, says the simulator")
         if fault is TierFault.EVICT:
             self.store.evict(stream)
         order = list(range(len(views)))
@@ -339,21 +365,32 @@ class SimTier:
             stream.randint(0, self.store.options.ticks_max),
             stalled_until_s,
         )
+        latency = self.store.options.latency_ticks
+        operation.latency_left = stream.randint(latency // 2, latency) if latency else 0
         self.running.append(operation)
         return operation
+
+    def _cut(self, stream: Random) -> None:
+        """Lose the connection: nothing is moved any more."""
+        self._cut_until = self._num_ticks + stream.randint(1, CUT_TICKS_MAX)
+        running, self.running = self.running, []
+        for operation in running:
+            self._fail(operation, "lost its connection, says the simulator")
 
     def _give_up(self, operation: Operation) -> None:
         """Cancelled: do not begin what has not been begun."""
         for index in range(len(operation.names)):
             if index not in operation.opened:
                 operation.results.setdefault(index, Result.CANCELLED)
+        operation.latency_left = 0
         if not operation.opened and operation.stream.random() < 0.5:
             operation.stalled_until_s = 0.0  # no thread of its own stands still
 
     # ---- as time passes ------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Nothing stands still any more."""
+        """Nothing stands still any more, and every connection can be made."""
+        self._cut_until = 0
         for operation in self.running:
             operation.stalled_until_s = 0.0
 
@@ -365,6 +402,9 @@ class SimTier:
                 # One that stands still may have begun, and one that has not can be given up.
                 self._move(operation, operation.stream.randint(0, 1))
                 continue
+            if operation.latency_left > 0:
+                operation.latency_left -= 1
+                continue
             operation.ticks_left -= 1
             if operation.ticks_left < 0 or not operation.pending:
                 self._end(operation)
@@ -375,12 +415,15 @@ class SimTier:
         fails = operation.fault is TierFault.FAIL
         self._move(operation, len(operation.pending) // 2 if fails else len(operation.pending))
         self.running.remove(operation)
-        if operation.ended.done() or operation.ended.get_loop().is_closed():
-            return
         if fails:
-            operation.ended.set_exception(OSError("failed, says the simulator"))
-        else:
+            self._fail(operation, "failed, says the simulator")
+        elif not (operation.ended.done() or operation.ended.get_loop().is_closed()):
             operation.ended.set_result(None)
+
+    @staticmethod
+    def _fail(operation: Operation, how: str) -> None:
+        if not (operation.ended.done() or operation.ended.get_loop().is_closed()):
+            operation.ended.set_exception(OSError(how))
 
     def _move(self, operation: Operation, count: int) -> None:
         for _ in range(min(count, len(operation.pending))):
@@ -409,7 +452,7 @@ class SimTier:
             operation.results[index] = Result.PRESENT
         else:
             epoch = self.epoch_of(operation.views[index].slot_id)
-            operation.opened[index] = StoredObject([], epoch)
+            operation.opened[index] = StoredObject([], epoch, self._engine)
 
     def _move_word(self, operation: Operation, index: int, word: int) -> None:
         view, stored = operation.views[index], operation.opened[index]
@@ -438,12 +481,15 @@ class RankTiers:
         stores: of each.
         device: of the rank.
         chance: decides when words are moved.
+        engine: of the rank.
     """
 
-    def __init__(self, stores: Sequence[ObjectStore], device: Device, chance: Chance) -> None:
+    def __init__(
+        self, stores: Sequence[ObjectStore], device: Device, chance: Chance, engine: int = 0
+    ) -> None:
         self.faults = RankFaults()
         self.tiers = [
-            SimTier(f"sim:{index}", store, device, self.faults, chance)
+            SimTier(f"sim:{index}", store, device, self.faults, chance, engine)
             for index, store in enumerate(stores)
         ]
         device.on_tick += [tier.tick for tier in self.tiers]

@@ -23,11 +23,18 @@ NUMBER_OF = {reason: number for number, reason in enumerate(FailureReason, start
 
 
 class Trace:
-    """Writes a run down."""
+    """Writes a run down.
 
-    def __init__(self, core: EngineCore) -> None:
+    Args:
+        core: the engine that runs.
+        lines: of all engines that are driven together; an attribute too.
+        label: that each line of this one begins with.
+    """
+
+    def __init__(self, core: EngineCore, lines: list[str], label: str = "") -> None:
         self._core = core
-        self.lines: list[str] = []
+        self.lines = lines
+        self._label = label
         self._digest = hashlib.sha256()
         tap(core.connector, "update_connector_output", self._see_output)
         tap(core, "abort", self._see_abort)
@@ -46,7 +53,7 @@ class Trace:
             facts: numbers, request ids, and tuples of them: what the line says.
         """
         step = self._core.num_steps
-        self.lines.append(f"{step:4} {line}")
+        self.lines.append(f"{self._label}{step:4} {line}")
         self._digest.update(repr((step, kind, facts)).encode())
 
     def step(self, batch: Batch | None) -> None:

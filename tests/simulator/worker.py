@@ -43,6 +43,7 @@ class SteppedLoop:
         self._device = device
         self._event_loop = event_loop
         self._has_ended = False
+        self.news = threading.Event()
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
         """See `Loop.start`."""

@@ -34,6 +34,24 @@ def make_events(profile: Profile, seed: int) -> list[Event]:
     ]
 
 
+def events_of(events: Sequence[Event], seed: int, engine: int, num_engines: int) -> list[Event]:
+    """What happens to one of several engines: each request goes to any of them.
+
+    Args:
+        events: of all of them.
+        seed: of the run.
+        engine: which one.
+        num_engines: how many there are.
+    """
+    chance = Chance(f"engines/{seed}")
+    names = (event.request if isinstance(event, Abort) else event.name for event in events)
+    return [
+        event
+        for event, name in zip(events, names, strict=True)
+        if chance.below(num_engines, name) == engine
+    ]
+
+
 def _make_requests(profile: Profile, chance: Chance) -> list[Send]:
     workload = profile.workload
     stems = []

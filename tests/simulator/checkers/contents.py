@@ -5,7 +5,7 @@ That the forward reads the right words is checked by the model runner itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from safe_offload.protocol import StepPlan, Transfer
@@ -16,6 +16,8 @@ from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 from tests.simulator.tiers import StoredObject
 from tests.simulator.words import Sequel, place
+
+ENGINES_MAX = 2
 
 
 class ContentChecker:
@@ -30,8 +32,8 @@ class ContentChecker:
         self._prefixes: dict[bytes, tuple[Sequel, int]] = {}
         """What a block hash, without its group, stands for: a prefix and its length."""
         self._requests: list[list[Any]] = []
-        self._stale: set[int] = set()
-        """Slots of before the last reset that have not been stored anew."""
+        self._stale: dict[int, int] = {}
+        """Slots of before the last reset that have not been stored anew, and their epochs."""
         self._old_blocks: set[int] = set()
         """GPU blocks that hold what was computed before it, and that nobody was given since."""
         self._flipped: set[int] = set()
@@ -39,7 +41,9 @@ class ContentChecker:
         and no store may use them once the scheduler side has been told."""
         self._fetched: dict[int, int] = {}
         """Slots that were filled from a tier last, and the epoch of what was written to them."""
-        self._epoch = 0
+        self._epoch = self._last_epoch = 0
+        """Stands for the weights, of which nobody but this engine has those after a reset: 0 before
+        the first one; then its number, with that of the engine."""
         tiers = core.config.tiers
         self._is_versioned = bool(tiers) and bool(tiers[0].model_version)
         """What was computed before a reset may be found again, in tiers."""
@@ -110,7 +114,7 @@ class ContentChecker:
         for fetch in plan.fetches:
             self._fetched.update(dict.fromkeys(fetch.slot_ids, self._epoch))
             self._flipped.difference_update(fetch.slot_ids)
-            self._stale.difference_update(fetch.slot_ids)
+            self._freshen(fetch.slot_ids)
         self._see_stores(plan.stores_before_forward)
         self._old_blocks -= self._written(scheduler_output)
         self._see_stores(plan.stores_after_forward)
@@ -140,13 +144,19 @@ class ContentChecker:
                 self._flipped.discard(slot)
                 self._fetched.pop(slot, None)
                 if block_id in self._old_blocks:
-                    self._stale.add(slot)
+                    self._stale[slot] = self._last_epoch
                 else:
-                    self._stale.discard(slot)
+                    self._freshen([slot])
+
+    def _freshen(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._stale.pop(slot, None)
 
     def _see_reset(self, original: Callable[[], bool]) -> bool:
-        self._epoch += 1
-        self._stale.update(range(self._core.shape.num_slots))
+        self._last_epoch = self._epoch
+        self._epoch = self._epoch + ENGINES_MAX if self._epoch else ENGINES_MAX + self._core.engine
+        for slot in range(self._core.shape.num_slots):
+            self._stale.setdefault(slot, self._last_epoch)
         # What is hashed vLLM goes on using itself, if the GPU's cache was not reset too.
         blocks = self._core.scheduler.kv_cache_manager.block_pool.blocks
         self._old_blocks |= {b.block_id for b in blocks if not b.ref_cnt and b.block_hash is None}
@@ -222,11 +232,11 @@ class ContentChecker:
     def _see_fetched(self, rank: int, slot: int, stored: StoredObject) -> None:
         if slot not in self._fetched:
             self._core.findings.add("I10", f"rank {rank} fetches into slot {slot}, unplanned")
-        elif stored.flaw is None and stored.epoch < self._epoch:
-            self._fetched[slot] = min(stored.epoch, self._fetched[slot])
+        elif stored.flaw is None and stored.epoch != self._epoch:
+            self._fetched[slot] = stored.epoch
 
     def _epoch_of(self, slot: int) -> int:
-        return self._epoch - (slot in self._stale)
+        return self._stale.get(slot, self._epoch)
 
     def _see_stored(self, slot: int, name: Name, words: list[int | None]) -> None:
         """What a tier has been given would be published by whoever finds it."""
