@@ -78,8 +78,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "cache",
-        help="what a directory of a file tier holds; check it, delete some of it",
-        module="safe_offload.cache_command",
+        help="what a tier holds; check it, delete some of it",
+        module="safe_offload.cache.command",
     )
     commands.add_parser("top", help="watch a server's metrics", module="safe_offload.top")
     bench = commands.add_parser("bench", help="measure")
@@ -87,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, what in (
         ("engine", "time to first token in a real vLLM engine, with and without us"),
         ("serve", "requests a second of a vLLM server with many users, with and without us"),
-        ("tiers", "a directory as a tier, against its device; engines that use it"),
+        ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
     ):
         benchmarks.add_parser(name, help=what, module=f"safe_offload.bench.{name}")

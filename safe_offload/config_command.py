@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from safe_offload.config import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.errors import ConfigError
-from safe_offload.settings import shown
-from safe_offload.tier_config import TIER_SETTINGS, URL
+from safe_offload.settings import shown, without_logins
+from safe_offload.tier_config import TIER_SETTINGS
+from safe_offload.tier_url import URL
 from safe_offload.transfer_config import (
     CONNECTOR_NAME,
     DEFAULT_KV_ROLE,
@@ -141,7 +142,16 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" counts'
             if value is not None:
-                yield _row(row.key, json.dumps(value), source, row.help if explain else "")
+                text = json.dumps(_without_logins(value))
+                yield _row(row.key, text, source, row.help if explain else "")
+
+
+def _without_logins(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _without_logins(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_logins(each) for each in value]
+    return without_logins(value) if isinstance(value, str) else value
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:

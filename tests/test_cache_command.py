@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from safe_offload import cache_command
+from safe_offload.cache import directory_store
 from safe_offload.cli import main
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.worker.tiers.base import Name, Result
-from safe_offload.worker.tiers.capacity import LOCK_FILE
-from safe_offload.worker.tiers.files import FileTier
-from safe_offload.worker.tiers.naming import HEADER_BYTES, namespace, namespace_folder, path_of
+from safe_offload.worker.tiers.files.capacity import LOCK_FILE
+from safe_offload.worker.tiers.files.tier import FileTier
+from safe_offload.worker.tiers.naming import namespace_folder, path_of
+from tests.cache.calls import (
+    AFTER_RESET,
+    FACTS,
+    FIRST,
+    OBJECT_BYTES,
+    STORED_BYTES,
+    Call,
+    caller,
+    read,
+)
 from tests.worker.tiers.contract import filled, name_of
-
-FACTS = {"model": "meta-llama/Llama-3.1-8B", "rank": 0}
-FIRST, AFTER_RESET = namespace(FACTS), namespace(FACTS, "word")
-OBJECT_BYTES = 12 << 10
-FILE_BYTES = OBJECT_BYTES + HEADER_BYTES
-Call = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -40,7 +43,9 @@ def root(tmp_path: Path) -> Path:
 
 def fill(root: Path, names: list[Name]) -> None:
     async def spill() -> None:
-        tier = FileTier(TierConfig("file", str(root), capacity_bytes=1 << 30), OBJECT_BYTES, FACTS)
+        tier = FileTier(
+            TierConfig(Location("file", str(root)), capacity_bytes=1 << 30), OBJECT_BYTES, FACTS
+        )
         results = await tier.spill(names, [filled((OBJECT_BYTES,))] * len(names))
         assert set(results) <= {Result.DONE, Result.PRESENT}
         await tier.close()
@@ -54,19 +59,7 @@ def path_in(root: Path, number: int, space: bytes = FIRST) -> Path:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command; its exit status, and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        status = main(["cache", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.err if status and not captured.out else captured.out
-
-    return run
-
-
-def read(call: Call, *arguments: object) -> tuple[int, dict[str, Any]]:
-    status, text = call(*arguments, "--json")
-    return status, json.loads(text)
+    return caller(capsys)
 
 
 # ---- ls ---------------------------------------------------------------------------------------
@@ -96,10 +89,10 @@ def test_ls_shows_ages(call: Call, root: Path) -> None:
 def test_ls_in_json_has_all_facts(call: Call, root: Path) -> None:
     status, document = read(call, "ls", f"file://{root}")
     assert status == 0
-    assert document["size_bytes"] == 13 * FILE_BYTES
+    assert document["size_bytes"] == 13 * STORED_BYTES
     first = {each["namespace"]: each for each in document["namespaces"]}[namespace_folder(FIRST)]
     assert first["facts"] == FACTS
-    assert (first["num_objects"], first["size_bytes"]) == (10, 10 * FILE_BYTES)
+    assert (first["num_objects"], first["size_bytes"]) == (10, 10 * STORED_BYTES)
 
 
 def test_a_namespace_without_a_description_is_shown(call: Call, root: Path) -> None:
@@ -137,6 +130,7 @@ def flip(path: Path, offset: int) -> None:
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "its header says 12288"),
         (lambda path: path.write_bytes(b""), "no header"),
         (lambda path: path.rename(path.with_name("0000" + "ab" * 32)), "names another object"),
+        (lambda path: path.rename(path.parents[1] / "04" / path.name), "names another object"),
     ],
 )
 def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(
@@ -169,10 +163,10 @@ def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call: Call, root:
     for number in range(10):
         at_s = time.time() - 1000 + number
         os.utime(path_in(root, number), (at_s, at_s))
-    status, document = read(call, "prune", root, "--to", 5 * FILE_BYTES)
+    status, document = read(call, "prune", root, "--to", 5 * STORED_BYTES)
     assert status == 0
     assert document["num_evicted"] == 8
-    assert document["held_bytes"] == 5 * FILE_BYTES
+    assert document["held_bytes"] == 5 * STORED_BYTES
     assert [path_in(root, n).exists() for n in range(10)] == [False] * 8 + [True] * 2
 
 
@@ -197,8 +191,10 @@ def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
 
 def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
     async def fill_up() -> None:
-        limit = 20 * FILE_BYTES
-        tier = FileTier(TierConfig("file", str(root), limit, num_threads=1), OBJECT_BYTES, FACTS)
+        limit = 20 * STORED_BYTES
+        tier = FileTier(
+            TierConfig(Location("file", str(root)), limit, num_threads=1), OBJECT_BYTES, FACTS
+        )
         names = [name_of(n, space=FIRST) for n in range(10, 17)]
         slots = [filled((OBJECT_BYTES,))] * 7
         assert set(await tier.spill(names, slots)) == {Result.DONE}
@@ -241,7 +237,7 @@ def test_a_link_is_not_followed(call: Call, root: Path, tmp_path: Path) -> None:
     (root / namespace_folder(FIRST)).rename(aside)
     (root / namespace_folder(FIRST)).symlink_to(aside)
     _, document = read(call, "ls", root)
-    assert document["size_bytes"] == 3 * FILE_BYTES
+    assert document["size_bytes"] == 3 * STORED_BYTES
     call("prune", root, "--older-than", "0s")
     assert len([p for p in aside.rglob("*") if p.is_file()]) == 11
 
@@ -255,7 +251,7 @@ def test_a_link_is_not_followed(call: Call, root: Path, tmp_path: Path) -> None:
         (("ls", "{root}/nowhere"), "cannot be opened: No such file or directory"),
         (("verify", "{root}/usage"), "cannot be opened: Not a directory"),
         (("prune", "{root}"), "add --to 200GiB or --older-than 7d"),
-        (("prune", "{root}", "--to", "many"), '"64GiB"'),
+        (("prune", "{root}", "--to", "many"), "Fix: write --to 64GiB"),
         (("prune", "{root}", "--older-than", "soon"), "write 7d for a week"),
         (("prune", "{root}/..", "--to", "1GiB"), "holds no cache of a tier"),
         (("rm", "{root}/..", "--all"), "holds no cache of a tier"),
@@ -276,7 +272,7 @@ def test_what_cannot_be_done_is_refused_with_the_fix(
 
 
 def test_who_evicts_is_waited_for(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_command, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(directory_store, "_PATIENCE_S", 0.0)
     lock_fd = os.open(root / LOCK_FILE, os.O_RDWR)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
     status, text = call("prune", root, "--to", "1GiB")

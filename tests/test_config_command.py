@@ -199,3 +199,11 @@ def test_it_needs_neither_vllm_nor_torch() -> None:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_passwords_are_not_shown(run: Any) -> None:
+    tiers = [{"url": "redis://me:hunter2@kv"}, {"url": "file:///mnt/kv", "wait_s": 3}]
+    shown = run(ours(tiers=tiers))["tiers"]
+    assert "hunter2" not in shown
+    assert '"redis://***@kv"' in shown
+    assert '"wait_s": 3' in shown

@@ -17,7 +17,9 @@ from safe_offload import compat
 from safe_offload.config import OffloadConfig
 from tests.simulator.vllm_setup import EngineShape, make_config
 
-PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "sizing.md").read_text()
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
+PAGE = (GUIDES / "sizing.md").read_text()
+FLEETS = (GUIDES / "fleets.md").read_text()
 BLOCK_TOKENS = 16
 CONVERSATION_TOKENS = 32_768
 KIB, GIB = 1 << 10, 1 << 30
@@ -104,3 +106,33 @@ def test_the_worked_answer_is_right() -> None:
     extra = json.loads(written)["kv_connector_extra_config"]
     assert OffloadConfig.from_extra_config(extra, world_size=1).cpu_bytes_per_rank == pool_bytes
     assert f"{pool_bytes / 0.95 / GIB:.0f} GiB" in PAGE, "with the share that stays free"
+
+
+def cells_after(title: str) -> list[list[str]]:
+    """The rows of the table on the page about fleets whose first cell of the head begins so."""
+    table = FLEETS.split(f"| {title}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+
+
+def test_the_network_that_fleets_need_is_right() -> None:
+    kib = {row.model: row.kib_per_token for row in ROWS}
+    speeds = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s \|", FLEETS)]
+    assert speeds == [2000, 8000, 32000]
+    table = cells_after("GB/s to break even")
+    assert table
+    for model, per_token, *needed in table:
+        assert per_token == f"{kib[model]:.0f} KiB"
+        assert needed == [f"{kib[model] * KIB * speed / 1e9:.2f}" for speed in speeds]
+
+
+def test_how_many_conversations_fit_into_a_valkey_is_right() -> None:
+    size_gib = {row.model: row.conversation_gib for row in ROWS}
+    (rounding,) = re.findall(r"maxmemory = ([\d.]+) ", FLEETS)
+    (valkey_gib,) = re.findall(r"in a Valkey of (\d+) GiB \|", FLEETS)
+    manifest = (GUIDES.parents[1] / "examples/kubernetes/fleet/valkey.yaml").read_text()
+    assert f"- {valkey_gib}gb " in manifest
+    table = cells_after("conversations of 32,768 tokens")
+    assert table
+    for model, one, count in table:
+        assert one == f"{size_gib[model]:.1f} GiB"
+        assert int(count) == int(int(valkey_gib) / float(rounding) / size_gib[model])

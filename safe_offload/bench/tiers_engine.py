@@ -1,17 +1,17 @@
 """Time to first token of one prompt computed, from the GPU, the host and a tier, side by side.
 
-Two engines with one directory as their tier have their turns, and one with host memory alone. The
+Two engines with one tier have their turns, and one with host memory alone. The
 first computes prompts, which are stored; it is asked again while a prompt is still on its GPU, and
 when its GPU has forgotten it and its host has not. The second is asked what it has never seen, and
 finds it in the tier. The one without a tier computes the same prompts: what does writing cost? Then
-all engines end, and a new one on the same directory is asked everything: a cold start.
+all engines end, and a new one with the same tier is asked everything: a cold start.
 """
 
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
 SPILLED_TIMEOUT_S = 120.0
 QUIET_S = 1.5
-"""So long no file is written: all that was stored has been spilled."""
+"""So long nothing is stored or spilled: all that was stored has been spilled."""
+POLL_S = 0.3
 NUM_PROMPTS = 3
 HASH_ALGORITHM = "sha256_cbor"
 
@@ -75,9 +76,13 @@ class EngineFound:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchOptions:
-    """What to ask of which engine."""
+    """What to ask of which engine.
 
-    folder: Path
+    Attributes:
+        tier: as `tiers` of the configuration has it; nothing is in it yet.
+    """
+
+    tier: Mapping[str, Any]
     model: str
     prompt_tokens: int
     rounds: int
@@ -90,14 +95,13 @@ class _Bench:
 
     def __init__(self, options: EngineBenchOptions, work: Path) -> None:
         self._options, self._work = options, work
-        self.tier = work / "tier"
         self.ttft_s: dict[str, list[float]] = {source: [] for source in SOURCES}
         self._tokens: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         self.num_answers = 0
 
     def start(self, name: str, *, has_tier: bool = True) -> EngineProcess:
         """Return an engine that has started."""
-        tiers = [{"url": f"file://{self.tier}"}] if has_tier else []
+        tiers = [dict(self._options.tier)] if has_tier else []
         extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": tiers, **self._options.extra}
         config = {"kv_connector": OURS, "kv_connector_extra_config": extra}
         how = BenchOptions(
@@ -146,7 +150,7 @@ def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> 
         SafeOffloadError: an engine died, or a prompt did not come from where it was to come.
     """
     prefix = "safe-offload-bench-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
         bench = _Bench(options, Path(name))
         prompts = range(NUM_PROMPTS)
         say("starting three engines ...")
@@ -164,11 +168,11 @@ def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> 
                 bench.ask(first, round_index, prompts[-1], ON_GPU)
                 for which in prompts:
                     bench.ask(first, round_index, which, ON_HOST)
-                wait_until_quiet(bench.tier)
+                wait_until_spilled(first)
                 for which in prompts:
                     bench.ask(beside, round_index, which, BESIDE)
                 say(f"round {round_index}: {_medians(bench.ttft_s)}")
-        say("starting one more on the same directory ...")
+        say("starting one more with the same tier ...")
         with bench.start("restarted") as restarted:
             for round_index in range(options.rounds + 1):
                 for which in prompts:
@@ -181,22 +185,40 @@ def _medians(ttft_s: dict[str, list[float]]) -> str:
     return ", ".join(f"{source} {statistics.median(t):.3f} s" for source, t in known.items())
 
 
-def wait_until_quiet(folder: Path) -> None:
-    """Wait until nothing has been written below a folder for a while.
+def wait_until_spilled(engine: EngineProcess) -> None:
+    """Wait until an engine has stored and spilled nothing for a while.
 
     Raises:
-        SafeOffloadError: it does not get quiet.
+        SafeOffloadError: it does not get quiet, or the tier would not take something.
     """
     deadline_s = time.monotonic() + SPILLED_TIMEOUT_S
-    before, since_s = -1, time.monotonic()
+    before, since_s = None, time.monotonic()
     while time.monotonic() < deadline_s:
-        count = sum(1 for path in folder.rglob("*") if path.is_file())
-        if count != before:
-            before, since_s = count, time.monotonic()
-        elif time.monotonic() - since_s > QUIET_S:
+        # Counts move when vLLM is asked something; this is less than a block, and never stored.
+        engine.call(answer, Question(tuple(PROMPT_TOKEN_IDS[:1]), 1), ANSWER_TIMEOUT_S)
+        counts = engine.call(_count_writes, None, ANSWER_TIMEOUT_S)
+        if counts != before:
+            before, since_s = counts, time.monotonic()
+        elif time.monotonic() - since_s > QUIET_S and not counts["spills_in_flight"]:
+            if num_dropped := counts["dropped_spill_blocks"]:
+                raise SafeOffloadError(
+                    f"the tier would not take {num_dropped:.0f} blocks. Fix: see how fast it "
+                    "writes, and give it a longer --timeout-s"
+                )
             return
-        time.sleep(0.1)
-    raise SafeOffloadError(f"{folder} is still written to after {SPILLED_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+    raise SafeOffloadError(f"the tier is still written to after {SPILLED_TIMEOUT_S:g} s")
+
+
+def _count_writes(engine: Any, _: None) -> dict[str, float]:
+    """Return what an engine has stored, spilled and dropped so far; in its process."""
+    names = ("stored_blocks", "spilled_blocks", "spills_in_flight", "dropped_spill_blocks")
+    counts = dict.fromkeys(names, 0.0)
+    for metric in engine.get_metrics():
+        name = metric.name.removeprefix("vllm:safe_offload_")
+        if name in counts:
+            counts[name] += metric.value
+    return counts
 
 
 def render(found: EngineFound) -> str:

@@ -6,8 +6,8 @@
 
 Write what follows `vllm serve`: every argument but --json is read by vLLM's own parser. Each
 finding says what was found, and if something is wrong what was expected and the fix. The exit
-status is 0 if there is nothing to change, else 1. Nothing is started; what is written to the
-directory of a tier, to try it, is deleted again.
+status is 0 if there is nothing to change, else 1. Nothing is started; what is written to a tier, to
+try it, is deleted again.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ def _check_tiers(
     compute = measured.get("break_even", {}).get("compute_tokens_per_s", 0)
     for config in configs:
         for tier in config.tiers:
-            trial = tiers.try_tier(tier)
-            measured.setdefault("tiers", []).append(asdict(trial))
-            yield from tiers.check_tier(tier, trial, token_bytes, compute)
+            figures = measured.setdefault("tiers", [])
+            yield from tiers.check_tier(tier, figures, token_bytes, compute)
 
 
 def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:

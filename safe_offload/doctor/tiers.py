@@ -1,272 +1,46 @@
-"""Each tier on trial: whether its directory can be used, what it lies on, how fast that is.
-
-What is tried is tried in a folder of its own, in the directory or in the nearest one above it that
-exists, and deleted again.
-
-Source: proc_pid_mountinfo(5), flock(2), statvfs(3).
-"""
+"""Each tier on trial: a directory, a server or a bucket."""
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import mmap
-import os
-import re
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from dataclasses import asdict
+from typing import Any
 
-from safe_offload.doctor.findings import Finding, error, info, ok, warning
+from safe_offload.doctor.findings import Finding
+from safe_offload.doctor.tier_directory import check_directory, try_directory
 from safe_offload.tier_config import TierConfig
-from safe_offload.units import MIB, format_bytes
-from safe_offload.worker.tiers.base import Name, Result
-from safe_offload.worker.tiers.capacity import USAGE_FILE, Usage
-from safe_offload.worker.tiers.directory import open_root
-from safe_offload.worker.tiers.files import FileTier
-from safe_offload.worker.tiers.naming import is_namespace_folder
-from safe_offload.worker.tiers.object_file import takes_direct
-
-NUM_OBJECTS: Final = 16
-OBJECT_BYTES: Final = 2 * MIB
-RATE_S_MAX: Final = 10.0
-"""Of writing and of reading; what is not begun by then is left out."""
-NFS: Final = ("nfs", "nfs4", "cifs", "smb3")
-SHARED: Final = ("lustre", "gpfs", "wekafs", "ceph", "beegfs")
-MEMORY: Final = ("tmpfs", "ramfs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierTrial:
-    """What the trial of one tier found.
-
-    Attributes:
-        label: what the log calls it.
-        problem: why nothing could be tried; empty if it could.
-        exists: the directory is there.
-        uid: that owns what this process writes.
-        others: users that own namespaces in it.
-        file_system: its type, empty if unknown.
-        free_bytes: that this user may still write.
-        held_bytes: what the tier holds already.
-        is_direct: files can bypass the page cache.
-        lock_problem: what is wrong with `flock`; empty if nothing is.
-        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
-    """
-
-    label: str
-    problem: str = ""
-    exists: bool = True
-    uid: int = 0
-    others: tuple[int, ...] = ()
-    file_system: str = ""
-    free_bytes: int = 0
-    held_bytes: int = 0
-    is_direct: bool = True
-    lock_problem: str = ""
-    write_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
-
-
-def try_tier(config: TierConfig) -> TierTrial:
-    """Try the directory of a tier."""
-    path = Path(config.path)
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    label = f"file://{path}"
-    try:
-        with tempfile.TemporaryDirectory(prefix="safe-offload-doctor-", dir=nearest) as name:
-            folder_fd = open_root(name)
-            try:
-                is_direct, uid = takes_direct(folder_fd, "direct")
-            finally:
-                os.close(folder_fd)
-            found = os.statvfs(name)
-            write_rate, read_rate = asyncio.run(_rates(f"{name}/tier", config.num_threads))
-            return TierTrial(
-                label=label,
-                exists=nearest == path,
-                uid=uid,
-                others=_other_users(path, uid),
-                file_system=file_system_of(nearest),
-                free_bytes=found.f_bavail * found.f_frsize,
-                held_bytes=_held_bytes(path),
-                is_direct=is_direct,
-                lock_problem=_lock_problem(f"{name}/lock"),
-                write_bytes_per_s=write_rate,
-                read_bytes_per_s=read_rate,
-            )
-    except OSError as problem:
-        return TierTrial(label=label, problem=f"{nearest}: {problem.strerror or problem}")
-
-
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system of a path that exists; empty if unknown."""
-    found: dict[Path, str] = {}
-    with suppress(OSError):
-        for line in mounts.read_text(errors="replace").splitlines():
-            mount, _, source = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
-            found[Path(point)] = source.split()[0]  # the last one on a point hides the others
-    path = path.resolve()
-    return next((found[folder] for folder in (path, *path.parents) if folder in found), "")
-
-
-def _other_users(path: Path, uid: int) -> tuple[int, ...]:
-    with suppress(FileNotFoundError):
-        names = filter(is_namespace_folder, os.listdir(path))
-        return tuple(sorted({os.lstat(path / name).st_uid for name in names} - {uid}))
-    return ()
-
-
-def _held_bytes(path: Path) -> int:
-    with suppress(OSError), (path / USAGE_FILE).open("rb") as file:
-        usage = Usage.read(file.fileno())
-        return 0 if usage is None else usage.taken_bytes
-    return 0
-
-
-def _lock_problem(path: str) -> str:
-    """Return what is wrong with locks of files, which keep the capacity; empty if nothing is."""
-    with open(path, "wb") as one, open(path, "wb") as other:
-        try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return ""
-        except OSError as problem:
-            return f"flock fails: {problem.strerror}"
-        return "flock gives one lock to two at once"
-
-
-async def _rates(path: str, num_threads: int) -> tuple[float, float]:
-    """Return bytes a second of writing and of reading by a tier in a new directory."""
-    memory = memoryview(mmap.mmap(-1, NUM_OBJECTS * OBJECT_BYTES))
-    memory[:] = os.urandom(memory.nbytes)
-    starts = range(0, memory.nbytes, OBJECT_BYTES)
-    slots = [(memory[start : start + OBJECT_BYTES],) for start in starts]
-    names = [Name(bytes(32), 0, index.to_bytes(32, "big")) for index in range(NUM_OBJECTS)]
-    tier = FileTier(TierConfig("file", path, num_threads=num_threads), OBJECT_BYTES)
-    rates = []
-    try:
-        for move in (tier.spill, tier.fetch):
-            start_s = time.monotonic()
-            task = asyncio.create_task(move(names, slots))
-            await asyncio.wait([task], timeout=RATE_S_MAX)
-            task.cancel()  # what has not begun; it returns normally
-            num_done = (await task).count(Result.DONE)
-            rates.append(num_done * OBJECT_BYTES / (time.monotonic() - start_s))
-    finally:
-        await tier.close()
-    return rates[0], rates[1]
+from safe_offload.tier_url import FILE, SERVERS
 
 
 def check_tier(
-    config: TierConfig, trial: TierTrial, token_bytes: int = 0, compute_tokens_per_s: int = 0
+    config: TierConfig,
+    measured: list[Any],
+    token_bytes: int = 0,
+    compute_tokens_per_s: int = 0,
 ) -> Iterator[Finding]:
-    """Judge what was found.
+    """Try a tier, and judge what was found.
 
     Args:
         config: of the tier.
-        trial: of its directory.
+        measured: what was found is added to it.
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
     """
-    id = "tiers.directory"
-    if trial.problem:
-        yield error(
-            id,
-            f"{trial.label} cannot be used by user {os.geteuid()}: {trial.problem}",
-            "a directory that this user can make and write to",
-            "make it as the user of vLLM, with mode 0700, or mount what belongs there",
-        )
-        return
-    if trial.others:
-        users = ", ".join(map(str, trial.others))
-        yield warning(
-            id,
-            f"{trial.label} holds what belongs to user {users}; this process is user {trial.uid}",
-            "one user for all engines that share a directory",
-            "run them as one user, or give each user a directory",
-        )
+    scheme = config.location.scheme
+    against = token_bytes, compute_tokens_per_s
+    if scheme == FILE:
+        directory = try_directory(config)
+        measured.append(asdict(directory))
+        yield from check_directory(config, directory, *against)
+    elif scheme in SERVERS:
+        from safe_offload.doctor.tier_server import check_server, try_server
+
+        server = try_server(config)
+        measured.append(asdict(server))
+        yield from check_server(config, server, *against)
     else:
-        can = "can be written" if trial.exists else "does not exist yet and can be made"
-        yield ok(id, f"{trial.label} {can} by user {trial.uid}")
-    yield _file_system(trial)
-    yield _room(config, trial)
-    how = "past" if trial.is_direct else "through"
-    yield info(
-        "tiers.direct-io", f"files of {trial.label} are read and written {how} the page cache"
-    )
-    id = "tiers.lock"
-    if trial.lock_problem:
-        yield warning(
-            id,
-            f"{trial.label}: {trial.lock_problem}, so `capacity` is not kept",
-            "a file system with flock",
-            "mount it with locks, or use another one",
-        )
-    else:
-        yield ok(id, f"flock works on {trial.label}, from this machine")
-    yield _rate(trial, token_bytes, compute_tokens_per_s)
+        from safe_offload.doctor.tier_bucket import check_bucket, try_bucket
 
-
-def _file_system(trial: TierTrial) -> Finding:
-    id, kind = "tiers.file-system", trial.file_system
-    is_on = f"{trial.label} is on {kind or 'a file system of unknown type'}"
-    if kind in NFS:
-        return warning(
-            id,
-            f"{is_on}, which is seldom faster than computing",
-            "a local NVMe, a tmpfs, or a parallel file system",
-            'place it elsewhere, or watch "tier_wait_seconds"',
-        )
-    if kind == "overlay":
-        return warning(
-            id,
-            f"{is_on}, the container's own layer, which ends with the container",
-            "a volume that is mounted into the container",
-            "mount one at this path",
-        )
-    if kind in MEMORY:
-        return info(id, f"{is_on}: it takes memory beside the pool, and ends with the machine")
-    if kind in SHARED or kind.startswith("fuse"):
-        return info(id, f"{is_on}: where machines share it, flock must work across them")
-    return ok(id, is_on)
-
-
-def _room(config: TierConfig, trial: TierTrial) -> Finding:
-    id, room_bytes = "tiers.room", trial.free_bytes + trial.held_bytes
-    free = format_bytes(trial.free_bytes)
-    if config.capacity_bytes is None:
-        return info(id, f'no "capacity": {trial.label} grows until the disk is full; {free} free')
-    holds = f"{trial.label}: {free} free, {format_bytes(trial.held_bytes)} held already"
-    if room_bytes < config.capacity_bytes:
-        return warning(
-            id,
-            f'{holds}; "capacity" is {format_bytes(config.capacity_bytes)}',
-            "room for all of it",
-            f'write "capacity": "{room_bytes * 9 // 10 // MIB}MiB" or less, or free some',
-        )
-    return ok(id, f"{holds}, of a capacity of {format_bytes(config.capacity_bytes)}")
-
-
-def _rate(trial: TierTrial, token_bytes: int, compute_tokens_per_s: int) -> Finding:
-    id = "tiers.rate"
-    if not trial.write_bytes_per_s or not trial.read_bytes_per_s:
-        return warning(
-            id,
-            f"{trial.label}: no object could be written and read again",
-            "a file system with room for some MiB",
-            "look at the other findings of this tier",
-        )
-    write, read = (r / 1e9 for r in (trial.write_bytes_per_s, trial.read_bytes_per_s))
-    found = f"{trial.label}: objects are written at {write:.2g} GB/s and read at {read:.2g} GB/s"
-    if token_bytes:
-        found += f", {trial.read_bytes_per_s / token_bytes:.0f} tokens a second"
-    if compute_tokens_per_s:
-        found += f" (computing: at most {compute_tokens_per_s}; the server measures both)"
-    return info(id, found)
+        bucket = try_bucket(config)
+        measured.append(asdict(bucket))
+        yield from check_bucket(config, bucket, *against)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from safe_offload.bench import tiers
+from safe_offload.bench import tiers, tiers_engine
+from safe_offload.bench.engine_process import EngineProcess, answer
 from safe_offload.bench.tiers_engine import (
     ALONE,
     BESIDE,
@@ -17,11 +23,14 @@ from safe_offload.bench.tiers_engine import (
     ON_HOST,
     EngineFound,
     render,
-    wait_until_quiet,
+    wait_until_spilled,
 )
+from safe_offload.bench.tiers_limits import SocketLimit, StoreLimit, delete_all
 from safe_offload.cli import main
 from safe_offload.errors import SafeOffloadError
-from safe_offload.worker.tiers.base import Result
+from safe_offload.tier_config import TierConfig
+from safe_offload.worker.tiers.base import Buffers, Result
+from safe_offload.worker.tiers.files.tier import FileTier
 
 SMALL = ("--object-bytes", "8KiB", "64KiB", "--round-bytes", "256KiB", "--rounds", "2")
 
@@ -52,7 +61,8 @@ def test_every_way_of_every_size_is_told_and_nothing_is_left(tmp_path, capsys, m
     ("arguments", "said"),
     [
         (("--rounds", "0"), "--rounds: expected at least 1"),
-        (("--threads", "0"), "--threads: expected at least 1"),
+        (("--threads", "0"), '["tiers"][0]["threads"] = 0: it is too small'),
+        (("--password-file", "/p"), "file:// has no such setting"),
         (("--object-bytes", "5000"), "expected a multiple of 4096, found 5000"),
         (("--round-bytes", "60GiB"), "Fix: a smaller --round-bytes"),
     ],
@@ -75,7 +85,7 @@ def test_an_object_that_does_not_come_ends_it(tmp_path, monkeypatch, capsys):
     async def fetch(self: object, names: list[object], slots: object) -> list[Result]:
         return [Result.ABSENT] * len(names)
 
-    monkeypatch.setattr(tiers.FileTier, "fetch", fetch)
+    monkeypatch.setattr(FileTier, "fetch", fetch)
     assert bench(str(tmp_path), *SMALL) == 1
     assert "the tier says absent of objects that it has" in capsys.readouterr().err
 
@@ -90,11 +100,94 @@ def test_the_table_of_engines():
     assert "2 DIFFER" in render(EngineFound(times, 2, 26, 16_000))
 
 
-def test_a_folder_that_is_written_to_is_waited_for(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("safe_offload.bench.tiers_engine.QUIET_S", 0.0)
-    monkeypatch.setattr("safe_offload.bench.tiers_engine.SPILLED_TIMEOUT_S", 5.0)
-    (tmp_path / "one").touch()
-    wait_until_quiet(tmp_path)
-    monkeypatch.setattr("safe_offload.bench.tiers_engine.SPILLED_TIMEOUT_S", 0.0)
+NAMES = ("stored_blocks", "spilled_blocks", "spills_in_flight", "dropped_spill_blocks")
+
+
+class Counting:
+    """Stands for an engine whose counts are told, each time it is asked."""
+
+    def __init__(self, counts: Iterable[tuple[int, int, int, int]]) -> None:
+        self.counts = iter(counts)
+        self.num_asked = 0
+
+    def call(self, function: Callable[..., Any], question: object, timeout_s: float) -> Any:
+        self.num_asked += function is answer
+        return None if function is answer else dict(zip(NAMES, next(self.counts), strict=True))
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_engine, "QUIET_S", 0.0)
+    monkeypatch.setattr(tiers_engine, "POLL_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_an_engine_is_waited_for_until_nothing_is_spilled_any_more():
+    counts = [(1, 0, 0), (2, 0, 1), (2, 1, 1), (2, 1, 1), (2, 2, 0), (2, 2, 0)]
+    engine = Counting((*each, 0) for each in counts)
+    wait_until_spilled(cast(EngineProcess, engine))
+    assert engine.num_asked == len(counts)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_tier_that_does_not_take_everything_ends_it():
+    """Else what it lacks would be told as computed by the engine beside."""
+    engine = Counting([(2, 1, 0, 1)] * 2)
+    with pytest.raises(SafeOffloadError, match="would not take 1 blocks"):
+        wait_until_spilled(cast(EngineProcess, engine))
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_tier_that_is_written_to_for_ever_ends_it(monkeypatch):
+    monkeypatch.setattr(tiers_engine, "SPILLED_TIMEOUT_S", 0.2)
+    engine = Counting((number, 0, 0, 0) for number in itertools.count())
     with pytest.raises(SafeOffloadError, match="still written to"):
-        wait_until_quiet(tmp_path)
+        wait_until_spilled(cast(EngineProcess, engine))
+
+
+def make_slots(count: int = 3, size_bytes: int = 300_000) -> list[Buffers]:
+    memory = memoryview(bytearray(os.urandom(count * size_bytes)))
+    return [(memory[i * size_bytes : (i + 1) * size_bytes],) for i in range(count)]
+
+
+@pytest.mark.parametrize("is_unix", [True, False], ids=["unix", "tcp"])
+def test_the_other_end_of_a_socket_takes_and_sends_every_byte(is_unix):
+    slots = make_slots()
+    written = [bytes(slot[0]) for slot in slots]
+    limit = SocketLimit(slots, 2, is_unix=is_unix)
+    try:
+        limit.write(0)
+        for slot in slots:
+            slot[0][:] = bytes(slot[0].nbytes)
+        limit.read(0)
+        assert [bytes(slot[0]) for slot in slots] == written
+    finally:
+        limit.close()
+
+
+def test_an_end_of_a_socket_that_dies_is_an_error():
+    limit = SocketLimit(make_slots(), 2, is_unix=True)
+    (other_end,) = multiprocessing.active_children()
+    other_end.kill()
+    other_end.join()
+    with pytest.raises((SafeOffloadError, OSError)):
+        limit.read(0)
+    limit.close()
+
+
+def test_a_store_is_written_and_read_by_its_library_alone_and_emptied(tmp_path: Path):
+    config = TierConfig.at(f"file://{tmp_path}")
+    limit = StoreLimit(config, make_slots())
+    limit.write(0)
+    limit.write(1)
+    limit.read(1)
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(found) == 6
+    assert {path.stat().st_size for path in found} == {300_000}
+    for path in found:
+        path.write_bytes(b"short")
+    with pytest.raises(SafeOffloadError, match="read 5 of 300000 bytes"):
+        limit.read(1)
+    limit.close()
+    delete_all(config)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

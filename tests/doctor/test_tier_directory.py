@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 
-from safe_offload.doctor import tiers
+from safe_offload.doctor import tier_directory
 from safe_offload.doctor.command import examine
 from safe_offload.doctor.configuration import Written
 from safe_offload.doctor.findings import Finding, Severity
-from safe_offload.doctor.tiers import TierTrial, check_tier, file_system_of, try_tier
+from safe_offload.doctor.tier_directory import (
+    DirectoryTrial,
+    check_directory,
+    file_system_of,
+    try_directory,
+)
 from safe_offload.tier_config import TierConfig
+from safe_offload.tier_url import Location
 from safe_offload.units import GIB
 from safe_offload.worker.tiers.naming import NAMESPACE_BYTES, namespace_folder
 from tests.doctor.test_doctor import MACHINE, SOUND, TRIAL, Answer, ours, wrong
 
-SOUND_TIER = TierTrial(
+SOUND_TIER = DirectoryTrial(
     label="file:///mnt/kv",
     file_system="ext4",
     free_bytes=80 * GIB,
@@ -27,11 +33,11 @@ SOUND_TIER = TierTrial(
     write_bytes_per_s=2e9,
     read_bytes_per_s=4e9,
 )
-CONFIG = TierConfig("file", "/mnt/kv", capacity_bytes=100 * GIB)
+CONFIG = TierConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
 
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
-    found = check_tier(config, dataclasses.replace(SOUND_TIER, **changes), 131072, 15000)
+    found = check_directory(config, dataclasses.replace(SOUND_TIER, **changes), 131072, 15000)
     return {one.id: one for one in found}
 
 
@@ -40,7 +46,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path, exists: bool) -
     path = tmp_path / "kv"
     if exists:
         path.mkdir()
-    trial = try_tier(TierConfig("file", str(path)))
+    trial = try_directory(TierConfig(Location("file", str(path))))
     assert not trial.problem
     assert (trial.exists, trial.uid, trial.lock_problem) == (exists, os.geteuid(), "")
     assert trial.file_system
@@ -51,9 +57,9 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path, exists: bool) -
 
 def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    trial = try_tier(TierConfig("file", str(tmp_path / "file" / "kv")))
+    trial = try_directory(TierConfig(Location("file", str(tmp_path / "file" / "kv"))))
     assert "Not a directory" in trial.problem
-    (problem,) = check_tier(CONFIG, trial)
+    (problem,) = check_directory(CONFIG, trial)
     assert (problem.id, problem.severity) == ("tiers.directory", Severity.ERROR)
 
 
@@ -64,7 +70,7 @@ def test_what_another_user_stored(tmp_path: Path) -> None:
     namespace.mkdir()
     (tmp_path / namespace_folder(bytes(range(NAMESPACE_BYTES)))).mkdir()  # our own
     os.chown(namespace, 4711, -1)
-    trial = try_tier(TierConfig("file", str(tmp_path)))
+    trial = try_directory(TierConfig(Location("file", str(tmp_path))))
     assert trial.others == (4711,)
     found = check(others=trial.others)
     assert "belongs to user 4711" in wrong(list(found.values()))["tiers.directory"].found
@@ -110,8 +116,8 @@ def test_the_type_of_a_file_system(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers.fcntl, "flock", lambda *_: None)
-    assert "two at once" in try_tier(TierConfig("file", str(tmp_path))).lock_problem
+    monkeypatch.setattr(tier_directory.fcntl, "flock", lambda *_: None)
+    assert "two at once" in try_directory(TierConfig(Location("file", str(tmp_path)))).lock_problem
 
 
 def test_the_command_tries_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""`safe-offload cache`: what a tier holds, shown, checked and deleted while engines use it."""
