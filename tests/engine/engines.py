@@ -24,6 +24,7 @@ from typing import Any
 
 from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks
 from tests import fresh_process
+from tests.network import enter
 
 CHILDREN = Path(__file__).with_name("children")
 CHILD_TIMEOUT_S = 270
@@ -74,7 +75,8 @@ class Job:
             which is the one that `options["folder"]` names.
         in_process: the scheduler runs in the child itself, so that it can be looked at.
         force_prefix_caching: keep vLLM from switching prefix caching off for MLA on this CPU.
-        options: what only some jobs need.
+        options: what only some jobs need. `network` is that of any: the network namespace of its
+            processes.
     """
 
     arguments: dict[str, Any]
@@ -293,6 +295,8 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
 
 
 def _run_child(child: str, job_path: Path, report_path: Path) -> None:
+    if network := json.loads(job_path.read_text())["options"].get("network"):
+        enter(network)
     sys.path.insert(0, str(CHILDREN))
     sys.argv[1:] = [str(job_path), str(report_path)]
     runpy.run_path(str(CHILDREN / child), run_name="__main__")

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 60.0
 
 
 def find_program(name: str) -> str | None:
-    """Return a program of Prometheus': on the PATH, or beside python (`make prometheus`)."""
+    """Return a program of Prometheus': on the PATH, or beside python (`make servers`)."""
     beside = Path(sys.executable).with_name(name)
     return shutil.which(name) or (str(beside) if beside.exists() else None)
 

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         None in (find_program("prometheus"), find_program("promtool")),
-        reason="no prometheus or promtool: `make prometheus`, or put them on the PATH",
+        reason="no prometheus or promtool: `make servers`, or put them on the PATH",
     ),
 ]
 

