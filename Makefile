@@ -54,7 +54,7 @@ IN_TWO := -n 2
 SITE_VENV := .venv-site
 SITE_READY := $(SITE_VENV)/.ready
 
-.PHONY: help venv prometheus demo site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+.PHONY: help venv servers demo demo-fleet site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -66,11 +66,14 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-prometheus: venv ## Prometheus and its checker of rules, for the tests of examples/observability (seconds, once)
-	@.ci/get-prometheus '$(BIN)'
+servers: venv ## Prometheus and Redis, for the tests of examples/observability and of TLS to a server (seconds, once)
+	@.ci/get-servers '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
+
+demo-fleet: venv ## two real servers and one Valkey: the second server answers what the first one has computed
+	PYTHON=$(BIN)/python examples/demo_fleet.sh
 
 site: $(SITE_READY) ## the documentation, into build/site; a broken link fails (needs no .venv)
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --config-file .ci/mkdocs.yml

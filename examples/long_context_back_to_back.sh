@@ -20,6 +20,8 @@
 # START_TIMEOUT  seconds that the server may take to start (300; with MODEL: 3600)
 set -euo pipefail
 export LC_ALL=C
+# shellcheck source=examples/servers.sh
+source "$(dirname "${BASH_SOURCE[0]}")/servers.sh"
 
 PYTHON=${PYTHON:-python3}
 MODEL=${MODEL:-}
@@ -28,170 +30,41 @@ ANSWER_TOKENS=${ANSWER_TOKENS:-48}
 START_TIMEOUT=${START_TIMEOUT:-$([[ $MODEL ]] && echo 3600 || echo 300)}
 read -r -a vllm_args <<<"${VLLM_ARGS:-}"
 
-work=$(mktemp -d "${TMPDIR:-/tmp}/back-to-back.XXXXXX")
-SERVER_LOG=${SERVER_LOG:-$work/server.log}
-server_pid=
+server=server
+[[ ${SERVER_LOG:-} ]] && logs[$server]=$SERVER_LOG
+begin back-to-back
 
-say() { printf '%s\n' "$*"; }
-
-fail() {
-    printf 'FAILED: %s\n' "$*" >&2
-    exit 1
-}
-
-stop_server() {
-    [[ $server_pid ]] || return 0
-    kill -TERM "$server_pid" 2>/dev/null || true
-    for _ in {1..120}; do
-        kill -0 "$server_pid" 2>/dev/null || break
-        sleep 0.5
-    done
-    # The server leads a process group of its own: what it left behind goes too.
-    kill -KILL -- "-$server_pid" 2>/dev/null || true
-    wait "$server_pid" 2>/dev/null || true
-    server_pid=
-}
-
-finish() {
-    local status=$?
-    trap - EXIT INT TERM
-    stop_server
-    if ((status == 0)); then
-        rm -rf "$work"
-    elif [[ -s $SERVER_LOG ]]; then
-        printf '\nThe end of the server log, %s:\n' "$SERVER_LOG" >&2
-        tail -n 40 "$SERVER_LOG" >&2
-    fi
-    exit "$status"
-}
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-
-prepare_tiny_model() { # sets MODEL and adds to vllm_args
-    local max_model_len=$((PROMPT_TOKENS + ANSWER_TOKENS)) num_blocks
-    num_blocks=$("$PYTHON" - "$work/tiny-gemma3" "$max_model_len" <<'PYTHON'
-import sys
-from pathlib import Path
-from safe_offload.bench.tiny_models import count_prompt_blocks, write_tiny_model
-
-folder, num_tokens = Path(sys.argv[1]), int(sys.argv[2])
-write_tiny_model("gemma3", folder)
-blocks = count_prompt_blocks("gemma3", num_tokens, block_size=32, max_num_batched_tokens=2048)
-print(round(blocks / 0.62))
-PYTHON
-    ) || fail "cannot make the tiny model; is safe-offload installed for $PYTHON? (make venv)"
+max_model_len=$((PROMPT_TOKENS + ANSWER_TOKENS))
+if [[ ! $MODEL ]]; then
+    num_blocks=$(make_tiny_model "$max_model_len" 32)
     MODEL=$work/tiny-gemma3
     vllm_args=(--dtype float32 --enforce-eager --block-size 32 --max-num-batched-tokens 2048
-        --max-model-len "$max_model_len" --num-gpu-blocks-override "$num_blocks" "${vllm_args[@]}")
+        --max-model-len "$max_model_len" --num-gpu-blocks-override $((num_blocks * 100 / 62)) "${vllm_args[@]}")
     export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-}
-
-start_server() {
-    local port serve
-    port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    url=http://127.0.0.1:$port
-    # The `vllm` command needs a distribution of that name, which vLLM's CPU build is not.
-    if "$PYTHON" -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
-        serve=("$PYTHON" -m vllm.entrypoints.cli.main serve "$MODEL")
-    else
-        serve=("$PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL")
-    fi
-    serve+=(--kv-transfer-config '{"kv_connector":"SafeCPUOffloadConnector"}'
-        --enable-chunked-prefill --enable-prefix-caching --no-disable-hybrid-kv-cache-manager
-        --host 127.0.0.1 --port "$port" "${vllm_args[@]}")
-    say "starting: ${serve[*]@Q}"
-    VLLM_NO_USAGE_STATS=1 setsid "${serve[@]}" >"$SERVER_LOG" 2>&1 </dev/null &
-    server_pid=$!
-    local start=$SECONDS
-    until curl -sf -o /dev/null "$url/health"; do
-        kill -0 "$server_pid" 2>/dev/null || fail "the server ended while it started"
-        ((SECONDS - start < START_TIMEOUT)) || fail "the server did not start within $START_TIMEOUT s"
-        sleep 0.5
-    done
-    say "the server is up after $((SECONDS - start)) s"
-}
-
-pool_tokens() { # what the KV pool holds, by the server's own figure
-    sed -nE 's/.*KV cache size: ([0-9,]+) tokens.*/\1/p' "$SERVER_LOG" | head -n 1 | tr -d ,
-}
-
-prompt_tokens_from() { # SOURCE: vLLM's counter of prompt tokens by where they came from
-    curl -sf "$url/metrics" | awk -v source="source=\"$1\"" \
-        '/^vllm:prompt_tokens_by_source_total/ && index($0, source) {sum += $NF} END {printf "%d\n", sum}'
-}
-
-read_counters() { # sets on_gpu, on_host, computed
-    on_gpu=$(prompt_tokens_from local_cache_hit)
-    on_host=$(prompt_tokens_from external_kv_transfer)
-    computed=$(prompt_tokens_from local_compute)
-}
-
-# NAME BODY: sends one request and prints its line of the table. Sets status, first_token_us, and by where the prompt's
-# tokens came from: on_gpu, on_host, computed. The stream is kept in $work/NAME.stream.
-ask() {
-    local name=$1 body=$2 line start first=
-    read_counters
-    local gpu_before=$on_gpu host_before=$on_host computed_before=$computed
-    start=${EPOCHREALTIME/./}
-    while IFS= read -r line; do
-        # The first chunk names the role and has no text yet.
-        if [[ ! $first && $line =~ \"(content|reasoning|reasoning_content)\":\"[^\"] ]]; then
-            first=${EPOCHREALTIME/./}
-        fi
-        printf '%s\n' "$line"
-    done < <(curl -sN -w '\nHTTP %{http_code}\n' -H 'Content-Type: application/json' -d "@$body" \
-        "$url/v1/chat/completions") >"$work/$name.stream"
-    status=$(sed -n 's/^HTTP //p' "$work/$name.stream" | tail -n 1)
-    first_token_us=$((${first:-$start} - start))
-    for _ in {1..50}; do # the counters follow the answer
-        read_counters
-        ((computed > computed_before)) && break
-        sleep 0.1
-    done
-    on_gpu=$((on_gpu - gpu_before)) on_host=$((on_host - host_before)) computed=$((computed - computed_before))
-    printf '%-10s %13d %6s %13s s %9d %9d %11d\n' "$name" $((on_gpu + on_host + computed)) "$status" \
-        "$(seconds "$first_token_us")" "$on_gpu" "$on_host" "$computed"
-    [[ $status == 200 && $first ]] || {
-        head -c 2000 "$work/$name.stream" >&2
-        fail "$name was answered with HTTP status $status${first:+ }${first:- and no token}"
-    }
-}
-
-seconds() { printf '%d.%03d' $(($1 / 1000000)) $(($1 / 1000 % 1000)); }
-
-text_of() { # NAME: the answer, joined from its stream
-    "$PYTHON" - "$work/$1.stream" <<'PYTHON'
-import json, sys
-
-for line in open(sys.argv[1], encoding="utf-8"):
-    if line.startswith("data: {"):
-        for choice in json.loads(line[6:])["choices"]:
-            delta = choice["delta"]
-            print(delta.get("reasoning") or delta.get("reasoning_content") or delta.get("content") or "", end="")
-PYTHON
-}
-
-((BASH_VERSINFO[0] >= 5)) || fail "needs bash 5 or later, for EPOCHREALTIME; this is $BASH_VERSION"
-for command in curl awk sed setsid "$PYTHON"; do
-    command -v "$command" >/dev/null || fail "needs $command, which is not on the PATH"
-done
-
-[[ $MODEL ]] || prepare_tiny_model
-start_server
+fi
+start_vllm $server "$MODEL" '{"kv_connector":"SafeCPUOffloadConnector"}' \
+    --enable-chunked-prefill --enable-prefix-caching --no-disable-hybrid-kv-cache-manager "${vllm_args[@]}"
+await_vllm $server
 for seed in 0 1; do
-    "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/chat_request.py" "$url" "$PROMPT_TOKENS" "$ANSWER_TOKENS" "$seed" >"$work/S$seed.json" ||
-        fail "cannot make a prompt of $PROMPT_TOKENS tokens"
+    make_request $server "$PROMPT_TOKENS" $seed >"$work/S$seed.json"
 done
 
-pool=$(pool_tokens)
+ask_and_show() { # NAME BODY
+    ask $server "$work/$2.json" "$1"
+    printf '%-10s %13d %6s %13s s %9d %9d %11d\n' "$1" $((on_gpu + on_host + computed)) "$status" \
+        "$(seconds "$first_token_us")" "$on_gpu" "$on_host" "$computed"
+    require_answer "$1"
+}
+
+# What the KV pool holds, by the server's own figure.
+pool=$(sed -nE 's/.*KV cache size: ([0-9,]+) tokens.*/\1/p' "${logs[$server]}" | head -n 1 | tr -d ,)
 say "KV pool: ${pool:-unknown} tokens; one prompt of $PROMPT_TOKENS fills $((100 * PROMPT_TOKENS / ${pool:-1})) %"
 say
 printf '%-10s %13s %6s %15s %9s %9s %11s\n' request 'prompt tokens' HTTP 'first token' 'on GPU' 'on host' recomputed
-ask S0 "$work/S0.json"
+ask_and_show S0 S0
 first_us=$first_token_us
-ask S1 "$work/S1.json"
-ask S0-again "$work/S0.json"
+ask_and_show S1 S1
+ask_and_show S0-again S0
 say
 
 # What may be computed again: the last block, which is never complete, or an odd block of a hybrid model.
@@ -201,7 +74,7 @@ say
 ((computed * 20 < PROMPT_TOKENS)) || fail "S0 was recomputed when it came back: $computed of $PROMPT_TOKENS tokens"
 [[ $(text_of S0) == "$(text_of S0-again)" ]] ||
     fail "S0's answer changed: first $(text_of S0), then $(text_of S0-again)"
-kill -0 "$server_pid" 2>/dev/null || fail "the server has ended"
+is_running $server || fail "the server has ended"
 
 say "answer, both times: $(text_of S0)"
 say "OK: both long requests were answered, and S0 came back from host memory with the same text," \

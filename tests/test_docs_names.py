@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import safe_offload
+from safe_offload.cache import places
 from safe_offload.config import VALID_KEYS
 
 ROOT = Path(safe_offload.__file__).parents[1]
@@ -41,6 +42,15 @@ OTHER_FLAGS = {
     "--homepath": "grafana",
     "--rm": "docker",
     "--network": "docker",
+    **dict.fromkeys(
+        (
+            *("--aclfile", "--appendonly", "--bind", "--dir", "--io-threads", "--maxmemory"),
+            *("--maxmemory-policy", "--port", "--protected-mode", "--save"),
+            *("--tls-auth-clients", "--tls-cert-file", "--tls-key-file", "--tls-port"),
+        ),
+        "valkey-server",
+    ),
+    "--user": "valkey-cli",
 }
 OUR_COMMANDS = ("benchmarks", "simulator")
 """Folders of tests that have commands."""
@@ -72,7 +82,8 @@ def names() -> Names:
 def our_flags() -> set[str]:
     """Flags of `safe-offload`, of the simulator and of the benchmarks."""
     folders = Path(safe_offload.__file__).parent, *(ROOT / "tests" / n for n in OUR_COMMANDS)
-    return {
+    options = {f"--{setting.replace('_', '-')}" for setting in places.OPTIONS}
+    return options | {
         node.value
         for folder in folders
         for path in folder.rglob("*.py")

@@ -6,7 +6,7 @@ set -euo pipefail
 
 server=${1:-localhost:8000}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-PATH=$PATH:$here/../../.venv/bin # where `make prometheus` puts it
+PATH=$PATH:$here/../../.venv/bin # where `make servers` puts it
 
 if [[ -z ${DATA:-} ]]; then
     DATA=$(mktemp -d)
@@ -15,7 +15,7 @@ fi
 mkdir -p "$DATA"
 
 command -v prometheus >/dev/null || {
-    printf '%s\n' >&2 'run.sh: there is no prometheus. Install it (Debian: apt-get install prometheus), or: make prometheus'
+    printf '%s\n' >&2 'run.sh: there is no prometheus. Install it (Debian: apt-get install prometheus), or: make servers'
     exit 1
 }
 sed "s/localhost:8000/$server/" "$here/prometheus.yml" >"$DATA/prometheus.yml"
