@@ -86,6 +86,7 @@ class WorkerBridge(Side):
         self._stores: tuple[Transfer, ...] = ()
         self._is_forward_issued = False
         self._may_wait = False
+        self._is_gathered = False  # what the next report tells, by `count_into`
         # Submitted and not drained; drained or failed and not reported.
         self._running: set[int] = set()
         self._outcomes: list[Outcome] = []
@@ -218,10 +219,9 @@ class WorkerBridge(Side):
         facts = self._new_facts()  # before the slots: memory that is all locked has all its slots
         capacities: tuple[Capacity, ...] = ()
         if self.opened is not None:
-            self._drain(self.opened)
-            if self._may_wait and not (self._outcomes or self._presences or facts):
-                self.opened.transfers.wait_for_news(IDLE_WAIT_S)
-                self._drain(self.opened)
+            if not self._is_gathered:
+                self._gather(self.opened)
+            self._is_gathered = False
             num_slots = self.opened.backend.num_usable_slots
             if num_slots > self._reported_num_slots:
                 self._reported_num_slots = num_slots
@@ -235,9 +235,15 @@ class WorkerBridge(Side):
         return StepReport(outcomes, capacities, bad_slots, lost, facts, presences)
 
     def count_into(self, counters: Counters) -> None:
-        """Count what happened on this rank since the last call and what its copies took."""
+        """Count what happened on this rank since the last call and what its copies took.
+
+        vLLM asks for it before it asks for the report. Both are of one moment: after the last
+        report there may be no step that would bring the counts.
+        """
         if self.opened is None:
             return
+        self._gather(self.opened)
+        self._is_gathered = True
         transfers = self.opened.transfers
         numbers = (transfers.num_overdue, self.opened.backend.num_demotions)
         if numbers != self._counted:  # seldom, and vLLM asks in every step
@@ -294,6 +300,13 @@ class WorkerBridge(Side):
         for transfer in (*self._loads, *self._stores):
             self._fail(transfer, FailureReason.CANCELLED)
         self._loads = self._stores = ()
+
+    def _gather(self, opened: Opened) -> None:
+        """Take what has settled; a step that may wait and has no news waits a little for some."""
+        self._drain(opened)
+        if self._may_wait and not (self._outcomes or self._presences):
+            opened.transfers.wait_for_news(IDLE_WAIT_S)
+            self._drain(opened)
 
     def _drain(self, opened: Opened) -> None:
         for transfer_id, failure in opened.transfers.drain():

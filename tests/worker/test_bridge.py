@@ -564,7 +564,8 @@ def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
         (2, 0, Count.OVERDUE_TRANSFERS, 2),
         (0, 1, Count.COPY_PATH_DEMOTIONS, 1),
     ):
-        transfers = SimpleNamespace(num_overdue=num_overdue, take_copied=list)
+        nothing = {"take_copied": list, "drain": list, "take_bad_slots": list}
+        transfers = SimpleNamespace(num_overdue=num_overdue, **nothing)
         backend = SimpleNamespace(num_demotions=num_demotions)
         opened = SimpleNamespace(transfers=transfers, backend=backend, tiers=None)
         monkeypatch.setattr(worker.bridge, "opened", opened)

@@ -397,3 +397,15 @@ def test_what_has_been_answered_is_reported_without_a_wait(make_worker):
     assert [each.probe_id for each in worker.reports[-1].presences] == [1]
     assert worker.bridge.opened.tiers.is_busy
     assert not limits, "and not for the spill"
+
+
+def test_what_is_reported_has_been_counted_in_its_own_step(make_worker):
+    """vLLM asks what was counted first, and after the last report it may ask no more."""
+    worker, _ = make_watched(make_worker)
+    worker.near.holds = {"spill"}
+    worker.bridge.begin(StepPlan(spills=moved(1, [4], A), is_idle=True))
+    counters = Counters()
+    worker.bridge.count_into(counters)
+    report = worker.bridge.report()
+    assert [each.transfer_id for each in report.outcomes] == [1]
+    assert counters.take()['tier_written_objects{tier="1"}'] == 1
