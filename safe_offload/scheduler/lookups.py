@@ -52,6 +52,7 @@ class LookUp:
         first_token, end_token: of what tiers may bring, or do.
         waited_s: over the life of the request, up to `asked_s`.
         asked_s: when vLLM asked last, while the request waits; else None.
+        last_gap_s: from the question before that to it; 0 at first.
         wait_max_s: of the tiers that are waited for.
         questions: asked for it.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
@@ -69,6 +70,7 @@ class LookUp:
     end_token: int = 0
     waited_s: float = 0.0
     asked_s: float | None = None
+    last_gap_s: float = 0.0
     wait_max_s: float = 0.0
     questions: Sequence[Question] = ()
     fetches: Sequence[Fetch] = ()
@@ -142,8 +144,8 @@ class LookUp:
 
     def asked(self, num_computed_tokens: int, now_s: float) -> None:
         """vLLM asks about the request."""
-        if self.asked_s is not None:
-            self.waited_s += now_s - self.asked_s
+        self.last_gap_s = 0.0 if self.asked_s is None else now_s - self.asked_s
+        self.waited_s += self.last_gap_s
         self.is_asked = True
         self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
 

@@ -246,7 +246,8 @@ class Tiers:
             return False
         lookup.asked(num_computed_tokens, now_s)
         if lookup.num_tokens > 0:
-            if lookup.waited_s < self._wait_limit_s(lookup):
+            # vLLM asks again in a step, which is expected to take as long as the last one.
+            if lookup.waited_s + lookup.last_gap_s < self._wait_limit_s(lookup):
                 return True
             self._counters[Count.TIER_WAITS_CUT] += 1
         self._finish(lookup)

@@ -150,14 +150,17 @@ def see_events(engine: Any) -> list[Any]:
 
 
 def times_of_waiting(rig: Rig, name: str) -> list[float]:
-    """When vLLM is told that a request waits; filled from now on."""
+    """When vLLM asks about a request that waits, up to when it goes on; filled from now on."""
     match = rig.connector.get_num_new_matched_tokens
     times: list[float] = []
+    is_over = False
 
     def watch(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answer: tuple[int | None, bool] = match(request, num_computed_tokens)
-        if request.request_id == name and answer[0] is None:
+        nonlocal is_over
+        if request.request_id == name and not is_over and (answer[0] is None or times):
             times.append(rig.clock.now_s)
+            is_over = answer[0] is not None
         return answer
 
     rig.connector.get_num_new_matched_tokens = watch

@@ -293,7 +293,7 @@ def test_the_bound_is_of_all_waits_of_a_request_together(make_rig: MakeRig) -> N
     """Whoever loads is aborted again and again: the wait for the next begins anew, not the time."""
     rig = make_shared(make_rig, num_blocks=150)
     rig.hold_copies(True)
-    told = times_of_waiting(rig, "patient")
+    times = times_of_waiting(rig, "patient")
     began_s = rig.clock.now_s
     first = rig.add("keen", prompt(rig, 90))
     rig.step()
@@ -311,7 +311,7 @@ def test_the_bound_is_of_all_waits_of_a_request_together(make_rig: MakeRig) -> N
         queue.prepend_request(first)
         assert rig.clock.now_s - began_s < 2 * WAIT_MAX_S
     assert number > 2
-    assert told[-1] - told[0] < WAIT_MAX_S
+    assert times[-2] - times[0] < WAIT_MAX_S <= times[-1] - times[0]
     rig.hold_copies(False)
     rig.drain()
     rig.check_tokens("patient", 4)

@@ -1176,9 +1176,9 @@ def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
 @pytest.mark.parametrize(
     ("fetch_s", "probe_s", "is_whole"),
     [
-        (0.01 * PREFIX_TOKENS, 0.0, True),
+        (0.02 * PREFIX_TOKENS, 0.0, True),
         (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
-        (0.01 * PREFIX_TOKENS, 0.04 * PREFIX_TOKENS, False),  # the answer came late
+        (0.02 * PREFIX_TOKENS, 0.02 * PREFIX_TOKENS, False),  # the answer came late
         (None, 0.0, False),  # nobody knows
     ],
 )
