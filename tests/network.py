@@ -211,17 +211,17 @@ class _Forwarder:
                 await writer.drain()
                 held.task_done()
 
-        delivering = asyncio.ensure_future(deliver())
+        delivering, emptied = asyncio.ensure_future(deliver()), None
         try:
             while segment := await reader.read(SEGMENT_BYTES):
                 await held.put((self._due_s(len(segment), way), segment))
-            await asyncio.wait(
-                {delivering, asyncio.ensure_future(held.join())},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            emptied = asyncio.ensure_future(held.join())
+            await asyncio.wait({delivering, emptied}, return_when=asyncio.FIRST_COMPLETED)
         except OSError:
             pass
         finally:
+            if emptied is not None:
+                emptied.cancel()
             delivering.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await delivering
