@@ -53,6 +53,7 @@ from safe_offload.settings import size
 from safe_offload.tier_config import TIER_SETTINGS, TierConfig, tiers
 from safe_offload.tier_url import FILE, SERVERS, URL_KEY
 from safe_offload.units import format_bytes
+from safe_offload.worker.loop_thread import new_event_loop
 from safe_offload.worker.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.worker.tiers.choice import open_tier
 
@@ -308,7 +309,7 @@ class _Rig:
         starts = range(0, len(view), object_bytes)
         self._slots: list[Buffers] = [(view[i : i + object_bytes],) for i in starts]
         self._limit = _limit_of(config, self._slots)
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=new_event_loop)
         self._tier, self._namespace = _open(config, object_bytes)
 
     def time_in_turn(self, rounds: int) -> SizeFound:
@@ -390,7 +391,7 @@ def _time_probes(config: TierConfig, rounds: int) -> list[float]:
     memory = mmap.mmap(-1, PROBE_OBJECT_BYTES)
     slots: list[Buffers] = [(memoryview(memory),)] * (PROBED_KEYS // 2)
     found = []
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         tier, namespace = _open(config, PROBE_OBJECT_BYTES)
         there = names(namespace, len(slots), 0)
         _require(runner.run(tier.spill(there, slots)))

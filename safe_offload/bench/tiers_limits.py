@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from safe_offload.errors import SafeOffloadError
 from safe_offload.tier_config import TierConfig
+from safe_offload.worker.loop_thread import new_event_loop
 from safe_offload.worker.tiers.base import Buffers
 
 CONNECT_TIMEOUT_S = 30.0
@@ -178,7 +179,7 @@ class StoreLimit:
         self._store = open_store(config)
         self._slots = slots
         self._num_connections = config.num_connections
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=new_event_loop)
 
     def write(self, generation: int) -> None:
         """See `Limit.write`."""
