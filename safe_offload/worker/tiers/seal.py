@@ -20,7 +20,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import xxhash
 from blake3 import blake3
@@ -49,6 +49,16 @@ _OFF_LOOP_BYTES: Final = 512 << 10
 """From here on a digest takes longer than the way to another thread and back."""
 _NUM_THREADS: Final = 2
 _MAKE_ONE: Final = "make one with `openssl rand -hex 32`, and give all engines that share the same"
+
+
+class Digest(Protocol):
+    """The digest of bytes that come piece by piece."""
+
+    def update(self, piece: memoryview, /) -> None:
+        """Add the next bytes."""
+
+    def digest(self) -> bytes:
+        """Return what it is by now."""
 
 
 class Seal:
@@ -90,8 +100,31 @@ class Seal:
         """
         return await self._off_loop(buffers, self.header, name, buffers)
 
-    async def judge_async(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """Return what `judge` does, as `header_async`."""
+    def begin_digest(self) -> Digest | None:
+        """Return what takes the bytes of an object as they come: the processor's cache has them.
+
+        None with a key: its digest takes longer, and is made in another thread.
+        """
+        return None if self._key else self._new_digest()
+
+    async def judge_async(
+        self,
+        found: bytes,
+        name: Name,
+        buffers: Sequence[memoryview],
+        digest: Digest | None = None,
+    ) -> Result:
+        """Return what `judge` does, as `header_async`.
+
+        Args:
+            found: the header that was read.
+            name: what was asked for.
+            buffers: the bytes that came.
+            digest: of them, by `begin_digest`; made here if there is none.
+        """
+        if digest is not None:
+            length_bytes = sum(buffer.nbytes for buffer in buffers)
+            return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
         return await self._off_loop(buffers, self.judge, found, name, buffers)
 
     def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
@@ -123,12 +156,16 @@ class Seal:
 
     def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
         """Return the length of bytes, and their digest, without joining them."""
-        state: Any = blake3() if self._key else xxhash.xxh3_64()
+        state = self._new_digest()
         length_bytes = 0
         for piece in pieces:
             state.update(piece)
             length_bytes += piece.nbytes
         return length_bytes, state.digest()
+
+    def _new_digest(self) -> Digest:
+        state: Any = blake3() if self._key else xxhash.xxh3_64()
+        return state  # type: ignore[no-any-return]
 
     def _header(self, name: Name, length_bytes: int, digest: bytes) -> bytes:
         if not self._key:

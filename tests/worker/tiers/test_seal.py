@@ -327,6 +327,18 @@ def digest(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDigest]:
     digest.may_end.set()
 
 
+async def test_bytes_can_be_added_to_the_digest_as_they_come() -> None:
+    first, second = slot = filled((1000, 3000))
+    head = PLAIN.header(NAME, slot)
+    for pieces, result in (((first, second), Result.DONE), ((second, first), Result.CORRUPT)):
+        digest = PLAIN.begin_digest()
+        assert digest is not None
+        for piece in pieces:
+            digest.update(piece)
+        assert await PLAIN.judge_async(head, NAME, slot, digest) is result
+    assert SEAL.begin_digest() is None
+
+
 async def test_what_takes_long_is_done_on_another_thread(digest: SlowDigest) -> None:
     digest.may_end.set()
     for lengths in ((LARGE_BYTES,), (LARGE_BYTES // 2, LARGE_BYTES // 2), (4096,)):

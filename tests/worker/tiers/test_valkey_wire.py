@@ -15,6 +15,7 @@ from safe_offload.worker.tiers.valkey.replies import (
     DRAIN_BYTES_MAX,
     ELEMENTS_MAX,
     LINE_BYTES_MAX,
+    RECEIPT_BYTES,
     SMALL_BYTES,
     Misfit,
     OversizeError,
@@ -73,9 +74,10 @@ CUTS = {"whole": 1 << 30, "bytes": 1, "pieces": 700}
 async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, size: int) -> None:
     rng = random.Random(size)
     source, target, empty = filled((10, 3000, 0, 90), 1), slot_of((3100,)), slot_of((3100,))
+    noted = bytearray()
     replies = [
         wire.ask_lines([b"1"], 5),
-        wire.ask_value([b"2"], target),
+        wire.ask_value([b"2"], target, noted.extend),
         wire.ask_value([b"3"], empty),
         wire.ask_value([b"4"], empty),
         wire.ask_tree([b"5"]),
@@ -92,7 +94,7 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, si
         [1, 0, b"OK", Problem("OOM", "no"), 17],
         HEADER,
     ]
-    assert bytes_of(target) == bytes_of(source)
+    assert bytes_of(target) == noted == bytes_of(source)
     assert [await reply for reply in replies[2:5]] == [
         None,
         Problem("WRONGTYPE", "Operation"),
@@ -106,7 +108,8 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, si
 
 async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire: Wire) -> None:
     source, target = filled((1000, SMALL_BYTES)), slot_of((1000, SMALL_BYTES))
-    wire.ask_value([b""], target)
+    noted = bytearray()
+    wire.ask_value([b""], target, noted.extend)
     data = value(source)
     head = data.index(b"\n") + 1 + HEADER_BYTES
     buffer = wire.get_buffer(-1)
@@ -116,6 +119,19 @@ async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire: Wire
         assert wire.get_buffer(-1).nbytes == part.nbytes
         feed(wire, data[head : head + part.nbytes])
         head += part.nbytes
+    assert bytes_of(target) == noted == bytes_of(source)
+
+
+async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire: Wire) -> None:
+    source, target = filled((RECEIPT_BYTES + 5,)), slot_of((RECEIPT_BYTES + 5,))
+    wire.ask_value([b""], target)
+    data = value(source)
+    head = data.index(b"\n") + 1 + HEADER_BYTES
+    feed(wire, data[:head])
+    assert wire.get_buffer(-1).nbytes == RECEIPT_BYTES
+    feed(wire, data[head : head + RECEIPT_BYTES])
+    assert wire.get_buffer(-1).nbytes == 5
+    feed(wire, data[head + RECEIPT_BYTES :])
     assert bytes_of(target) == bytes_of(source)
 
 

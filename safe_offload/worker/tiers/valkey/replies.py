@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ SCRATCH_BYTES: Final = 256 << 10
 SMALL_BYTES: Final = 64 << 10
 """Objects of up to so many bytes come into scratch memory, many at a time, and are copied: each
 receipt costs the event loop more than that, all the more while another thread computes."""
+RECEIPT_BYTES: Final = 256 << 10
+"""Of a larger object no more are received at once: the processor's cache has them still when they
+are added to its digest."""
 _END: Final = b"\r\n"
 _DIGITS_MAX: Final = 19  # of a number of 64 bits
 
@@ -134,10 +138,22 @@ class Lines(Want):
 
 
 class Value(Want):
-    """An object: a line with its length, its header, its bytes, and an end of line."""
+    """An object: a line with its length, its header, its bytes, and an end of line.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, slot: Buffers) -> None:
+    Args:
+        loop: of the future.
+        slot: where the bytes belong.
+        note: is told of each piece of the slot that has been filled, one after the other.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        slot: Buffers,
+        note: Callable[[memoryview], None] | None = None,
+    ) -> None:
         super().__init__(loop)
+        self._note = note
         self._slot = deque(buffer for buffer in slot if buffer.nbytes)
         self._length = HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
         self._line_bytes = len(b"$%d\r\n" % self._length)
@@ -164,6 +180,8 @@ class Value(Want):
     def took(self, count: int) -> None:
         """See `Want.took`."""
         buffer = self._slot.popleft()
+        if self._note is not None:
+            self._note(buffer[:count])
         if count < buffer.nbytes:
             self._slot.appendleft(buffer[count:])
         self.is_ending = not self._slot

@@ -16,7 +16,7 @@ from typing import Any, Final
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.seal import PLAIN, Seal
+from safe_offload.worker.tiers.seal import PLAIN, Digest, Seal
 from safe_offload.worker.tiers.valkey.batch import Batch
 from safe_offload.worker.tiers.valkey.log import ServerLog
 from safe_offload.worker.tiers.valkey.login import Login, LoginError, command
@@ -227,10 +227,16 @@ class ValkeyTier:
     # ---- reading ------------------------------------------------------------------------------
 
     async def _read(self, batch: Batch, queue: deque[int], node: Node, wire: Wire) -> None:
+        digests: dict[int, Digest] = {}
+
         async def ask(index: int) -> Awaitable[bytes | Misfit | Problem | None]:
             key = batch.keys[index]
             words = (b"GETEX", key, *self._ttl) if self._reads_extend else (b"GET", key)
-            return wire.ask_value([command(*words)], batch.slots[index])
+            digest = self._seal.begin_digest()
+            if digest is None:
+                return wire.ask_value([command(*words)], batch.slots[index])
+            digests[index] = digest
+            return wire.ask_value([command(*words)], batch.slots[index], digest.update)
 
         async def judge(index: int, reply: bytes | Misfit | Problem | None) -> Result:
             if reply is None:
@@ -240,7 +246,7 @@ class ValkeyTier:
             if isinstance(reply, Misfit):
                 return batch.spoil(index, Result.CORRUPT)
             name, slot = batch.names[index], batch.slots[index]
-            result = await self._seal.judge_async(reply, name, slot)
+            result = await self._seal.judge_async(reply, name, slot, digests.pop(index, None))
             return result if result is Result.DONE else batch.spoil(index, result)
 
         await self._flow(batch, queue, node, (ask, judge))

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from safe_offload.worker.tiers.base import Buffers
 from safe_offload.worker.tiers.valkey.replies import (
+    RECEIPT_BYTES,
     SCRATCH_BYTES,
     AnyReply,
     Line,
@@ -86,15 +87,18 @@ class Wire(asyncio.BufferedProtocol):
         return want.future
 
     def ask_value(
-        self, command: Iterable[bytes], slot: Buffers
+        self,
+        command: Iterable[bytes],
+        slot: Buffers,
+        note: Callable[[memoryview], None] | None = None,
     ) -> asyncio.Future[bytes | Misfit | Problem | None]:
-        """Send a command whose reply is an object that is read into a slot.
+        """Send a command whose reply is an object that is read into a slot; see `Value`.
 
         Returns:
             The header of the object once its bytes are in the slot; else a misfit, an error, or
             None if there is no such object.
         """
-        want = Value(self._loop, slot)
+        want = Value(self._loop, slot, note)
         self._ask(command, want)
         return want.future
 
@@ -161,7 +165,7 @@ class Wire(asyncio.BufferedProtocol):
             want = self._wants[0]
             target = want.target()
             if target is not None and self._start == self._end:
-                return target
+                return target[:RECEIPT_BYTES]
             room = want.wish()
             if want.is_ending and len(self._wants) > 1:
                 room += self._wants[1].wish()
