@@ -74,7 +74,7 @@ class Job:
         turns: names of prompts, answered one after the other; `RESET_GPU_CACHE`, or `EMPTY_FOLDER`,
             which is the one that `options["folder"]` names.
         in_process: the scheduler runs in the child itself, so that it can be looked at.
-        force_prefix_caching: keep vLLM from switching prefix caching off for MLA on this CPU.
+        force_prefix_caching: keep vLLM from switching prefix caching off for MLA on a CPU.
         options: what only some jobs need. `network` is that of any: the network namespace of its
             processes.
     """
@@ -213,6 +213,8 @@ def make_job(
         "enforce_eager": True,
         "disable_log_stats": False,
     }
+    if force_prefix_caching:
+        common["attention_backend"] = "CPU_MLA"  # the one with AMX takes no float32
     if kv_transfer_config is not None:
         common["kv_transfer_config"] = kv_transfer_config
     return Job(
