@@ -10,10 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 Buffers = tuple[memoryview, ...]
 """The byte ranges of one host slot, in the order of its segments; writable."""
+
+SINK: Final = memoryview(bytearray(4096))
+"""Where a connection that was given up receives what still comes; nobody reads it. Its own memory
+is freed at once: it may be part of a cycle, and a bad server ends many."""
 
 
 class Result(enum.Enum):

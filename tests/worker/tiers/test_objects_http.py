@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -271,6 +272,18 @@ async def test_an_answer_before_the_request_was_sent_ends_the_connection(
     found = await answer_to(connection, b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")
     assert found.status == 503
     assert transport.is_aborted
+
+
+@pytest.mark.parametrize("data", [b"noise\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\n"])
+async def test_a_connection_that_ends_keeps_no_memory(connection: Connection, data: bytes) -> None:
+    """It lives on for a while: the error that ends it and whoever meets that know each other."""
+    scratch = connection.get_buffer(-1).obj
+    future = connection.ask(REQUEST, memory(100), is_head=False)
+    feed(connection, data)
+    connection.abort()
+    with pytest.raises(HttpError):
+        await future
+    assert sys.getrefcount(scratch) == 2, "this test and the question have it"
 
 
 async def test_a_connection_that_was_given_up_hands_out_no_slot(connection: Connection) -> None:

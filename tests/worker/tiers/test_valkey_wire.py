@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -253,6 +254,18 @@ async def test_a_lost_connection_fails_all_replies(wire: Wire) -> None:
     for reply in replies:
         with pytest.raises(WireError):
             await reply
+
+
+@pytest.mark.parametrize("data", [b"$-7\r\n", b"*-5\r\n", b"", b"x" * 2000])
+async def test_a_connection_that_ends_keeps_no_memory(wire: Wire, data: bytes) -> None:
+    """It lives on for a while: the error that ends it and whoever meets that know each other."""
+    scratch = wire.get_buffer(-1).obj
+    reply = wire.ask_value([b""], slot_of((100,)))
+    feed(wire, data)
+    wire.abort()
+    with pytest.raises(WireError):
+        await reply
+    assert sys.getrefcount(scratch) == 2, "this test and the question have it"
 
 
 async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire: Wire) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
+from safe_offload.worker.tiers.base import SINK
+
 HEAD_BYTES_MAX: Final = 16 << 10
 """Of the heads of all answers to one request, interim ones too."""
 TEXT_BYTES_MAX: Final = 64 << 10
@@ -112,8 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         """When the last answer was complete, by the loop's clock."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._scratch = bytearray(_SCRATCH_BYTES)
-        self._view = memoryview(self._scratch)
+        self._view = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0
         self._exchange: _Exchange | None = None
         self._error: HttpError | None = None
@@ -151,6 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._error is not None:
             return
         self._error = error or HttpError("the connection was given up")
+        self._view = SINK
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.fail(self._error)
@@ -206,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 self._start += exchange.read(self._view[self._start : self._end])
             except HttpError as error:
-                self.abort(error)
+                self.abort(error.with_traceback(None))  # whose frames hold the memory
                 return
         if exchange.is_done:
             self._go_on(exchange)

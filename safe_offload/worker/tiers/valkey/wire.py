@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from safe_offload.worker.tiers.base import Buffers
+from safe_offload.worker.tiers.base import SINK, Buffers
 from safe_offload.worker.tiers.valkey.replies import (
     RECEIPT_BYTES,
     SCRATCH_BYTES,
@@ -122,6 +122,8 @@ class Wire(asyncio.BufferedProtocol):
         if self._error is not None:
             return
         self._error = error or WireError("the connection was given up")
+        self._scratch, self._view = bytearray(), SINK
+        self._start = self._end = 0
         wants, self._wants = self._wants, deque()
         for want in wants:
             want.fail(self._error)
@@ -203,4 +205,4 @@ class Wire(asyncio.BufferedProtocol):
             if self._start < self._end and (is_full or (self._is_strict and not self._wants)):
                 raise WireError("the server sent what was not asked for")
         except WireError as error:
-            self.abort(error)
+            self.abort(error.with_traceback(None))  # whose frames hold the scratch memory

@@ -45,7 +45,7 @@ NUM_NAMES_MAX = 12
 NUM_SLOTS = NUM_TIERS * (2 + 1) * NUM_NAMES_MAX + NUM_KEYS
 TIMEOUT_S = 0.3
 PATIENCE_S = 30.0
-SLACK_BYTES = 24 << 20
+SLACK_BYTES = 8 << 20
 GROWTH_BYTES_MAX = 16 << 20
 NUM_THREADS_OF_LIBRARIES = 64
 """That look up names, and end by themselves after a while."""
