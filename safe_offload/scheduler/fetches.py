@@ -29,7 +29,9 @@ SHARE = 4
 """Fetches hold at most one in so many of the usable slots."""
 NUM_PIECES = 16
 PIECE_BLOCKS_MIN = 16
-"""So many, as a tier reads several at a time."""
+"""So many, as a tier reads several at a time; of large blocks, as many as make the next."""
+PIECE_BYTES_MIN = 8 << 20
+"""Of all ranks together."""
 
 
 class Fetches:
@@ -43,6 +45,7 @@ class Fetches:
         leases: where slots come from.
         transfer_ids: never gives the same twice.
         num_ranks: worker processes that report.
+        slot_bytes: of one slot, on all ranks together.
         counters: what happens is counted here.
     """
 
@@ -52,12 +55,15 @@ class Fetches:
         leases: LeaseBook,
         transfer_ids: Iterable[int],
         num_ranks: int,
+        slot_bytes: int,
         counters: Counters,
     ) -> None:
         self._hits = hits
         self._leases = leases
         self._transfer_ids = iter(transfer_ids)
         self._num_ranks = num_ranks
+        num_large = max(1, PIECE_BYTES_MIN // max(1, slot_bytes))
+        self._piece_blocks_min = min(PIECE_BLOCKS_MIN, num_large)
         self._counters = counters
         self._new: list[Fetch] = []
         self._in_flight: dict[int, Fetch] = {}
@@ -91,7 +97,7 @@ class Fetches:
             The pieces, in that order.
         """
         num_blocks = sum(len(leg.far) for leg in legs)
-        num_in_piece = max(-(-num_blocks // NUM_PIECES), PIECE_BLOCKS_MIN)
+        num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
         parts = [
             (leg.first_token, leg.far[start : start + num_in_piece])
             for leg in legs

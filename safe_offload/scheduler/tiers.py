@@ -133,12 +133,10 @@ class Tiers:
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
         self.costs = TierCosts(costs, len(configs))
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
-        what = hits, leases, transfer_ids, options.num_ranks
-        self.fetches = Fetches(*what, counters)
+        what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
+        self.fetches = Fetches(*what)
         self.spills = Spills(
             *what,
-            options.slot_bytes,
-            counters,
             evicted_only=configs[0].stores_evicted,
             nearest_kept=next((n for n, c in enumerate(configs, 1) if c.keep), len(configs)),
         )

@@ -17,7 +17,7 @@ from safe_offload.tier_url import Location
 from tests.counts import num_failed
 from tests.scheduler.rig import times_of_waiting
 from tests.scheduler.tier_rig import WAIT_S, TierRig
-from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
 
 MakeTierRig = Callable[..., TierRig]
 NUM_BLOCKS = 10
@@ -286,6 +286,22 @@ def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> 
     rig.tier.held.clear()
     rig.drain()
     rig.check_idle()
+
+
+def test_pieces_of_large_blocks_have_fewer(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a tier which is fast shows it before the free wait is over."""
+    for num_pages, num_blocks in ((1, 1), (3, 3), (100, NUM_BLOCKS)):
+        monkeypatch.setattr(
+            "safe_offload.scheduler.fetches.PIECE_BYTES_MIN", num_pages * PAGE_BYTES
+        )
+        rig = make_warm(make_tiers)
+        rig.tier.held = {"fetch"}
+        fetch_for(rig, "a")
+        assert len(rig.fetches[0].keys) == num_blocks
+        rig.tier.held.clear()
+        rig.drain()
 
 
 @pytest.mark.usefixtures("small_pieces")
