@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.base import Buffers, Result
@@ -24,7 +23,6 @@ from safe_offload.worker.tiers.objects import connections
 from safe_offload.worker.tiers.objects.library import LibraryRequests
 from safe_offload.worker.tiers.objects.signed import SignedRequests, plain_url
 from safe_offload.worker.tiers.objects.tier import ObjectTier, open_requests
-from safe_offload.worker.tiers.seal import PLAIN
 from tests.valkey_server import Certificates
 from tests.worker.tiers.contract import (
     FACTS,
@@ -37,14 +35,20 @@ from tests.worker.tiers.contract import (
     slot_of,
     spill_one,
 )
+from tests.worker.tiers.given_up import (
+    LOOPS,
+    PATTERN,
+    SLOT_BYTES,
+    SOURCE,
+    Ending,
+    cancel,
+    close,
+    object_bytes,
+    until,
+)
 from tests.worker.tiers.scripted_bucket import ScriptedBucket, answer
 from tests.worker.tiers.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer
 
-SLOT_BYTES = 8 << 20
-"""More than the buffers of sockets hold."""
-PATTERN = b"\xee" * SLOT_BYTES
-SOURCE = filled((SLOT_BYTES,), 1)
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 NO_CONTENT = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -112,27 +116,11 @@ def take_description(peer: Peer) -> None:
 
 
 def object_answer(slot: Buffers = SOURCE) -> bytes:
-    data = PLAIN.header(name_of(1), slot) + bytes_of(slot)
+    data = object_bytes(slot)
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 a thread makes it so
-            await asyncio.sleep(0.001)
-
-
 # ---- slots --------------------------------------------------------------------------------------
-
-Ending = Callable[["asyncio.Task[list[Result]]", ObjectTier], Awaitable[None]]
-
-
-async def cancel(call: asyncio.Task[list[Result]], tier: ObjectTier) -> None:
-    call.cancel()
-
-
-async def close(call: asyncio.Task[list[Result]], tier: ObjectTier) -> None:
-    await tier.close()
 
 
 @pytest.mark.parametrize("end", [cancel, close])

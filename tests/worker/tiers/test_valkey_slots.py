@@ -9,27 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.base import Buffers, Result
 from safe_offload.worker.tiers.naming import HEADER_BYTES
-from safe_offload.worker.tiers.seal import PLAIN
 from safe_offload.worker.tiers.valkey.tier import ValkeyTier
 from tests.valkey_server import Certificates
-from tests.worker.tiers.contract import bytes_of, filled, name_of, put, slot_of
+from tests.worker.tiers.contract import bytes_of, name_of, put, slot_of
+from tests.worker.tiers.given_up import (
+    LOOPS,
+    PATTERN,
+    SLOT_BYTES,
+    SOURCE,
+    Ending,
+    cancel,
+    close,
+    object_bytes,
+    until,
+)
 from tests.worker.tiers.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer
-
-SLOT_BYTES = 8 << 20
-"""More than the buffers of sockets hold."""
-PATTERN = b"\xee" * SLOT_BYTES
-SOURCE = filled((SLOT_BYTES,), 1)
-
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +56,6 @@ def tier_of(script: Script, tls: Certificates | None) -> Iterator[ValkeyTier]:
         scheme = "redis" if tls is None else "rediss"
         values = {} if tls is None else {"ca_file": str(tls.ca)}
         yield ValkeyTier(TierConfig.at(f"{scheme}://localhost:{server.port}", **values))
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 a thread makes it so
-            await asyncio.sleep(0.001)
-
-
-def object_bytes(slot: Buffers = SOURCE) -> bytes:
-    return PLAIN.header(name_of(1), slot) + bytes_of(slot)
-
-
-Ending = Callable[["asyncio.Task[list[Result]]", ValkeyTier], Awaitable[None]]
-
-
-async def cancel(call: asyncio.Task[list[Result]], tier: ValkeyTier) -> None:
-    call.cancel()
-
-
-async def close(call: asyncio.Task[list[Result]], tier: ValkeyTier) -> None:
-    await tier.close()
 
 
 @pytest.mark.parametrize("end", [cancel, close])
