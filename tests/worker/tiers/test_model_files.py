@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,13 +87,23 @@ def edit(path: Path, at: int, content: bytes) -> None:
 # ---- what counts -------------------------------------------------------------------------------
 
 
-def test_each_of_a_thousand_edits_of_weights_is_another_digest(tmp_path, kept):
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory: what is dirty on a disk is written before it is read."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def test_each_of_a_thousand_edits_of_weights_is_another_digest(memory, kept, monkeypatch):
     """One byte each, size and time kept: what was kept of the file before is not taken for it."""
+    monkeypatch.setattr(model_files, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)  # the machine may be busy
     import numpy
     from safetensors.numpy import save_file
 
     seeded = random.Random(27)
-    model = tmp_path / "model"
+    model = memory / "model"
     model.mkdir()
     names = [f"model-0000{shard}-of-00003.safetensors" for shard in (1, 2, 3)]
     for number, name in enumerate(names):
@@ -113,6 +124,17 @@ def test_each_of_a_thousand_edits_of_weights_is_another_digest(tmp_path, kept):
         assert found.read_bytes == path.stat().st_size  # the others' digests are the kept ones
         seen.add(found.digest)
         assert len(seen) == count
+
+
+@pytest.mark.parametrize("at", [0, 4096, (1 << 20) - 1, 1 << 20, 3 << 19, (3 << 20) - 1])
+def test_a_whole_file_counts(model, kept, at):
+    path = model / "model.safetensors"
+    before = digest(kept, path)
+    wait_for_a_tick()
+    edit(path, at, bytes([path.read_bytes()[at] ^ 1]))
+    after = digest(kept, path)
+    assert after.digest != before.digest
+    assert after.digest == digest(kept.with_name("other"), path).digest
 
 
 def wait_for_a_tick(ahead_ns: int = 0) -> None:
