@@ -5,10 +5,8 @@ The rest of the package imports from vLLM only what is the same in all of them.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import inspect
-import json
 import logging
 import math
 import os
@@ -16,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -523,63 +522,15 @@ def _page_bytes(kv_cache_config: KVCacheConfig, layer: str) -> int:
 
 # ---- what gives the bytes of a block their meaning, for tiers -----------------------------------
 
-_CHANGES_NOTHING = ("_name_or_path", "transformers_version", "architectures_version")
+
+def variable_names() -> tuple[str, ...]:
+    """Return the environment variables that vLLM knows."""
+    return tuple(envs.environment_variables)
 
 
-def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return everything of a configuration that changes what a model writes into a block.
-
-    What cannot matter may be among it: a change then costs the cache, not a wrong answer.
-    `max_model_len` is: from it some models choose how they rotate positions (vLLM 0.32.0,
-    Phi3LongRoPEScaledRotaryEmbedding).
-    """
-    parallel = vllm_config.parallel_config
-    facts = {
-        "vllm": installed_version(),
-        "model_runner": "V2" if uses_v2_model_runner(vllm_config) else "V1",
-        "hash": f"{vllm_config.cache_config.prefix_caching_hash_algo} {hash_seed()}",
-        **_one_model("model", vllm_config.model_config),
-        "load_format": f"{vllm_config.load_config.load_format}",
-        "kv_cache_dtype": f"{vllm_config.cache_config.cache_dtype}",
-        "kv_cache_layout": f"{getattr(vllm_config.cache_config, 'kv_cache_layout', None)}",
-        "cache": vllm_config.cache_config.compute_hash(),
-        **{
-            name: f"{getattr(parallel, name, 1)}"
-            for name in (
-                *("tensor_parallel_size", "pipeline_parallel_size"),
-                *("decode_context_parallel_size", "prefill_context_parallel_size"),
-                *("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
-            )
-        },
-    }
-    speculative = vllm_config.speculative_config
-    if speculative is not None:
-        facts["drafts"] = f"{speculative.method} {speculative.num_speculative_tokens}"
-        draft = getattr(speculative, "draft_model_config", None)
-        facts |= {} if draft is None else _one_model("draft_model", draft)
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        # They follow from the first requests that an engine serves.
-        facts["kv_scales_of"] = engine_word(vllm_config)
-    return facts
-
-
-def _one_model(name: str, config: Any) -> dict[str, str]:
-    hf_config = config.hf_config.to_dict()
-    for key in _CHANGES_NOTHING:
-        hf_config.pop(key, None)
-    written = json.dumps(hf_config, sort_keys=True, default=str)
-    multimodal = getattr(config, "multimodal_config", None)
-    return {
-        name: f"{config.model}",
-        f"{name}_revision": f"{config.revision}",
-        f"{name}_code_revision": f"{config.code_revision}",
-        f"{name}_config": hashlib.sha256(written.encode()).hexdigest(),
-        f"{name}_dtype": f"{config.dtype}",
-        f"{name}_quantization": f"{config.quantization}",
-        f"{name}_max_len": f"{config.max_model_len}",
-        f"{name}_options": config.compute_hash(),
-        f"{name}_inputs": "" if multimodal is None else f"{multimodal.compute_hash()}",
-    }
+def cache_root() -> str:
+    """Return the folder where vLLM keeps what it makes and needs again."""
+    return str(envs.VLLM_CACHE_ROOT)
 
 
 def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str, str]:
@@ -604,37 +555,9 @@ def group_facts(kv_cache_config: KVCacheConfig) -> list[str]:
     return [f"{group.kv_cache_spec!r}" for group in kv_cache_config.kv_cache_groups]
 
 
-def model_places(vllm_config: VllmConfig) -> dict[str, tuple[str, str | None, str | None]]:
-    """Return name, revision and download folder of the model and of a draft model."""
-    folder = getattr(vllm_config.load_config, "download_dir", None)
-    models = {"model": vllm_config.model_config}
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
-        models["draft_model"] = draft
-    return {
-        name: (f"{config.model_weights or config.model}", config.revision, folder)
-        if hasattr(config, "model_weights")
-        else (f"{config.model}", config.revision, folder)
-        for name, config in models.items()
-    }
-
-
 def uses_adapters(vllm_config: VllmConfig) -> bool:
     """Return whether requests may name LoRA adapters.
 
     vLLM's hashes know their names and paths, not their bytes (0.32.0, v1/core/kv_cache_utils.py).
     """
     return vllm_config.lora_config is not None
-
-
-def engine_word(vllm_config: VllmConfig) -> str:
-    """Return a word that all processes of one engine know, and no other engine."""
-    transfer_config = vllm_config.kv_transfer_config
-    assert transfer_config is not None
-    return f"{vllm_config.instance_id} {transfer_config.engine_id}"
-
-
-def hash_seed() -> str:
-    """Return what says which seed block hashes begin with; not the seed, which may be a secret."""
-    seed = os.environ.get(HASH_SEED_VARIABLE)
-    return "" if seed is None else hashlib.sha256(f"seed {seed}".encode()).hexdigest()

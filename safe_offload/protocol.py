@@ -262,11 +262,13 @@ class HostFacts:
 
     Attributes:
         copy_paths: ways to copy that are in use, the first one preferred.
+        doubts: why what its tiers hold may not mean what it computes; see `Tiers.stand_alone`.
     """
 
     rank: int
     memory: MemoryFacts
     copy_paths: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

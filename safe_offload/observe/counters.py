@@ -238,6 +238,8 @@ TIER_MISSES = ("absent", "corrupt", "foreign", *TIER_TROUBLE)
 TIER_DROPS = ("full", *TIER_TROUBLE)
 TIER_SERIES = tuple(map(TierSeries, range(1, MAX_TIERS + 1)))
 """By tier, the nearest first."""
+TIERS_NOT_READY = "tiers_not_ready"
+"""A gauge of the workers."""
 
 
 def is_milestone(count: int) -> bool:

@@ -24,6 +24,7 @@ from safe_offload.observe.counters import (
     STORE_S,
     STORE_SIZE_BYTES,
     TIER_SERIES,
+    TIERS_NOT_READY,
     Count,
     Counters,
     Observed,
@@ -47,6 +48,7 @@ GAUGES = {
     "spills_in_flight": "Spills to tiers that not all ranks have finished.",
     "fetch_bytes_per_second": "Bytes that the largest fetches bring in a second, as measured.",
     "fetch_latency_seconds": "Time of the smallest fetches, as measured.",
+    TIERS_NOT_READY: "1 while the files of the model are read, before tiers are used.",
 }
 SAVED_SECONDS = "saved_seconds_total"
 SAVED_SECONDS_DOC = "Time that computing loaded_tokens would have taken at the measured speed."

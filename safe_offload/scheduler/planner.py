@@ -440,6 +440,8 @@ class Planner(Side):
             self._ranks.add_capacity(capacity)
         for facts in report.host_facts:
             self._ranks.add_facts(facts)
+            if facts.doubts and self.tiers is not None:
+                self.tiers.stand_alone(facts.doubts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
             self._stop()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -499,6 +499,23 @@ class Tiers:
                 lookup.end()
         self.probes.forget()
         self.spills.forget()
+
+    def stand_alone(self, doubts: Sequence[str]) -> None:
+        """It is not known what this engine computes: use only what it has written itself.
+
+        Without a word a rank that doubts finds and writes nothing.
+        """
+        if self.word:
+            return
+        self.stop()
+        self.word = self._options.new_word()
+        logger.warning(
+            "Nothing in tiers is shared with other engines or found again after a restart: %s. If "
+            'the model comes from elsewhere and is the same in every process, write "model_version"'
+            " into each tier, and another one whenever it changes. Files of the model must not "
+            "change while an engine starts.",
+            " and ".join(doubts),
+        )
 
     def reset(self) -> None:
         """What tiers have may be of other weights from now on: leave it to those who know.

@@ -96,7 +96,9 @@ class WorkerBridge(Side):
         self._is_lost = False
         # What has been reported.
         self._reported_num_slots = 0
-        self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...]] | None = None
+        self._reported_facts: tuple[MemoryFacts, tuple[CopyPath, ...], tuple[str, ...]] | None = (
+            None
+        )
         self._counted = (0, 0)  # overdue transfers, demotions of copy paths
 
     def __repr__(self) -> str:
@@ -273,11 +275,13 @@ class WorkerBridge(Side):
         """Return how this rank keeps and copies, if that has not been reported."""
         if self.opened is None:
             return ()
-        memory, paths = facts = (self.opened.backend.memory, self.opened.backend.paths)
+        tiers, backend = self.opened.tiers, self.opened.backend
+        doubts = () if tiers is None else tiers.doubts
+        memory, paths, _ = facts = (backend.memory, backend.paths, doubts)
         if facts == self._reported_facts:
             return ()
         self._reported_facts = facts
-        return (HostFacts(self._rank, memory, tuple(path.value for path in paths)),)
+        return (HostFacts(self._rank, memory, tuple(path.value for path in paths), doubts),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
         """Hand on what the tiers are to do: it has no order with the forward."""

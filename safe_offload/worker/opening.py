@@ -145,13 +145,16 @@ class Opening:
             kept = checksum_table(host, layout) if share.count > 1 else None
             verifier = Verifier(backend, threads, self.config.verify_every, kept)
         if self.config.tiers:
+            copy_rank = self.rank - self.rank % self.config.ranks_per_copy
+            meaning = self.meaning_of(layout.geometry, copy_rank)
             tiers = TierRunner(
                 self.rank,
-                self._open_tiers(layout.geometry),
+                self._open_tiers(layout.geometry, meaning),
                 HostSlots(host, layout, backend),
                 loop,
                 share=share,
                 verifier=verifier,
+                meaning=meaning,
             )
         transfers = Transfers(
             backend,
@@ -163,10 +166,9 @@ class Opening:
         )
         return transfers, tiers
 
-    def _open_tiers(self, geometry: Geometry) -> list[Circuit]:
+    def _open_tiers(self, geometry: Geometry, meaning: Meaning) -> list[Circuit]:
         """Make the tiers, each with a namespace that follows from all that its bytes mean."""
         circuits = []
-        meaning = self.meaning_of(geometry, self.rank - self.rank % self.config.ranks_per_copy)
         for config in self.config.tiers:
             facts = meaning.facts_of(config)
             tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
@@ -181,21 +183,12 @@ class Opening:
             circuits.append(circuit)
             limit = config.capacity_bytes
             logger.info(
-                "Tier %d of rank %d is %s: %s, namespace %s.",
+                "Tier %d of rank %d is %s: %s.",
                 len(circuits),
                 self.rank,
                 tier.label,
                 "no limit of ours" if limit is None else f"at most {format_bytes(limit)}",
-                namespace_of("").hex(),
             )
-            if meaning.is_alone_in(config) and not self.rank:
-                logger.warning(
-                    "Nothing in tier %s is shared with other engines or found again after a "
-                    'restart: %s. If they are the same in every process, write "model_version" '
-                    "into the tier, and another one whenever they change.",
-                    tier.label,
-                    " and ".join(meaning.doubts),
-                )
         return circuits
 
     def _take_host_memory(

@@ -1385,7 +1385,7 @@ MUTANTS = (
     Mutant(
         "the word of a message is not in the namespace",
         _CIRCUIT,
-        "Circuit.names",
+        "Circuit.namespace",
         "self._namespaces[word] = self._namespace_of(word)",
         "self._namespaces[word] = self._namespace_of('')",
         "I10",

@@ -23,6 +23,7 @@ from safe_offload.observe.counters import (
     LOAD_WAIT_S,
     SECONDS,
     TIER_SERIES,
+    TIERS_NOT_READY,
     Count,
     Counters,
 )
@@ -382,7 +383,7 @@ def test_an_interval_in_which_nothing_happened_changes_nothing(metrics, registry
 
 
 def test_every_gauge_of_the_scheduler_side_has_a_metric(make_rig):
-    assert set(make_rig().planner.gauges()) == set(GAUGES)
+    assert {*make_rig().planner.gauges(), TIERS_NOT_READY} == set(GAUGES)
 
 
 def test_a_histogram_has_the_values_in_their_buckets_and_their_sum(metrics, registry):

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from safe_offload.protocol import FailureReason, Outcome, Presence, StepReport
+from safe_offload.protocol import (
+    FailureReason,
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
+    Outcome,
+    Presence,
+    StepReport,
+)
 from safe_offload.scheduler.cost import KEPT_SAMPLES, PROBE_EVERY
 from safe_offload.scheduler.lookups import LookUp
 from safe_offload.tier_config import TierConfig
@@ -453,6 +461,25 @@ def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -
     rig = make_warm(make_tiers, tiers=tiers)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
+    make_tiers: MakeTierRig, package_log: list[Any]
+) -> None:
+    """A rank says so when it has read the model's files: what is asked and written has a word."""
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
+    rig = make_warm(make_tiers, tiers=tiers)
+    facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), ("who knows",))
+    rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
+    rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
+    word = rig.planner.tiers.word
+    assert len(word) >= 32, "128 bits"
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.tiers.word == word, "a model_version is for this word too"
+    told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
+    assert len(told) == 1
     rig.check_idle()
 
 

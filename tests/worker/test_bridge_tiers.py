@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.tiers.base import Result
 from safe_offload.worker.tiers.circuit import FAILURES_MAX
-from safe_offload.worker.tiers.meaning import Meaning
+from safe_offload.worker.tiers.meaning import Doubt, Meaning
 from tests.worker.hand_tier import HandTier
 from tests.worker.memory import is_closed
 from tests.worker.test_bridge import BLOCKS, RANK, SLOT_BYTES, Worker
@@ -60,9 +61,8 @@ class TieredWorker(Worker):
         return tier, lambda word: repr((sorted(facts.items()), word)).encode()
 
     def _meaning_of(self, geometry, copy_rank):
-        return Meaning(
-            {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}, self.doubts, "x"
-        )
+        facts = {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}
+        return Meaning(facts, tuple(map(Doubt, self.doubts)))
 
     @property
     def near(self) -> HandTier:
@@ -144,11 +144,17 @@ def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
 
 
 @pytest.mark.parametrize("version", ["", "7"])
-def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, caplog, version):
+def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, version):
+    """The scheduler side is told, and puts a word into its messages; without one all is left."""
     tiers = [{"url": f"file:///{name}", "model_version": version} for name in ("near", "far")]
-    worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",), rank=0).register()
-    assert ["engine" in facts for facts in worker.facts] == [not version] * 2
-    assert caplog.text.count("after a restart: who knows") == (0 if version else 2)
+    worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",)).register()
+    worker.step(StepPlan(spills=moved(1, [0], A)))
+    assert worker.answered(1) == {1: () if version else (0,)}
+    assert len(worker.near.objects) == (1 if version else 0)
+    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], word="own"),)))
+    assert worker.answered(2) == {2: ()}
+    told = [facts.doubts for report in worker.reports for facts in report.host_facts]
+    assert told[-1] == (() if version else ("who knows",))
 
 
 def test_ranks_that_hold_the_same_have_one_namespace(make_worker, monkeypatch):
@@ -299,6 +305,7 @@ def test_gauges_say_how_tiers_stand(make_worker):
         'tier_capacity_bytes{tier="2"}': 0,
         'tier_is_out{tier="2",operation="read"}': 0,
         'tier_is_out{tier="2",operation="write"}': 0,
+        "tiers_not_ready": 0,
     }
     worker.near.answers["spill"] = [OSError("read-only")] * FAILURES_MAX
     for number in range(2, 2 + FAILURES_MAX):

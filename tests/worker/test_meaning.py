@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-import os
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +19,12 @@ from safe_offload.bench.tiny_models import write_tiny_model
 from safe_offload.layout import make_geometry
 from safe_offload.tier_config import TierConfig
 from safe_offload.tier_url import Location
-from safe_offload.worker.tiers.meaning import SAMPLE_BYTES, Meaning, meaning_of
+from safe_offload.worker.tiers.meaning import Doubt, Meaning, meaning_of
 from tests.fresh_process import run_script
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
 TIER = TierConfig(Location("file", "/mnt/kv"))
+VOUCHED = dataclasses.replace(TIER, model_version="7")
 SHAPE = EngineShape(groups=("full", "window:8"), extra={"tiers": [{"url": "file:///mnt/kv"}]})
 
 
@@ -33,17 +34,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(model: Path) -> Any:
+def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compat, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
-    config.model_config.model = config.model_config.model_weights = str(model)
+    config.model_config.model = config.model_config.tokenizer = str(model)
     return config
 
 
-def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
-    kv_cache = kv_cache or make_kv_cache_config(SHAPE)
+def geometry_of(kv_cache: Any) -> Any:
     size_bytes = kv_cache.kv_cache_tensors[0].size
-    geometry = make_geometry(compat.segments(kv_cache), kv_cache.num_blocks, size_bytes)
-    return meaning_of(config, kv_cache, geometry, copy_rank)
+    return make_geometry(compat.segments(kv_cache), kv_cache.num_blocks, size_bytes)
+
+
+def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
+    """What is known when the files have been read; they were all there before."""
+    kv_cache = kv_cache or make_kv_cache_config(SHAPE)
+    found = meaning_of(config, kv_cache, geometry_of(kv_cache), copy_rank)
+    learned = found.learn(lambda: False)
+    assert learned is not None
+    new = [doubt for doubt in learned.doubts if "after this process started" not in doubt.text]
+    found.take(dataclasses.replace(learned, doubts=tuple(new)))
+    return found
 
 
 def changed(before: Meaning, after: Meaning) -> set[str]:
@@ -54,16 +65,6 @@ def changed(before: Meaning, after: Meaning) -> set[str]:
 def test_equal_engines_mean_the_same(config):
     assert meaning(config).facts == meaning(copy.deepcopy(config)).facts
     assert meaning(config).doubts == ()
-
-
-def other_dtype(config: Any) -> None:
-    import torch
-
-    config.model_config.dtype = torch.float16
-
-
-def other_config(config: Any) -> None:
-    config.model_config.hf_config.rope_theta = 12345.0
 
 
 def set_field(path: str, value: object) -> Callable[[Any], None]:
@@ -77,77 +78,62 @@ def set_field(path: str, value: object) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "fact"),
-    [
-        (set_field("model_config.model", "another"), "model"),
-        (set_field("model_config.revision", "v2"), "model_revision"),
-        (set_field("model_config.code_revision", "v2"), "model_code_revision"),
-        (set_field("model_config.quantization", "fp8"), "model_quantization"),
-        (set_field("model_config.max_model_len", 4096), "model_max_len"),
-        (set_field("model_config.disable_sliding_window", True), "model_options"),
-        (other_dtype, "model_dtype"),
-        (other_config, "model_config"),
-        (set_field("load_config.load_format", "dummy"), "load_format"),
-        (set_field("cache_config.cache_dtype", "fp8"), "kv_cache_dtype"),
-        (set_field("cache_config.kv_cache_layout", "BLHNC"), "kv_cache_layout"),
-        (set_field("cache_config.mamba_cache_dtype", "float32"), "cache"),
-        (set_field("cache_config.prefix_caching_hash_algo", "xxhash_cbor"), "hash"),
-        (set_field("parallel_config.tensor_parallel_size", 2), "tensor_parallel_size"),
-        (set_field("parallel_config.pipeline_parallel_size", 2), "pipeline_parallel_size"),
-        (
-            set_field("parallel_config.decode_context_parallel_size", 2),
-            "decode_context_parallel_size",
-        ),
-        (
-            set_field("parallel_config.prefill_context_parallel_size", 2),
-            "prefill_context_parallel_size",
-        ),
-    ],
-)
-def test_what_changes_the_bytes_is_another_meaning(config, change, fact):
-    before = meaning(config)
-    change(config)
-    assert fact in changed(before, meaning(config))
+def with_images(**fields: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        from vllm.config import MultiModalConfig
+
+        config.model_config.multimodal_config = MultiModalConfig(**fields)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("before", "after"),
     [
-        set_field("cache_config.gpu_memory_utilization", 0.5),
-        set_field("cache_config.num_gpu_blocks", 1000),
-        set_field("scheduler_config.max_num_seqs", 99),
-        set_field("parallel_config.data_parallel_rank", 3),
-        set_field("instance_id", "other"),
-        set_field("kv_transfer_config.engine_id", "other"),
+        (set_field("model_config.dtype", "float16"), set_field("model_config.dtype", "bfloat16")),
+        (with_images(), with_images(mm_processor_kwargs={"max_pixels": 441})),
+        (with_images(), with_images(media_io_kwargs={"video": {"num_frames": 8}})),
+        (with_images(), with_images(video_pruning_rate=0.5)),
+        (
+            set_field("load_config.model_loader_extra_config", {}),
+            set_field("load_config.model_loader_extra_config", {"tensorizer_uri": "s3://v2"}),
+        ),
+        (
+            set_field("attention_config.use_non_causal", False),
+            set_field("attention_config.use_non_causal", True),
+        ),
     ],
 )
-def test_what_does_not_change_the_bytes_is_no_other_meaning(config, change):
-    before = meaning(config)
-    change(config)
-    assert changed(before, meaning(config)) == set()
+def test_what_changes_the_bytes_is_another_meaning(config, before, after):
+    """tests/worker/tiers/test_engine_facts.py has every field."""
+    before(config)
+    first = meaning(config)
+    after(config)
+    assert len(changed(first, meaning(config))) == 1
 
 
-def test_ranks_and_draft_models_have_meanings_of_their_own(config):
+def test_ranks_and_draft_models_have_meanings_of_their_own(config, tmp_path):
     before = meaning(config)
     assert changed(before, meaning(config, copy_rank=2)) == {"rank"}
     draft = copy.deepcopy(config.model_config)
+    draft.model = str(tmp_path / "draft")
+    Path(draft.model).mkdir()
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"drafts")
     config.speculative_config = SimpleNamespace(
         method="eagle", num_speculative_tokens=3, draft_model_config=draft
     )
     with_drafts = meaning(config)
-    assert {"drafts", "draft_model", "draft_model_weights"} <= changed(before, with_drafts)
-    draft.revision = "v2"
-    assert changed(with_drafts, meaning(config)) == {"draft_model_revision", "draft_model_options"}
+    assert {"files.draft_model.weights"} <= changed(before, with_drafts)
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"drafts, others")
+    assert changed(with_drafts, meaning(config)) == {"files.draft_model.weights"}
 
 
-def test_the_seed_of_hashes_counts_and_is_not_told(config, monkeypatch):
+def test_the_seed_of_hashes_is_not_told(config, monkeypatch):
+    """It has 32 bits, so that a digest of it tells it. With other seeds keys are others anyway."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     before = meaning(config)
-    monkeypatch.setenv("PYTHONHASHSEED", "secret7")
-    after = meaning(config)
-    assert changed(before, after) == {"hash"}
-    assert "secret7" not in str(after.facts)
+    monkeypatch.setenv("PYTHONHASHSEED", "2222")
+    assert meaning(config).facts == before.facts
 
 
 # ---- how a slot is laid out ----------------------------------------------------------------------
@@ -205,72 +191,120 @@ def test_how_a_layer_keeps_its_keys_counts(config):
     assert changed(with_backend, meaning(config)) == {"layers"}
 
 
-# ---- weights -------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
-def weights_of(config: Any, folder: Path) -> str:
-    config.model_config.model = config.model_config.model_weights = str(folder)
-    return meaning(config).facts["model_weights"]
+def files_of(config: Any, folder: Path | str) -> str:
+    config.model_config.model = config.model_config.tokenizer = str(folder)
+    return meaning(config).facts["files.model.weights"]
 
 
-def test_weights_are_told_by_names_sizes_and_samples(config, tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(40 * SAMPLE_BYTES))
-    first = weights_of(config, tmp_path)
-    assert weights_of(config, tmp_path) == first
-    with file.open("r+b") as opened:  # in place: the same name and size
-        opened.seek(39 * SAMPLE_BYTES)
-        opened.write(b"other weights")
-    in_place = weights_of(config, tmp_path)
-    os.truncate(file, 41 * SAMPLE_BYTES)
-    longer = weights_of(config, tmp_path)
-    file.rename(tmp_path / "other.safetensors")
-    renamed = weights_of(config, tmp_path)
-    assert len({first, in_place, longer, renamed}) == 4
-    (tmp_path / "README.md").write_text("no weights")
-    assert weights_of(config, tmp_path) == renamed
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.safetensors", "config.json", "preprocessor_config.json", "modeling_own.py"),
+        *("tokenizer.json", "chat_template.jinja", "original/params.json", "weights.unknown"),
+    ],
+)
+def test_every_file_of_the_model_counts(config, tmp_path, name):
+    """tests/worker/tiers/test_model_files.py has all that may become of them."""
+    folder = tmp_path / "model"
+    folder.joinpath(name).parent.mkdir(parents=True)
+    folder.joinpath(name).write_bytes(b"1")
+    first = files_of(config, folder)
+    folder.joinpath(name).write_bytes(b"2")
+    assert first != files_of(config, folder) != ""
 
 
-def test_weights_of_the_hubs_cache_are_told_like_those_of_a_folder(config, tmp_path, monkeypatch):
-    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").write_bytes(b"weights")
-    refs = tmp_path / "models--some--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
-    config.load_config.download_dir = str(tmp_path)
-    in_cache = weights_of(config, Path("some/model"))
-    assert in_cache
-    assert in_cache == weights_of(config, snapshot)
+def test_a_tokenizer_elsewhere_and_a_file_that_a_field_names_count(config, tmp_path):
+    elsewhere, scales = tmp_path / "tokenizer", tmp_path / "scales.json"
+    elsewhere.mkdir()
+    (elsewhere / "tokenizer.json").write_text("1")
+    scales.write_text("1")
+    config.model_config.tokenizer = str(elsewhere)
+    with_images(mm_encoder_fp8_scale_path=str(scales), mm_encoder_attn_dtype="fp8")(config)
+    first = meaning(config)
+    (elsewhere / "tokenizer.json").write_text("2")
+    scales.write_text("2")
+    assert changed(first, meaning(config)) == {
+        "files.model.tokenizer",
+        "files.model_config.multimodal_config.mm_encoder_fp8_scale_path",
+    }
 
 
-def test_weights_that_are_not_here_keep_the_engine_to_itself(config):
-    config.model_config.model = config.model_config.model_weights = "s3://bucket/model"
+def test_code_of_another_repository_counts_or_is_doubted(config, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"1")
+    auto_map = {"AutoImageProcessor": "other/code--processing.Processor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    config.load_config.download_dir = str(tmp_path / "hub")
+    files_of(config, folder)
+    assert not meaning(config).doubts
+    config.model_config.trust_remote_code = True
+    (doubt,) = meaning(config).doubts
+    assert "other/code" in doubt.text
+    code = tmp_path / "hub" / "models--other--code" / "snapshots" / ("0" * 40)
+    code.mkdir(parents=True)
+    (code / "processing.py").write_text("1")
+    config.model_config.code_revision = "0" * 40
+    first = meaning(config)
+    assert not first.doubts
+    (code / "processing.py").write_text("2")
+    assert changed(first, meaning(config)) == {"files.model.code.other/code"}
+
+
+def test_weights_that_are_not_here_can_be_vouched_for(config, model):
+    config.model_config.model_weights = "s3://bucket/model"
     found = meaning(config)
-    assert found.doubts == ('the weights of "s3://bucket/model" are not files of this machine',)
-    assert found.is_alone_in(TIER)
+    assert found.doubts_of(TIER) == (
+        "the weights of 's3://bucket/model' are not files of this machine",
+    )
+    assert not found.doubts_of(VOUCHED)
+    assert found.facts_of(VOUCHED) != found.facts_of(TIER)
+    assert found.facts["files.model"], "what is here counts all the same"
     config.load_config.load_format = "dummy"  # the same in every process
     assert not meaning(config).doubts
 
 
-def test_adapters_keep_the_engine_to_itself_unless_their_version_is_given(config):
+def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"1")  # by this very process
+    config.model_config.model = str(tmp_path / "model")
+    kv_cache = make_kv_cache_config(SHAPE)
+    found = meaning_of(config, kv_cache, geometry_of(kv_cache), 0)
+    learned = found.learn(lambda: False)
+    assert learned is not None
+    found.take(learned)
+    assert any("after this process started" in text for text in found.doubts_of(VOUCHED))
+
+
+def test_scales_that_follow_from_requests_and_adapters_are_doubts(config):
     config.lora_config = SimpleNamespace()
-    found = meaning(config)
-    assert found.doubts == ("LoRA adapters are known by name and path only",)
-    assert found.facts_of(TIER)["engine"]
-    vouched = dataclasses.replace(TIER, model_version="7")
-    assert "engine" not in found.facts_of(vouched)
-    assert found.facts_of(vouched)["model_version"] == "7"
-    config.instance_id = "next start"
-    assert meaning(config).facts_of(TIER)["engine"] != found.facts_of(TIER)["engine"]
+    assert meaning(config).doubts_of(TIER) == ("LoRA adapters are known by name and path only",)
+    assert not meaning(config).doubts_of(VOUCHED)
+    config.lora_config = None
+    object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+    assert meaning(config).doubts_of(VOUCHED)
+
+
+def test_reading_can_be_cancelled(config):
+    kv_cache = make_kv_cache_config(SHAPE)
+    assert meaning_of(config, kv_cache, geometry_of(kv_cache), 0).learn(lambda: True) is None
 
 
 def test_the_operators_words_count(config):
     found = meaning(config)
     blue = dataclasses.replace(TIER, namespace="blue")
     assert found.facts_of(blue) != found.facts_of(TIER)
-    assert "engine" not in found.facts_of(TIER)
+
+
+def test_a_tier_knows_what_was_learned_after_it_was_opened():
+    found = Meaning({"a": "1"})
+    facts = found.facts_of(TIER)
+    found.facts |= {"files.model": "2"}
+    assert dict(facts) == {"a": "1", "files.model": "2", "namespace": "", "model_version": ""}
+    assert not dataclasses.replace(found, doubts=(Doubt("x"),)).doubts_of(VOUCHED)
 
 
 # ---- in another process --------------------------------------------------------------------------
@@ -280,7 +314,7 @@ from pathlib import Path
 from tests.simulator.vllm_setup import make_config, make_kv_cache_config
 from tests.worker.test_meaning import SHAPE, meaning
 config = make_config(SHAPE)
-config.model_config.model = config.model_config.model_weights = {model!r}
+config.model_config.model = config.model_config.tokenizer = {model!r}
 print(sorted(meaning(config).facts.items()))
 """
 
@@ -291,8 +325,4 @@ def test_another_process_finds_the_same_meaning(config, model, tmp_path):
     output = run_script(script, tmp_path, {"PYTHONHASHSEED": "1"})
     facts = meaning(config).facts
     told = ast.literal_eval(output.splitlines()[-1])
-    # The model was made in another folder, which its options name.
-    ignored = ("hash", "model_options")
-    assert {name: fact for name, fact in told if name not in ignored} == {
-        name: fact for name, fact in facts.items() if name not in ignored
-    }
+    assert dict(told) == facts

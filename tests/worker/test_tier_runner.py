@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,10 +37,12 @@ from safe_offload.worker.tiers.circuit import (
     Operation,
 )
 from safe_offload.worker.tiers.inquiry import HEAD_START_S, WAIT_SHARE
+from safe_offload.worker.tiers.meaning import Doubt, Learned, Meaning
 from safe_offload.worker.tiers.runner import TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.worker.fake_backend import FakeBackend, transfer
 from tests.worker.hand_tier import HandLoop, HandTier
+from tests.worker.waiting import wait_until
 
 RANK = 3
 NUM_SLOTS = 40
@@ -113,6 +116,7 @@ class Rig:
             self.loop,
             share=options.get("share", Share()),
             verifier=options.get("verifier"),
+            meaning=options.get("meaning"),
         )
         self.backend = ClosingBackend(self.tiers)
         self.transfers = Transfers(self.backend, self.loop, 1 << 20, tiers=self.runner)
@@ -214,6 +218,88 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         assert not rig.runner.statistics()
         assert rig.backend.is_closed
         assert rig.memory.is_let_go
+
+
+# ---- before it is known what blocks mean ---------------------------------------------------------
+
+
+class HandMeaning(Meaning):
+    """Is learned when the test says so."""
+
+    def __init__(self, *doubts: Doubt) -> None:
+        super().__init__({})
+        self.learned: Learned | None = Learned({"files": "1"}, doubts, "two files")
+        self.is_released = threading.Event()
+
+    def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
+        while not self.is_released.wait(0.001):
+            if is_cancelled():
+                return None
+        return self.learned
+
+    def release(self, rig: Rig) -> None:
+        self.is_released.set()
+        wait_until(lambda: (rig.drain(), not rig.runner.gauges()["tiers_not_ready"])[1])
+        rig.drain()
+
+
+def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(make_rig):
+    meaning = HandMeaning()
+    rig = make_rig(meaning=meaning)
+    rig.memory[4] = content(1)
+    assert rig.spill(1, [4], A) is None
+    assert rig.probe(2, A) is None
+    rig.loop.pass_time(CONFIG.wait_s)
+    assert rig.presence(2) == bytes(1), "no request waits longer"
+    assert rig.probe(3, A) == bytes(1), "and no other one at all"
+    assert rig.fetch(4, [5], A) == (0,)
+    rig.loop.pass_time(1000)
+    assert rig.outcome(1) is None
+    assert not rig.tier.calls
+    meaning.release(rig)
+    assert rig.outcome(1) == ()
+    assert rig.probe(5, A) == bytes([1])
+    assert meaning.facts == {"files": "1"}
+
+
+def test_a_probe_goes_on_as_soon_as_the_meaning_is_known(make_rig):
+    meaning = HandMeaning()
+    rig = make_rig(meaning=meaning)
+    rig.tier.objects[name(A)] = content(1)
+    assert rig.probe(1, A) is None
+    meaning.release(rig)
+    assert rig.presence(1) == bytes([1])
+
+
+def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(make_rig):
+    meaning = HandMeaning(Doubt("who knows"))
+    rig = make_rig(meaning=meaning)
+    rig.tier.objects[name(A)] = content(1)
+    assert rig.spill(1, [4], B) is None
+    meaning.release(rig)
+    assert rig.runner.doubts == ("who knows",)
+    assert rig.outcome(1) == (0,)
+    assert rig.probe(2, A) == bytes(1)
+    assert rig.fetch(3, [4], A) == (0,)
+    assert rig.spill(4, [5], B, word="own") == ()
+    assert list(rig.tier.objects) == [name(A), name(B, "own")]
+
+
+def test_files_that_cannot_be_read_are_a_doubt(make_rig, caplog):
+    meaning = HandMeaning()
+    meaning.learn = lambda _: 1 / 0  # type: ignore[method-assign]
+    rig = make_rig(meaning=meaning)
+    wait_until(lambda: (rig.drain(), rig.runner.doubts)[1])
+    assert "its files could not be read" in rig.runner.doubts[0]
+
+
+def test_shutdown_does_not_wait_for_the_meaning(make_rig):
+    rig = make_rig(meaning=HandMeaning())
+    assert rig.spill(1, [4], A) is None
+    assert rig.probe(2, A) is None
+    rig.close()
+    assert rig.outcome(1) is FailureReason.CANCELLED
+    assert rig.presence(2) == bytes(1)
 
 
 # ---- what the messages do ------------------------------------------------------------------------

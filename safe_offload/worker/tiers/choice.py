@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
 from safe_offload.tier_config import TierConfig
@@ -11,8 +12,9 @@ from safe_offload.tier_url import BUCKETS, FILE, SERVERS
 if TYPE_CHECKING:
     from safe_offload.worker.tiers.base import Tier
 
-Facts = Mapping[str, str]
-"""Everything that gives the bytes of a rank's objects their meaning."""
+Facts = MutableMapping[str, str]
+"""What gives the bytes of a rank's objects their meaning; all of it is there when a namespace is
+asked for."""
 
 
 def open_tier(
@@ -31,7 +33,7 @@ def open_tier(
 
     scheme = config.location.scheme
     seal = open_seal(config.hmac_key_file)
-    facts = {**facts, **seal.facts}
+    facts = ChainMap(dict(seal.facts), facts)
     tier: Tier
     if scheme == FILE:
         from safe_offload.worker.tiers.files.tier import FileTier

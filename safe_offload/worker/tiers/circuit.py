@@ -208,11 +208,15 @@ class Circuit:
         """Return whether nothing is written to the tier for a while."""
         return self._breakers[Operation.SPILL].state is State.OPEN
 
-    def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
-        """Return what the blocks of these groups and hashes are called in the tier."""
+    def namespace(self, word: str) -> bytes:
+        """Return the namespace of this rank's objects, from the word of a message."""
         if word not in self._namespaces:
             self._namespaces[word] = self._namespace_of(word)
-        namespace = self._namespaces[word]
+        return self._namespaces[word]
+
+    def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
+        """Return what the blocks of these groups and hashes are called in the tier."""
+        namespace = self.namespace(word)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 
     def take_calls(self) -> list[Call]:

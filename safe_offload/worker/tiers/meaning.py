@@ -1,53 +1,123 @@
 """What gives the bytes of this rank's blocks their meaning: the facts behind a namespace.
 
 Whoever has the same facts may use the objects, so a fact left out is a wrong answer, and one too
-many only a miss. Where the facts do not say what a process computes, what it stores is kept to its
-engine.
+many only a miss: everything counts but what is known not to matter. What files hold is learned in
+the background; before that there is no namespace. Where the facts do not say what a process
+computes, what it stores is kept to its engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import xxhash
+import re
+import time
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 from safe_offload import compat
 from safe_offload.layout import Geometry, Segment
 from safe_offload.tier_config import TierConfig
+from safe_offload.units import format_bytes
+from safe_offload.worker.tiers.engine_facts import engine_facts
+from safe_offload.worker.tiers.model_files import FileDigests, ModelPlace, find_files
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
-NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
-"""What is read of each file of weights: other weights may have the same name and size."""
+DUMMY_WEIGHTS: Final = "dummy"
+KEPT_FOLDER: Final = "safe_offload"
+"""In vLLM's cache: the digests of files that have been read."""
+
+_FOREIGN_CODE: Final = re.compile(rb'"([\w.-]+/[\w.-]+)--[\w.]+"')
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why the facts may not say what an engine computes.
+
+    Attributes:
+        text: for people.
+        may_be_vouched_for: `model_version` of a tier says what could not be read.
+    """
+
+    text: str
+    may_be_vouched_for: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What files hold.
+
+    Attributes:
+        facts: by name.
+        doubts: about them.
+        told: for the log.
+    """
+
+    facts: Mapping[str, str]
+    doubts: tuple[Doubt, ...]
+    told: str
+
+
+@dataclass(slots=True)
 class Meaning:
     """What the bytes of a rank's blocks mean.
 
     Attributes:
-        facts: by name.
-        doubts: why they do not say what the engine computes; empty if they do.
-        engine: a word that no other engine has.
+        facts: by name; complete when what was learned of the files has been taken.
+        doubts: likewise; none if the facts say what the engine computes.
+        places: whose files count, by name.
+        required: names of those without which it is not known what the engine computes.
     """
 
-    facts: Mapping[str, str]
-    doubts: tuple[str, ...] = ()
-    engine: str = ""
+    facts: dict[str, str]
+    doubts: tuple[Doubt, ...] = ()
+    places: Mapping[str, ModelPlace] = field(default_factory=dict)
+    required: Set[str] = frozenset()
 
-    def facts_of(self, tier: TierConfig) -> dict[str, str]:
-        """Return what makes the namespace in a tier; an operator's word for the weights counts."""
-        facts = dict(self.facts)
-        facts |= {"namespace": tier.namespace, "model_version": tier.model_version}
-        if self.is_alone_in(tier):
-            facts["engine"] = self.engine
-        return facts
+    def facts_of(self, tier: TierConfig) -> MutableMapping[str, str]:
+        """Return what makes the namespace in a tier; it grows with `facts`."""
+        words = {"namespace": tier.namespace, "model_version": tier.model_version}
+        return ChainMap(words, self.facts)
 
-    def is_alone_in(self, tier: TierConfig) -> bool:
-        """Return whether nothing in a tier can be another engine's, or of this one's next start."""
-        return bool(self.doubts) and not tier.model_version
+    def doubts_of(self, tier: TierConfig) -> tuple[str, ...]:
+        """Return why nothing in a tier can be another engine's, or of this one's next start."""
+        is_vouched_for = bool(tier.model_version)
+        return tuple(
+            doubt.text for doubt in self.doubts if not (is_vouched_for and doubt.may_be_vouched_for)
+        )
+
+    def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
+        """Return what the files hold, None if cancelled; it takes as long as reading them."""
+        begin_s = time.monotonic()
+        digests = FileDigests(os.path.join(compat.cache_root(), KEPT_FOLDER))
+        facts: dict[str, str] = {}
+        doubts: list[Doubt] = []
+        num_files = size_bytes = read_bytes = 0
+        for name, place in self.places.items():
+            found = digests.digest(place, is_cancelled)
+            if found is None:
+                return None
+            facts[f"files.{name}"] = found.digest
+            # Who vouches for what is not here does not for what is here and has changed.
+            is_here = bool(found.digest)
+            if is_here or name in self.required:
+                doubts += [Doubt(text, may_be_vouched_for=not is_here) for text in found.doubts]
+            num_files += found.num_files
+            size_bytes += found.size_bytes
+            read_bytes += found.read_bytes
+        seconds = time.monotonic() - begin_s
+        told = (
+            f"{num_files} files of the model, {format_bytes(size_bytes)}, "
+            f"{format_bytes(read_bytes)} of them read in {seconds:.1f} s"
+        )
+        return Learned(facts, tuple(doubts), told)
+
+    def take(self, learned: Learned) -> None:
+        """Complete the facts."""
+        self.facts |= learned.facts
+        self.doubts += learned.doubts
 
 
 def meaning_of(
@@ -61,20 +131,20 @@ def meaning_of(
         geometry: of the rank's blocks.
         copy_rank: the first of the ranks that hold the same.
     """
-    facts = compat.model_facts(vllm_config)
-    doubts = []
-    for name, place in compat.model_places(vllm_config).items():
-        found = _fingerprint(*place)
-        facts[f"{name}_weights"] = found
-        if not found and facts["load_format"] != "dummy":
-            doubts.append(f'the weights of "{place[0]}" are not files of this machine')
+    facts, named, unclear = engine_facts(vllm_config, compat.variable_names())
+    doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
     if compat.uses_adapters(vllm_config):
-        doubts.append("LoRA adapters are known by name and path only")
+        doubts.append(Doubt("LoRA adapters are known by name and path only"))
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        text = "its KV scales follow from the first requests that it serves"
+        doubts.append(Doubt(text, may_be_vouched_for=False))
     layers = compat.layer_segments(kv_cache_config)
     places = sorted({(layer, *_place(geometry, segment)) for layer, segment in layers})
     names = dict.fromkeys(layer for layer, *_ in places)
     attention = compat.layer_facts(vllm_config, names)
     facts |= {
+        "model": facts["model_config.model"].strip('"'),
+        "model_runner": "V2" if compat.uses_v2_model_runner(vllm_config) else "V1",
         "rank": f"{copy_rank}",
         "groups": "; ".join(compat.group_facts(kv_cache_config)),
         "block_sizes": f"{compat.resolve_block_sizes(kv_cache_config, vllm_config)}",
@@ -82,7 +152,49 @@ def meaning_of(
         "layers": "; ".join(f"{name}: {attention[name]}" for name in names),
         "layout": "; ".join(f"{layer} {at}+{length}" for layer, at, length in places),
     }
-    return Meaning(facts, tuple(doubts), compat.engine_word(vllm_config))
+    files, required = _model_places(vllm_config)
+    files |= {field: ModelPlace(path) for field, path in named.items()}
+    return Meaning(facts, tuple(doubts), files, required)
+
+
+def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
+    """Return the places whose files count, and those that must be there."""
+    load = vllm_config.load_config
+    models = {"model": vllm_config.model_config}
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        models["draft_model"] = draft
+    places: dict[str, ModelPlace] = {}
+    required = set()
+    for name, config in models.items():
+        weights = getattr(config, "model_weights", "") or config.model
+        found = {f"{name}.weights": (weights, config.revision)}
+        if f"{load.load_format}".lower() != DUMMY_WEIGHTS:
+            required.add(f"{name}.weights")
+        found[name] = (config.model, config.revision)
+        found[f"{name}.tokenizer"] = (config.tokenizer, config.tokenizer_revision)
+        if config.trust_remote_code:
+            place = ModelPlace(config.model, config.revision, load.download_dir)
+            for repository in _code_repositories(place):
+                key = f"{name}.code.{repository}"
+                found[key] = (repository, config.code_revision)
+                required.add(key)
+        known = {(place.name, place.revision) for place in places.values()}
+        for key, (where, revision) in found.items():
+            if where and (where, revision) not in known:
+                known.add((where, revision))
+                places[key] = ModelPlace(f"{where}", revision, load.download_dir)
+    return places, required & set(places)
+
+
+def _code_repositories(place: ModelPlace) -> list[str]:
+    """Return the other repositories whose code the configurations of a model name."""
+    found: set[bytes] = set()
+    for name, path in find_files(place, since_ns=0)[1].items():
+        if name.endswith("config.json"):
+            with contextlib.suppress(OSError):
+                found.update(_FOREIGN_CODE.findall(Path(path).read_bytes()))
+    return sorted(name.decode() for name in found)
 
 
 def _place(geometry: Geometry, segment: Segment) -> tuple[int, int]:
@@ -95,45 +207,3 @@ def _place(geometry: Geometry, segment: Segment) -> tuple[int, int]:
             return at + inside, segment.length_bytes
         at += joined.length_bytes
     raise AssertionError(f"{segment} is in no block")
-
-
-def _fingerprint(name: str, revision: str | None, download_dir: str | None) -> str:
-    """Return a digest of the files of a model's weights; empty if there are none here."""
-    try:
-        paths = sorted(_weights(name, revision, download_dir))
-        digest = xxhash.xxh3_128()
-        for path in paths:
-            size_bytes = os.stat(path).st_size
-            digest.update(f"{os.path.basename(path)} {size_bytes} ".encode())
-            for sample in _samples(path, size_bytes):
-                digest.update(sample)
-    except (OSError, ValueError):  # a ValueError: the name is not one that the hub can have
-        return ""
-    return digest.hexdigest() if paths else ""
-
-
-def _weights(name: str, revision: str | None, download_dir: str | None) -> Iterator[str]:
-    """Yield the files of a model's weights, a directory's or those of the hub's cache."""
-    if os.path.isfile(name):
-        yield name
-        return
-    folder = name
-    if not os.path.isdir(name):
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(name, "config.json", download_dir, revision)
-        if not isinstance(config, str):
-            return
-        folder = os.path.dirname(config)
-    with os.scandir(folder) as entries:
-        yield from (entry.path for entry in entries if entry.name.endswith(WEIGHTS))
-
-
-def _samples(path: str, size_bytes: int) -> Iterator[bytes]:
-    file_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for index in range(NUM_SAMPLES):
-            at = max(0, size_bytes - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1)
-            yield os.pread(file_fd, SAMPLE_BYTES, at)
-    finally:
-        os.close(file_fd)

@@ -8,7 +8,9 @@ tiers have let go of its slots.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from safe_offload.layout import HostLayout
-from safe_offload.observe.counters import TIER_SERIES, Counters, TierSeries
+from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
 from safe_offload.protocol import (
     FailureReason,
     Keys,
@@ -33,6 +35,7 @@ from safe_offload.worker.shared_memory import ALONE, Share
 from safe_offload.worker.tiers.base import Buffers, Result
 from safe_offload.worker.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
 from safe_offload.worker.tiers.inquiry import Inquiry
+from safe_offload.worker.tiers.meaning import Doubt, Learned, Meaning
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -146,9 +149,14 @@ class TierRunner:
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
+        meaning: of the blocks, where it has to be learned. Nothing is asked or written before;
+            spills wait for it, and probes for as long as a request might wait for a tier.
+
+    Attributes:
+        doubts: why the tiers serve only messages with a word of this engine's own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rank: int,
         circuits: Sequence[Circuit],
@@ -157,9 +165,12 @@ class TierRunner:
         *,
         share: Share = ALONE,
         verifier: Verifier | None = None,
+        meaning: Meaning | None = None,
     ) -> None:
         assert 0 < len(circuits) < 256
         self.circuits = tuple(circuits)
+        self.doubts: tuple[str, ...] = ()
+        self._meaning = meaning
         self._rank = rank
         self._slots = slots
         self._loop = loop
@@ -172,7 +183,12 @@ class TierRunner:
         self._late_probes: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
+        self._is_known = asyncio.Event()
+        self._is_over = threading.Event()
+        self._begin_s = 0.0
         self._has_ended = False
+        if meaning is None:
+            self._is_known.set()
 
     def __repr__(self) -> str:
         return f"<TierRunner of {self.circuits}: {list(self._pending.values())}>"
@@ -225,7 +241,7 @@ class TierRunner:
 
     def gauges(self) -> dict[str, float]:
         """Return how the tiers stand now."""
-        gauges: dict[str, float] = {}
+        gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
         for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
             gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
             gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
@@ -263,6 +279,11 @@ class TierRunner:
 
     async def run(self) -> None:
         """Run until `close`, and until the tiers have let go of all slots."""
+        if self._meaning is not None:
+            self._begin_s = asyncio.get_running_loop().time()
+            threading.Thread(
+                target=self._learn, args=(self._meaning,), name="safe-offload-learn", daemon=True
+            ).start()
         try:
             async with self._group:
                 await self._closing.wait()
@@ -276,6 +297,7 @@ class TierRunner:
 
     def close(self) -> None:
         """Give up what has not been begun, and let `run` end when the rest has."""
+        self._is_over.set()
         self._closing.set()
 
     def end(self) -> bool:
@@ -312,12 +334,50 @@ class TierRunner:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _work(self, pending: Pending) -> Coroutine[Any, Any, None]:
-        if pending.operation is Operation.PROBE:
-            return self._probe(pending)
-        return (
-            self._fetch(pending) if pending.operation is Operation.FETCH else self._spill(pending)
+    def _learn(self, meaning: Meaning) -> None:
+        """Learn what the blocks mean, on a thread of its own."""
+        try:
+            learned = meaning.learn(self._is_over.is_set)
+        except Exception as error:  # whatever is wrong with somebody's files
+            logger.exception("What the model's files hold could not be learned")
+            learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
+        if learned is not None:
+            self._loop.call(self._know, meaning, learned)
+
+    def _know(self, meaning: Meaning, learned: Learned) -> None:
+        """From now on there are namespaces."""
+        meaning.take(learned)
+        # What tiers must have alike says whether their namespaces may be others' too.
+        self.doubts = meaning.doubts_of(self.circuits[0].config)
+        self._is_known.set()
+        logger.info(
+            "Rank %d knows its namespaces, from %s: %s. Its tiers are used from now on.",
+            self._rank,
+            learned.told,
+            ", ".join(circuit.namespace("").hex() for circuit in self.circuits),
         )
+
+    async def _may_be_asked(self, pending: Pending) -> bool:
+        """Return whether the tiers have a namespace for a message; wait for it if that is due."""
+        if not self._is_known.is_set():
+            timeout_s = None
+            if pending.operation is not Operation.SPILL:
+                passed_s = asyncio.get_running_loop().time() - self._begin_s
+                timeout_s = max(c.config.wait_s for c in self.circuits) - passed_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_known.wait(), timeout_s)
+        return self._is_known.is_set() and bool(pending.word or not self.doubts)
+
+    async def _work(self, pending: Pending) -> None:
+        pending.missing = list(pending.places)
+        if not await self._may_be_asked(pending):
+            return
+        if pending.operation is Operation.PROBE:
+            await self._probe(pending)
+        elif pending.operation is Operation.FETCH:
+            await self._fetch(pending)
+        else:
+            await self._spill(pending)
 
     async def _probe(self, pending: Pending) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
@@ -326,8 +386,7 @@ class TierRunner:
         pending.tiers = bytes(inquiry.tiers)
 
     async def _fetch(self, pending: Pending) -> None:
-        missing = pending.missing = list(pending.places)
-        origins = pending.origins
+        missing, origins = pending.missing, pending.origins
         by_origin: dict[int, list[int]] = {}
         for place in missing:
             by_origin.setdefault(origins[place], []).append(place)
@@ -357,7 +416,7 @@ class TierRunner:
         return list(compress(places, [result is Result.DONE for result in results]))
 
     async def _spill(self, pending: Pending) -> None:
-        places = pending.missing = list(pending.places)
+        places = pending.missing
         if self._verifier is not None:
             places = await self._unchanged(pending, self._verifier)
         if not places:

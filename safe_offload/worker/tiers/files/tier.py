@@ -81,7 +81,7 @@ class FileTier:
         self.used_bytes = -1
         self.num_evicted = 0
         self._log = _Log(self.label)
-        self._place = _Place(config.location.path, self.label, dict(facts or {}))
+        self._place = _Place(config.location.path, self.label, {} if facts is None else facts)
         self._capacity = Capacity(config.capacity_bytes)
         self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads

@@ -79,7 +79,7 @@ class ObjectTier:
         self.num_evicted = 0
         self._scheme = config.location.scheme
         self._requests = requests or open_requests(config)
-        self._facts = dict(facts or {})
+        self._facts = {} if facts is None else facts
         self._seal = seal
         self._log = RareLog()
         self._num_connections = config.num_connections

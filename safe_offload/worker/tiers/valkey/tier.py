@@ -57,7 +57,7 @@ class ValkeyTier:
         self.label = config.location.label
         self.used_bytes = -1
         self.num_evicted = 0
-        self._facts = dict(facts or {})
+        self._facts = {} if facts is None else facts
         self._seal = seal
         self._num_connections = config.num_connections
         self._ttl = _ttl_words(config.ttl_s)
