@@ -351,10 +351,10 @@ class TierRunner:
         self.doubts = meaning.doubts_of(self.circuits[0].config)
         self._is_known.set()
         logger.info(
-            "Rank %d knows its namespaces, from %s: %s. Its tiers are used from now on.",
+            "Tiers of rank %d are used from now on, in namespace %s (%s).",
             self._rank,
-            learned.told,
             ", ".join(circuit.namespace("").hex() for circuit in self.circuits),
+            learned.told,
         )
 
     async def _may_be_asked(self, pending: Pending) -> bool:
