@@ -796,15 +796,22 @@ def test_each_change_after_the_start_is_a_doubt(model, kept, tmp_path):
         assert doubts_of(current, kept, since_ns) != (), number
 
 
-def test_a_file_that_changes_while_it_is_read_is_a_doubt_and_not_kept(model, kept):
+@pytest.mark.parametrize("how", ["edited", "linked"])
+def test_a_file_that_changes_while_it_is_read_is_a_doubt_and_not_kept(model, kept, how):
     path = model / "model.safetensors"
+    if how == "linked":
+        path.rename(model / "weights")
+        path.symlink_to("weights")
     wait_for_a_tick()
     asked = []
 
     def change() -> bool:
         asked.append(None)
-        if len(asked) == 3:  # the first is before it is opened
+        if len(asked) == 3 and how == "edited":  # a chunk was read
             edit(path, 0, b"?")
+        elif len(asked) == 3:
+            path.unlink()
+            path.symlink_to("config.json")
         return False
 
     found = digests(kept, threads=1).digest(ModelPlace(str(path)), change)
