@@ -48,7 +48,9 @@ PROBES_VLLM = {
         "has_positionally_stable_blocks",
     },
     "worker/tiers/engine_facts.py": {"__dict__", "to_dict", "to_json_string"},
-    "worker/tiers/meaning.py": {"calculate_kv_scales", "draft_model_config", "model_weights"},
+    "worker/tiers/meaning.py": {
+        *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
+    },
     "scheduler/store_eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat.py, take only from a vLLM that has them."""

@@ -216,6 +216,24 @@ def test_every_file_of_the_model_counts(config, tmp_path, name):
     assert first != files_of(config, folder) != ""
 
 
+def test_the_commit_that_vllm_has_found_counts(config, tmp_path):
+    """Where the branch of a hub's model is now is no matter: what was loaded was resolved."""
+
+    class Resolved(str):
+        resolved = "1" * 40
+
+    hub = tmp_path / "hub" / "models--some--model"
+    for number in "01":
+        snapshot = hub / "snapshots" / (number * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").write_text(number)
+    config.load_config.download_dir = str(tmp_path / "hub")
+    config.model_config.revision = "0" * 40
+    first = files_of(config, "some/model")
+    config.model_config.revision = Resolved("0" * 40)
+    assert first != files_of(config, "some/model") != ""
+
+
 def test_a_tokenizer_elsewhere_and_a_file_that_a_field_names_count(config, tmp_path):
     elsewhere, scales = tmp_path / "tokenizer", tmp_path / "scales.json"
     elsewhere.mkdir()
@@ -232,13 +250,13 @@ def test_a_tokenizer_elsewhere_and_a_file_that_a_field_names_count(config, tmp_p
     }
 
 
-def test_code_of_another_repository_counts_or_is_doubted(config, tmp_path):
+def test_code_of_another_repository_counts_or_is_doubted(config, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"1")
     auto_map = {"AutoImageProcessor": "other/code--processing.Processor"}
     (folder / "preprocessor_config.json").write_text(json.dumps({"auto_map": auto_map}))
-    config.load_config.download_dir = str(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files_of(config, folder)
     assert not meaning(config).doubts
     config.model_config.trust_remote_code = True

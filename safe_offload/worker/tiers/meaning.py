@@ -158,7 +158,10 @@ def meaning_of(
 
 
 def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
-    """Return the places whose files count, and those that must be there."""
+    """Return the places whose files count, and those that must be there.
+
+    Weights are downloaded to `download_dir`, all else to the default cache of the hub.
+    """
     load = vllm_config.load_config
     models = {"model": vllm_config.model_config}
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -167,24 +170,29 @@ def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
     places: dict[str, ModelPlace] = {}
     required = set()
     for name, config in models.items():
+        revision = _commit_of(config.revision)
         weights = getattr(config, "model_weights", "") or config.model
-        found = {f"{name}.weights": (weights, config.revision)}
+        found = {
+            f"{name}.weights": ModelPlace(weights, revision, load.download_dir),
+            name: ModelPlace(config.model, revision),
+            f"{name}.tokenizer": ModelPlace(
+                config.tokenizer, _commit_of(config.tokenizer_revision)
+            ),
+        }
         if f"{load.load_format}".lower() != DUMMY_WEIGHTS:
             required.add(f"{name}.weights")
-        found[name] = (config.model, config.revision)
-        found[f"{name}.tokenizer"] = (config.tokenizer, config.tokenizer_revision)
-        if config.trust_remote_code:
-            place = ModelPlace(config.model, config.revision, load.download_dir)
-            for repository in _code_repositories(place):
-                key = f"{name}.code.{repository}"
-                found[key] = (repository, config.code_revision)
-                required.add(key)
-        known = {(place.name, place.revision) for place in places.values()}
-        for key, (where, revision) in found.items():
-            if where and (where, revision) not in known:
-                known.add((where, revision))
-                places[key] = ModelPlace(f"{where}", revision, load.download_dir)
+        for code in _code_repositories(found[name]) if config.trust_remote_code else ():
+            found[f"{name}.code.{code}"] = ModelPlace(code, _commit_of(config.code_revision))
+            required.add(f"{name}.code.{code}")
+        for key, place in found.items():
+            if place.name and place not in places.values():
+                places[key] = place
     return places, required & set(places)
+
+
+def _commit_of(revision: str | None) -> str | None:
+    """Return the commit of a revision where vLLM has found it out (0.32, repo_utils.py)."""
+    return getattr(revision, "resolved", None) or revision
 
 
 def _code_repositories(place: ModelPlace) -> list[str]:
