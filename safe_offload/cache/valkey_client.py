@@ -1,7 +1,7 @@
 """A synchronous client of the Valkey or Redis server of a tier, for the tools around it.
 
-The tier itself has its own; here redis-py does all. No error of it is shown as it is: an answer of
-a server may hold anything.
+The tier itself needs no package; here redis-py does all. No error of it is shown as it is: an
+answer of a server may hold anything.
 
 Source: redis-py 6.4 to 8.1, redis/connection.py, redis/cluster.py and redis/exceptions.py.
 """
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.cache.store import CacheError
+from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers.valkey.login import require_client, tls_context
+from safe_offload.worker.tiers.valkey.login import tls_context
 
 if TYPE_CHECKING:
     from redis import Connection, Redis
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 CONNECT_S: Final = 3.0
 _PASSWORD_BYTES_MAX: Final = 4096
 _CODE_LETTERS_MAX: Final = 20
+_INSTALL: Final = "pip install 'safe-offload[redis]'"
 
 
 class Server:
@@ -45,7 +47,7 @@ class Server:
     """
 
     def __init__(self, config: TierConfig, timeout_s: float) -> None:
-        require_client()
+        _require_client()
         import redis
 
         self.label = config.location.label
@@ -112,6 +114,18 @@ class Server:
             connection.read_response()
         except ResponseError:
             self.keeps_use = False
+
+
+def _require_client() -> None:
+    """Raise a ConfigError if there is no redis-py, or one whose TLS cannot be ours."""
+    try:
+        import redis
+    except ImportError as error:
+        raise ConfigError(
+            f"looking into a Valkey or Redis server needs redis-py ({error}). Fix: {_INSTALL}"
+        ) from None
+    if "_wrap_socket_with_ssl" not in dir(redis.SSLConnection):
+        raise ConfigError(f"redis-py {redis.__version__} is not known. Fix: {_INSTALL}")
 
 
 def password_of(config: TierConfig) -> str:

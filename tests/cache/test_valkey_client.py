@@ -100,6 +100,6 @@ def test_a_redis_py_whose_connections_are_not_known_is_refused(
     monkeypatch.delattr(SSLConnection, "_wrap_socket_with_ssl")
     with (
         ScriptedServer(answer, tls=of_system) as server,
-        pytest.raises(ConfigError, match=r"does not know redis-py .* Fix: pip install"),
+        pytest.raises(ConfigError, match=r"redis-py .* is not known. Fix: pip install"),
     ):
         Server(config_of(server, None), TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
 from typing import Any
@@ -63,30 +62,9 @@ def test_the_key_of_a_description_says_what_it_describes() -> None:
     assert described_namespace(b"namespace.json") is None
 
 
-def test_names_need_no_client() -> None:
-    program = "import sys, safe_offload.worker.tiers.valkey.names; sys.exit('redis' in sys.modules)"
+def test_a_tier_needs_no_package() -> None:
+    program = "import sys, safe_offload.worker.tiers.valkey.tier; sys.exit('redis' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_without_redis_py_there_is_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_redis(name: str, *args: Any, **values: Any) -> Any:
-        if name.partition(".")[0] == "redis":
-            raise ImportError("No module named 'redis'")
-        return real(name, *args, **values)
-
-    monkeypatch.setattr(builtins, "__import__", without_redis)
-    with pytest.raises(ConfigError, match=r"pip install 'safe-offload\[redis\]'"):
-        open_tier(TierConfig.at("redis://kv.internal"), 4096, FACTS)
-
-
-def test_a_redis_py_that_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from redis.asyncio import connection
-
-    monkeypatch.setattr(connection, "AbstractConnection", object)
-    with pytest.raises(ConfigError, match="does not know redis-py"):
-        open_tier(TierConfig.at("redis://kv.internal"), 4096, FACTS)
 
 
 @pytest.mark.parametrize("url", ["redis://kv", "rediss://kv:1", "unix:///run/valkey.sock"])

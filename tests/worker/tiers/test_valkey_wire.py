@@ -14,10 +14,12 @@ from safe_offload.worker.tiers.base import Buffers
 from safe_offload.worker.tiers.naming import HEADER_BYTES
 from safe_offload.worker.tiers.valkey.replies import (
     DRAIN_BYTES_MAX,
-    ELEMENTS_MAX,
+    ELEMENT_BYTES,
     LINE_BYTES_MAX,
     RECEIPT_BYTES,
+    REPLY_BYTES_MAX,
     SMALL_BYTES,
+    WORD_BYTES_MAX,
     Misfit,
     OversizeError,
     Problem,
@@ -47,7 +49,6 @@ class Transport:
 async def wire() -> Wire:
     wire = Wire()
     wire.connection_made(Transport())  # type: ignore[arg-type]
-    wire.be_strict(None)
     return wire
 
 
@@ -164,6 +165,7 @@ BAD = {
     "a number too long": b":" + b"1" * 40 + b"\r\n",
     "an endless line": b"-ERR " + b"x" * (LINE_BYTES_MAX + 10),
     "an endless line of digits": b":" + b"1" * (LINE_BYTES_MAX + 10),
+    "a long word": b"+" + b"x" * (WORD_BYTES_MAX + 1) + b"\r\n",
     "a list": b"*1\r\n:1\r\n",
     "a value": b"$3\r\nabc\r\n",
     "more than was asked for": b":1\r\n:1\r\n",
@@ -182,8 +184,11 @@ BAD_VALUES = {
     "no end of what is drained": b"$5\r\nabcdexx",
 }
 BAD_TREES = {
-    "a long list": b"*%d\r\n" % (ELEMENTS_MAX + 1),
-    "many lists": b"*%d\r\n*%d\r\n" % (ELEMENTS_MAX // 2 + 1, ELEMENTS_MAX // 2 + 1),
+    "a long list": b"*%d\r\n" % REPLY_BYTES_MAX,
+    "many elements": b"*300000\r\n" + b":1\r\n" * (REPLY_BYTES_MAX // ELEMENT_BYTES + 1),
+    "many lists": b"*300000\r\n" + b"*0\r\n" * (REPLY_BYTES_MAX // ELEMENT_BYTES + 1),
+    "many texts": b"*2000\r\n" + (b"$1000\r\n" + bytes(1000) + b"\r\n") * 1100,
+    "an error in a list": b"*2\r\n-ERR x\r\n",
     "deep lists": b"*1\r\n" * 1000,
     "a negative list": b"*-7\r\n",
     "a long text": b"$2000\r\n",

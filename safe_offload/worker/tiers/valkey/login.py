@@ -1,31 +1,28 @@
-"""Connections to Valkey and Redis servers: made and logged in by redis-py, read by `Wire`.
+"""Connections to Valkey and Redis servers, logged in.
 
-redis-py connects, with TLS and keep-alive, and says AUTH and SELECT. Where its parser would stand,
-ours does, so that what a server answers is limited from the first byte. Then the connection is
-`Wire`'s alone.
+What is said to log in is answered by one line each: another answer ends the connection, so that a
+server that is not trusted costs no more here than anywhere else (`Wire`).
+
+Source: https://valkey.io/commands/auth/, client-setname and select.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.valkey.replies import Problem, WireError
 from safe_offload.worker.tiers.valkey.wire import Wire
 
-if TYPE_CHECKING:
-    from redis.asyncio.connection import AbstractConnection
-
 CLIENT_NAME: Final = "safe-offload"
 
-# Of redis-py's connections, which have no public way to their transport.
-_FIELDS: Final = {"_reader", "_writer"}
-_INSTALL: Final = "pip install 'safe-offload[redis]'"
 _PASSWORD_BYTES_MAX: Final = 4096
 _REFUSED_LOGIN: Final = ("WRONGPASS", "NOAUTH", "NOPERM")
 
@@ -46,25 +43,12 @@ class LoginError(ConnectionError):
     """A server cannot be used. Its text names the fix and has no secret."""
 
 
-def require_client() -> None:
-    """Raise a ConfigError if there is no redis-py, or one that connections cannot be had from."""
-    try:
-        import redis
-        from redis.asyncio.connection import AbstractConnection, RedisSSLContext
-    except ImportError as error:
-        raise ConfigError(
-            f"a tier on a Valkey or Redis server needs redis-py ({error}). Fix: {_INSTALL}"
-        ) from None
-    is_known = (
-        _FIELDS.issubset(dir(AbstractConnection))
-        and "context" in dir(RedisSSLContext)
-        and "_wrap_socket_with_ssl" in dir(redis.SSLConnection)  # for `safe-offload cache`
-    )
-    if not is_known:
-        raise ConfigError(
-            f"a tier on a Valkey or Redis server does not know redis-py {redis.__version__}. "
-            f"Fix: {_INSTALL}"
-        )
+class _RefusedError(Exception):
+    """The server has answered an error to what logs in."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.code)
+        self.problem = problem
 
 
 class Login:
@@ -74,11 +58,10 @@ class Login:
         config: of the tier.
 
     Raises:
-        ConfigError: there is no redis-py that fits, or a file of certificates cannot be used.
+        ConfigError: a file of certificates cannot be used.
     """
 
     def __init__(self, config: TierConfig) -> None:
-        require_client()
         self._config = config
         self._tls = tls_context(config)
 
@@ -98,23 +81,50 @@ class Login:
         """
         password = await self._password()
         wire = Wire()
-        handshake = _Handshake(wire)
-        connection = self._connection(address, password, handshake)
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                await connection.connect()  # type: ignore[no-untyped-call]
-                handshake.part()
-                set_name = command(b"CLIENT", b"SETNAME", CLIENT_NAME.encode())
-                (named,) = await wire.ask_lines([set_name], 1)
-                if isinstance(named, Problem) and named.code == "NOAUTH":
-                    handshake.problem = named
-                    raise ConnectionRefusedError
+                await self._open(wire, address)
+                await self._greet(wire, password)
         except BaseException as error:
-            handshake.on_disconnect()
+            wire.abort()
             if not isinstance(error, Exception):
                 raise
-            raise LoginError(_explain(error, handshake.problem, address, self._tls)) from None
+            raise LoginError(_explain(error, address, self._tls)) from None
         return wire
+
+    async def _open(self, wire: Wire, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        if address.path:
+            await loop.create_unix_connection(lambda: wire, address.path)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: wire, address.host, address.port, ssl=self._tls
+        )
+        with contextlib.suppress(OSError):  # it is lost already: the greeting says so
+            found = transport.get_extra_info("socket")
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    async def _greet(self, wire: Wire, password: str) -> None:
+        """Say who we are, and which database is meant.
+
+        Raises:
+            _RefusedError: the server does not want us.
+            WireError: it is none.
+        """
+        place = self._config.location
+        words = [word.encode() for word in (place.user, password) if word or place.user]
+        asked = [command(b"AUTH", *words)] if words else []
+        if place.database:
+            asked.append(command(b"SELECT", b"%d" % place.database))
+        asked.append(command(b"CLIENT", b"SETNAME", CLIENT_NAME.encode()))
+        *answers, named = await wire.ask_lines(asked, len(asked))
+        for answer in answers:
+            if isinstance(answer, Problem):
+                raise _RefusedError(answer)
+            if answer != b"OK":
+                raise WireError("the server answered something else than OK")
+        if isinstance(named, Problem) and named.code == "NOAUTH":
+            raise _RefusedError(named)  # else it may go without a name
 
     async def _password(self) -> str:
         path = self._config.password_file
@@ -127,80 +137,6 @@ class Login:
                 f'the "password_file" {path} cannot be read: {_reason(error)}. Let the user that '
                 "runs vLLM read it"
             ) from None
-
-    def _connection(
-        self, address: Address, password: str, handshake: _Handshake
-    ) -> AbstractConnection:
-        from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
-
-        values: dict[str, Any] = {
-            "db": self._config.location.database,
-            "username": self._config.location.user or None,
-            "password": password or None,
-            "socket_timeout": None,  # wait_for of Python 3.11 may swallow that we are cancelled
-            "socket_connect_timeout": self._config.timeout_s,
-            "protocol": 2,
-            "parser_class": lambda socket_read_size: handshake,
-        }
-        if address.path:
-            return UnixDomainSocketConnection(path=address.path, **values)
-        values |= {"host": address.host, "port": address.port, "socket_keepalive": True}
-        if self._tls is None:
-            return Connection(**values)
-        connection = SSLConnection(**values)
-        connection.ssl_context.context = self._tls  # which trusts "ca_file" alone
-        return connection
-
-
-class _Handshake:
-    """Stands in the place of redis-py's parser until a connection is logged in."""
-
-    EXCEPTION_CLASSES: Final[dict[str, type[Exception]]] = {}
-
-    def __init__(self, wire: Wire) -> None:
-        self.problem: Problem | None = None
-        """The last error that the server answered."""
-        self._wire = wire
-        self._connection: Any = None
-
-    def on_connect(self, connection: Any) -> None:
-        """There is a connection, on which nothing has been said."""
-        if self._connection is not None:
-            return  # redis-py greets a socket of this machine twice
-        self._connection = connection
-        transport = connection._writer.transport
-        transport.pause_reading()
-        transport.set_protocol(self._wire)
-        self._wire.connection_made(transport)
-        transport.resume_reading()
-
-    def on_disconnect(self) -> None:
-        """The connection did not come about. redis-py is kept from waiting for its end."""
-        self._wire.abort()
-        if self._connection is not None:
-            self._connection._reader = self._connection._writer = None
-
-    async def can_read(self, *args: object, **values: object) -> bool:
-        """See redis-py's parsers."""
-        return False
-
-    can_read_destructive = can_read
-
-    async def read_response(self, *args: object, **values: object) -> Any:
-        """Return the next reply; an error is returned, not raised, as redis-py's parsers do."""
-        from redis.exceptions import ResponseError
-
-        reply = await self._wire.ask_tree(())
-        if isinstance(reply, Problem):
-            self.problem = reply
-            return ResponseError(reply.code)
-        return reply
-
-    def part(self) -> None:
-        """Part redis-py from the connection, which is the wire's alone from now on."""
-        writer = self._connection._writer
-        self._connection._reader = self._connection._writer = None
-        self._wire.be_strict(writer)  # which would close the connection if it were deleted
 
 
 def command(*words: bytes) -> bytes:
@@ -248,31 +184,25 @@ def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
-def _explain(
-    error: BaseException, problem: Problem | None, address: Address, tls: ssl.SSLContext | None
-) -> str:
+def _explain(error: Exception, address: Address, tls: ssl.SSLContext | None) -> str:
     """Return why there is no connection, and the fix; never what the server wrote."""
-    causes = _causes(error)
-    for cause in causes:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            verdict = cause.verify_message.rstrip(".")
-            return (
-                f"the certificate of {address} is refused: {verdict}. Name the server in the url "
-                'as its certificate does, and the authority that signed it in "ca_file"'
-            )
-        if isinstance(cause, ssl.SSLError):
-            return f"{address} does not speak TLS with us: {_reason(cause)}. Is it a TLS port?"
-    if problem is not None:
-        return _explain_refusal(problem, address)
-    for cause in causes:
-        if isinstance(cause, WireError):
-            hint = "" if tls else ". If it wants TLS, write rediss:// in the url"
-            return f"{address} does not answer as a Valkey or Redis server: {cause}{hint}"
-    if any(isinstance(cause, TimeoutError) for cause in causes):
+    if isinstance(error, ssl.SSLCertVerificationError):
+        verdict = error.verify_message.rstrip(".")
+        return (
+            f"the certificate of {address} is refused: {verdict}. Name the server in the url "
+            'as its certificate does, and the authority that signed it in "ca_file"'
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"{address} does not speak TLS with us: {_reason(error)}. Is it a TLS port?"
+    if isinstance(error, _RefusedError):
+        return _explain_refusal(error.problem, address)
+    if isinstance(error, WireError):
+        hint = "" if tls else ". If it wants TLS, write rediss:// in the url"
+        return f"{address} does not answer as a Valkey or Redis server: {error}{hint}"
+    if isinstance(error, TimeoutError):
         hint = ", and whether this port speaks TLS" if tls else ""
         return f"{address} does not answer. Check the network, whether the server hangs{hint}"
-    system = next((c for c in causes if isinstance(c, OSError) and c.strerror), None)
-    what = system.strerror if system is not None else type(error).__name__
+    what = (isinstance(error, OSError) and error.strerror) or type(error).__name__
     return (
         f"there is no connection to {address}: {what}. Check the url, the network, and whether the "
         "server runs"
@@ -288,12 +218,3 @@ def _explain_refusal(problem: Problem, address: Address) -> str:
     if "DB index" in problem.text or "SELECT" in problem.text:
         return f"{address} has no such database ({problem.code}). Remove its number from the url"
     return f"{address} refuses to be used: it answers {problem.code}"
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and what it came from."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,13 @@ LINE_BYTES_MAX: Final = 1024
 """Of a reply of one line, an error too."""
 TEXT_BYTES_MAX: Final = 1024
 """Of a string that is not an object."""
-ELEMENTS_MAX: Final = 65_536
+REPLY_BYTES_MAX: Final = 1 << 20
+"""Of a reply that is a list: as it comes, and with ELEMENT_BYTES for each element that is kept."""
+ELEMENT_BYTES: Final = 64
+PIECE_BYTES: Final = 16 << 10
+"""Of a list no more is received, and so read, at once: the loop does other things in between."""
+WORD_BYTES_MAX: Final = 64
+"""Of a reply that is a word, such as OK, and of the text of an error as far as it is kept."""
 DEPTH_MAX: Final = 6
 """Of a reply that is a list of lists, such as that to CLUSTER SLOTS."""
 DRAIN_BYTES_MAX: Final = 1 << 20
@@ -36,6 +42,7 @@ RECEIPT_BYTES: Final = 256 << 10
 """Of a larger object no more are received at once: the processor's cache has them still when they
 are added to its digest."""
 _END: Final = b"\r\n"
+_ELEMENT_BYTES_MIN: Final = 3
 _DIGITS_MAX: Final = 19  # of a number of 64 bits
 
 
@@ -53,7 +60,7 @@ class Problem:
 
     Attributes:
         code: its first word, such as MOVED.
-        text: the rest. It may hold anything, a password too, so it is never shown.
+        text: the beginning of the rest. It may hold anything, a password too, so it is never shown.
     """
 
     code: str
@@ -119,6 +126,10 @@ class Lines(Want):
         self._count = count
         if count == 0:
             self.finish(self._lines)
+
+    def wish(self) -> int:
+        """See `Want.wish`."""
+        return min((self._count - len(self._lines)) * (LINE_BYTES_MAX + 2), SCRATCH_BYTES)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
         """See `Want.read`."""
@@ -249,13 +260,24 @@ class Value(Want):
 
 
 class AnyReply(Want):
-    """A reply of any kind; lists may lie in lists."""
+    """A reply of any kind; lists may lie in lists.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        loop: of the future.
+        keep: how many elements of a list are kept, by how many lists it lies in; all of those that
+            lie deeper.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, keep: Sequence[int] = ()) -> None:
         super().__init__(loop)
-        self._open: list[tuple[int, list[Tree]]] = []
-        self._num_elements = 0
+        self._keep = keep
+        self._open: list[_OpenList] = []
+        self._left_bytes = REPLY_BYTES_MAX
         self._text_bytes = -1
+
+    def wish(self) -> int:
+        """See `Want.wish`."""
+        return PIECE_BYTES
 
     def read(self, data: bytearray, start: int, end: int) -> int:
         """See `Want.read`."""
@@ -265,28 +287,40 @@ class AnyReply(Want):
         if line_end < 0:
             return start
         line = bytes(data[start:line_end])
+        self._charge(line_end + 2 - start)
         if line[:1] == b"*" and line != b"*-1":
-            count = _number(line[1:])
-            self._num_elements += count
-            if not 0 <= count <= ELEMENTS_MAX or self._num_elements > ELEMENTS_MAX:
-                raise WireError("the server answered too long a list")
-            if len(self._open) >= DEPTH_MAX:
-                raise WireError("the server answered too deep a list")
-            self._open.append((count, []))
-            self._fold()
+            self._begin_list(_number(line[1:]))
         elif line[:1] == b"$" and line != b"$-1":
             self._text_bytes = _number(line[1:])
             if not 0 <= self._text_bytes <= TEXT_BYTES_MAX:
                 raise WireError("the server answered too long a text")
+        elif line[:1] == b"-" and self._open:
+            raise WireError("the server answered an error in a list")
         else:
             self._add(None if line == b"*-1" else _read_line(line))
         return line_end + 2
+
+    def _begin_list(self, count: int) -> None:
+        if not 0 <= count <= self._left_bytes // _ELEMENT_BYTES_MIN:
+            raise WireError("the server answered too long a list")
+        if len(self._open) >= DEPTH_MAX:
+            raise WireError("the server answered too deep a list")
+        depth = len(self._open)
+        kept = self._keep[depth] if depth < len(self._keep) else count
+        self._open.append(_OpenList(count, kept))
+        self._fold()
+
+    def _charge(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
+        if self._left_bytes < 0:
+            raise WireError("the server answered too much")
 
     def _read_text(self, data: bytearray, start: int, end: int) -> int:
         text_end = start + self._text_bytes
         if end < text_end + 2:
             return start
         _require_end(data, text_end)
+        self._charge(self._text_bytes + 2)
         self._text_bytes = -1
         self._add(bytes(data[start:text_end]))
         return text_end + 2
@@ -295,17 +329,28 @@ class AnyReply(Want):
         if not self._open:
             self.finish(reply)
             return
-        self._open[-1][1].append(reply)
+        around = self._open[-1]
+        around.num_missing -= 1
+        if len(around.elements) < around.num_kept:
+            self._charge(ELEMENT_BYTES)
+            around.elements.append(reply)
         self._fold()
 
     def _fold(self) -> None:
         """Close the lists that are complete."""
-        while self._open and len(self._open[-1][1]) == self._open[-1][0]:
-            _, elements = self._open.pop()
-            if not self._open:
-                self.finish(elements)
-            else:
-                self._open[-1][1].append(elements)
+        if self._open[-1].num_missing == 0:
+            self._add(self._open.pop().elements)
+
+
+class _OpenList:
+    """A list that is coming: how many elements are to come, and those that are kept."""
+
+    __slots__ = ("elements", "num_kept", "num_missing")
+
+    def __init__(self, count: int, num_kept: int) -> None:
+        self.num_missing = count
+        self.num_kept = num_kept
+        self.elements: list[Tree] = []
 
 
 _FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}
@@ -318,12 +363,12 @@ def _read_line(line: bytes) -> Line:
     kind, rest = line[:1], line[1:]
     if kind == b":":
         return _number(rest)
-    if kind == b"+":
+    if kind == b"+" and len(rest) <= WORD_BYTES_MAX:
         return rest
     if kind == b"-":
         code, _, text = rest.decode("ascii", "replace").partition(" ")
         is_code = code.isascii() and code.isalpha() and code.isupper() and len(code) <= 32
-        return Problem(code if is_code else "ERR", text)
+        return Problem(code if is_code else "ERR", text[:WORD_BYTES_MAX])
     if line == b"$-1":
         return None
     raise WireError("the server answered in another protocol")

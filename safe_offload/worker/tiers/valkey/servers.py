@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import bisect
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Final, TypeVar
 
 from safe_offload.worker.tiers.valkey.login import Address, Login, LoginError, command
@@ -123,8 +125,10 @@ class Node:
 
     def __init__(self, address: Address, login: Login, num_connections: int) -> None:
         self.address = address
-        self.data = Pool(num_connections, lambda: login.connect(address))
-        self.asks = Pool(1, lambda: login.connect(address))
+        self._login = login
+        self._logging_in = asyncio.Lock()
+        self.data = Pool(num_connections, self._connect)
+        self.asks = Pool(1, self._connect)
         self._pause_s = PAUSE_S
         self._paused_until_s = 0.0
 
@@ -145,6 +149,11 @@ class Node:
         if not self.is_paused:
             self._paused_until_s = asyncio.get_running_loop().time() + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+
+    async def _connect(self) -> Wire:
+        """Log in, once at a time: a server that is not trusted costs no more than one login."""
+        async with self._logging_in:
+            return await self._login.connect(self.address)
 
     def close(self) -> None:
         """End its connections."""
@@ -171,6 +180,25 @@ class Silence:
         self._begun_s, self._wire = self._loop.time(), wire
 
 
+class Owners:
+    """Which server has which slots of a cluster.
+
+    Args:
+        ranges: the first and the last slot of each, and who has it; they are in order.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int, Node]]) -> None:
+        self._firsts = [first for first, _, _ in ranges]
+        self._ranges = ranges
+
+    def find(self, slot: int) -> Node | None:
+        """Return the server of a slot; None without one."""
+        position = bisect.bisect_right(self._firsts, slot) - 1
+        if position < 0 or slot > self._ranges[position][1]:
+            return None
+        return self._ranges[position][2]
+
+
 class Servers:
     """The servers of a tier.
 
@@ -184,7 +212,7 @@ class Servers:
         self._num_connections = num_connections
         self._home = Node(login.home, login, num_connections)
         self._nodes = {login.home: self._home}
-        self._owners: list[Node | None] | None = None
+        self._owners: Owners | None = None
         self._is_known = False
         self.version = 0
         """How often it was learned which server has which keys."""
@@ -211,7 +239,7 @@ class Servers:
             return {self._home: list(range(len(keys)))}
         found: dict[Node | None, list[int]] = {}
         for index, key in enumerate(keys):
-            found.setdefault(self._owners[slot_of(key)], []).append(index)
+            found.setdefault(self._owners.find(slot_of(key)), []).append(index)
         if None in found:
             self._is_known = False  # next time they may have a server
         return found
@@ -262,8 +290,8 @@ class Servers:
                 raise LoginError(f"{asked.address} is not ready: it answers {reply.code}")
             self._owners = None
             return
-        owners = _owners(reply, asked.address)
-        used = {address for address in owners if address is not None}
+        ranges = _ranges(reply, asked.address)
+        used = {address for _, _, address in ranges}
         if len(used) > NODES_MAX:
             raise LoginError(f"the cluster has more than {NODES_MAX} servers")
         nodes = {
@@ -274,7 +302,7 @@ class Servers:
             if address not in nodes and node is not self._home:
                 node.close()
         self._nodes = nodes
-        self._owners = [None if address is None else nodes[address] for address in owners]
+        self._owners = Owners([(first, last, nodes[address]) for first, last, address in ranges])
 
 
 def slot_of(key: bytes) -> int:
@@ -284,29 +312,34 @@ def slot_of(key: bytes) -> int:
 
 async def _ask_slots(node: Node) -> Tree:
     async def ask(wire: Wire) -> Tree:
-        return await wire.ask_tree([command(b"CLUSTER", b"SLOTS")])
+        return await wire.ask_tree([command(b"CLUSTER", b"SLOTS")], _KEPT_OF_SLOTS)
 
     return await node.asks.use(ask)
 
 
-def _owners(reply: Tree, asked: Address) -> list[Address | None]:
-    """Return for each slot which server has it.
+_KEPT_OF_SLOTS: Final = (NUM_SLOTS, 3, 2, 0)
+"""Ranges; of each its first and last slot and its primary; of that its name and port."""
+
+
+def _ranges(reply: Tree, asked: Address) -> list[tuple[int, int, Address]]:
+    """Return of each range of slots the first, the last, and which server has it, in order.
 
     Source: https://valkey.io/commands/cluster-slots/: of each range its first and last slot, then
     the primary (name, port, id, …), then its replicas.
     """
-    owners: list[Address | None] = [None] * NUM_SLOTS
+    ranges: list[tuple[int, int, Address]] = []
     for found in reply if isinstance(reply, list) else ():
         match found:
-            case [int(first), int(last), [name, int(port), *_], *_] if (
+            case [int(first), int(last), [name, int(port)]] if (
                 0 <= first <= last < NUM_SLOTS and 0 < port < 1 << 16
             ):
                 host = name.decode("ascii", "replace") if isinstance(name, bytes) else ""
-                if not host.isprintable() or host == "?":
-                    continue
-                owners[first : last + 1] = [Address(host or asked.host or "localhost", port)] * (
-                    last - first + 1
-                )
+                if host.isprintable() and host != "?":
+                    address = Address(host or asked.host or "localhost", port)
+                    ranges.append((first, last, address))
             case _:
                 raise LoginError(f"{asked} does not describe its cluster as a server does")
-    return owners
+    ranges.sort(key=lambda found: found[0])
+    if any(last >= first for (_, last, _), (first, _, _) in pairwise(ranges)):
+        raise LoginError(f"{asked} does not describe its cluster as a server does")
+    return ranges

@@ -45,7 +45,7 @@ class ValkeyTier:
         seal: makes and checks the headers of objects.
 
     Raises:
-        ConfigError: redis-py is missing or unknown, or certificates cannot be used.
+        ConfigError: certificates cannot be used.
     """
 
     def __init__(

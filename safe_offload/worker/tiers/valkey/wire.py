@@ -46,12 +46,10 @@ class Wire(asyncio.BufferedProtocol):
         """When something last came, by the loop's clock."""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
-        self._owner: object = None
         self._wants: deque[Want] = deque()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
-        self._is_strict = False
         self._is_rested = False
         self._error: WireError | None = None
 
@@ -63,16 +61,6 @@ class Wire(asyncio.BufferedProtocol):
     def is_closed(self) -> bool:
         """Return whether nothing can be asked any more."""
         return self._error is not None or self._transport is None
-
-    def be_strict(self, owner: object) -> None:
-        """End the connection from now on if anything comes that was not asked for.
-
-        Args:
-            owner: is kept as long as the connection is.
-        """
-        self._owner = owner
-        self._is_strict = True
-        self._parse()
 
     def rest(self) -> None:
         """It is idle. If it ends before something comes on it again, replies are `StaleError`."""
@@ -102,9 +90,9 @@ class Wire(asyncio.BufferedProtocol):
         self._ask(command, want)
         return want.future
 
-    def ask_tree(self, command: Iterable[bytes]) -> asyncio.Future[Tree]:
-        """Send a command with a reply of any kind, of limited size."""
-        want = AnyReply(self._loop)
+    def ask_tree(self, command: Iterable[bytes], keep: Sequence[int] = ()) -> asyncio.Future[Tree]:
+        """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
+        want = AnyReply(self._loop, keep)
         self._ask(command, want)
         return want.future
 
@@ -129,7 +117,6 @@ class Wire(asyncio.BufferedProtocol):
             want.fail(self._error)
         if self._transport is not None:
             self._transport.abort()
-        self._owner = None
 
     def _ask(self, pieces: Iterable[bytes | memoryview], want: Want) -> None:
         if self._error is not None or self._transport is None:
@@ -137,8 +124,6 @@ class Wire(asyncio.BufferedProtocol):
             return
         self._wants.append(want)
         self._transport.writelines(pieces)
-        if self._end > self._start:
-            self._parse()
 
     # ---- what the event loop calls ------------------------------------------------------------
 
@@ -162,7 +147,7 @@ class Wire(asyncio.BufferedProtocol):
             return self._view
         if self._start == self._end:
             self._start = self._end = 0
-        room = SCRATCH_BYTES
+        room = 1  # nothing is to come
         if self._wants:
             want = self._wants[0]
             target = want.target()
@@ -201,8 +186,7 @@ class Wire(asyncio.BufferedProtocol):
                     self._wants.popleft()
                 elif self._start == before:
                     break
-            is_full = self._end - self._start >= SCRATCH_BYTES
-            if self._start < self._end and (is_full or (self._is_strict and not self._wants)):
+            if self._start < self._end and not self._wants:
                 raise WireError("the server sent what was not asked for")
         except WireError as error:
             self.abort(error.with_traceback(None))  # whose frames hold the scratch memory
