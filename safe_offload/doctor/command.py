@@ -24,6 +24,7 @@ from safe_offload.config import OffloadConfig
 from safe_offload.doctor import configuration, copies, memory, model, tiers, versions
 from safe_offload.doctor.findings import Finding, exit_status, guarded, render
 from safe_offload.doctor.machine import Machine, read_machine
+from safe_offload.doctor.tier_safety import check_user
 from safe_offload.doctor.vllm_facts import Probe, VllmFacts
 from safe_offload.errors import ConfigError
 from safe_offload.transfer_config import CONNECTOR_NAME
@@ -110,6 +111,8 @@ def examine(
         for trial in trials[:1]:
             found += guarded("model", _break_even, vllm, trial, measured)
     found += guarded("tiers", _check_tiers, configs, vllm, measured)
+    if any(config.tiers for config in configs):
+        found += guarded("tiers", check_user, is_root=machine.is_root)
     order = ("configuration", "versions", "memory", "copies", "model", "tiers")
     return sorted(found, key=lambda one: order.index(one.id.partition(".")[0])), measured
 

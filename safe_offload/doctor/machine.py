@@ -38,6 +38,7 @@ class Machine:
         allowed_nodes: that this process may take memory from; empty if the system does not tell.
         cores: that this process may run on.
         environment: its variables.
+        is_root: this process may do everything.
     """
 
     available_bytes: int
@@ -50,6 +51,7 @@ class Machine:
     allowed_nodes: frozenset[int] = frozenset()
     cores: frozenset[int] = frozenset()
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_root: bool = False
 
 
 def read_machine(
@@ -77,6 +79,7 @@ def read_machine(
         allowed_nodes=_allowed_nodes(proc / "self/status"),
         cores=frozenset(os.sched_getaffinity(0)),
         environment=dict(os.environ),
+        is_root=os.geteuid() == 0,
     )
 
 

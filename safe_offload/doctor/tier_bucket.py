@@ -212,11 +212,6 @@ def check_bucket(
         yield error("tiers.access", f"{label} refuses: {denied}", "all four actions", fix)
     else:
         yield ok("tiers.access", f"{label} can be listed, written, read and deleted from")
-    if (config.endpoint or "").lower().startswith("http://"):
-        yield info(
-            "tiers.tls",
-            f"{label} is used without TLS: whoever is in its network can read what is sent",
-        )
     how = _LIFECYCLE[config.location.scheme]
     yield info(
         "tiers.lifecycle",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -209,13 +208,6 @@ def check_server(
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
     """
     label = trial.label
-    if config.location.password:
-        yield warning(
-            "tiers.password",
-            f"the url of {label} has a password in it, which vLLM writes to its log",
-            "a password in a file",
-            'put it into a file, and write "password_file": "/run/secrets/valkey" beside the url',
-        )
     if trial.problem:
         expected = "a server that can be reached and logged in to"
         yield refusal("tiers.server", trial.problem, expected, "look whether the server hangs")
@@ -225,12 +217,6 @@ def check_server(
         "tiers.server",
         f"{label} can be reached and logged in to: {trial.version or 'a server'}{nodes}",
     )
-    if config.location.scheme == "redis" and not _is_here(config.location.host):
-        yield info(
-            "tiers.tls",
-            f"{label} is used without TLS: whoever is in its network can read and change what is "
-            "sent, also the password",
-        )
     yield _access(trial)
     yield from _memory(trial)
     yield from _eviction(config, trial)
@@ -255,13 +241,6 @@ def check_server(
     rates = trial.write_bytes_per_s, trial.read_bytes_per_s
     expected = "a server with room for some MiB that answers in time"
     yield check_rate(label, rates, token_bytes, compute_tokens_per_s, expected)
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a host is this machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _access(trial: ServerTrial) -> Finding:

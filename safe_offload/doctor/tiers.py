@@ -8,6 +8,7 @@ from typing import Any
 
 from safe_offload.doctor.findings import Finding
 from safe_offload.doctor.tier_directory import check_directory, try_directory
+from safe_offload.doctor.tier_safety import check_safety
 from safe_offload.tier_config import TierConfig
 from safe_offload.tier_url import FILE, SERVERS
 
@@ -26,6 +27,7 @@ def check_tier(
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
     """
+    yield from check_safety(config)
     scheme = config.location.scheme
     against = token_bytes, compute_tokens_per_s
     if scheme == FILE:

@@ -201,7 +201,6 @@ def test_a_sound_server() -> None:
     assert not wrong(list(found.values()))
     assert "50.00 GiB of a maxmemory of 100.00 GiB" in found["tiers.memory"].found
     assert "7 keys so far" in found["tiers.eviction"].found
-    assert "without TLS" in found["tiers.tls"].found
     assert "15259 tokens a second" in found["tiers.rate"].found
 
 
