@@ -47,10 +47,11 @@ OTHER_FLAGS = {
             *("--aclfile", "--appendonly", "--bind", "--dir", "--io-threads", "--maxmemory"),
             *("--maxmemory-policy", "--port", "--protected-mode", "--save"),
             *("--tls-auth-clients", "--tls-cert-file", "--tls-key-file", "--tls-port"),
+            "--tls-ca-cert-file",
         ),
         "valkey-server",
     ),
-    "--user": "valkey-cli",
+    **dict.fromkeys(("--user", "--tls", "--cacert"), "valkey-cli"),
 }
 OUR_COMMANDS = ("benchmarks", "simulator")
 """Folders of tests that have commands."""

@@ -27,6 +27,7 @@ from safe_offload.doctor.machine import Machine, read_machine
 from safe_offload.doctor.tier_safety import check_user
 from safe_offload.doctor.vllm_facts import Probe, VllmFacts
 from safe_offload.errors import ConfigError
+from safe_offload.tier_url import FILE
 from safe_offload.transfer_config import CONNECTOR_NAME
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def examine(
         for trial in trials[:1]:
             found += guarded("model", _break_even, vllm, trial, measured)
     found += guarded("tiers", _check_tiers, configs, vllm, measured)
-    if any(config.tiers for config in configs):
+    if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
         found += guarded("tiers", check_user, is_root=machine.is_root)
     order = ("configuration", "versions", "memory", "copies", "model", "tiers")
     return sorted(found, key=lambda one: order.index(one.id.partition(".")[0])), measured

@@ -377,6 +377,14 @@ def test_a_hash_that_can_be_made_to_collide(examine):
 TIERS = [{"url": "file:///mnt/nvme/kv"}]
 
 
+def test_root_is_named_where_a_tier_is_in_a_network(examine):
+    machine = dataclasses.replace(MACHINE, is_root=True)
+    server = ours(tiers=[{"url": "redis://127.0.0.1:1"}])
+    assert "tiers.user" in wrong(examine(server, machine=machine))
+    assert "tiers.user" not in wrong(examine(server))
+    assert not wrong(examine(ours(tiers=TIERS), machine=machine))
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 def test_hashes_that_other_engines_have_too(examine, algorithm):
     found = examine(ours(tiers=TIERS), vllm=with_engine(hash_algorithm=algorithm))
