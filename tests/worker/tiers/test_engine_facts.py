@@ -15,8 +15,10 @@ import pytest
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from safe_offload import compat
+from safe_offload.bench.tiny_models import write_tiny_model
 from safe_offload.worker.tiers.engine_facts import (
     IGNORED,
     IGNORED_VARIABLES,
@@ -284,3 +286,41 @@ def test_packages_that_compute_count(config: Any, monkeypatch: Any) -> None:
     changed = facts_of(config).facts.items() - before.items()
     package_facts.cache_clear()
     assert {"package.vllm", "package.torch", "package.transformers"} < {name for name, _ in changed}
+
+
+# ---- what operators change from one start to the next --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_num_seqs": 7, "max_num_batched_tokens": 4096},
+        {"gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 77},
+        {"served_model_name": ["other"], "disable_log_stats": True, "max_logprobs": 3},
+        {"scheduling_policy": "priority", "async_scheduling": False},
+        {"prefix_cache_retention_interval": 0, "enable_prefix_caching": True},
+        {"otlp_traces_endpoint": None, "generation_config": "vllm", "shutdown_timeout": 30},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_restart_with_other_limits_stays_warm(
+    arguments: dict[str, Any], enforce_eager: bool, small_model: Path
+) -> None:
+    """From the arguments on, as vLLM derives much of its configuration from others of it."""
+    found = []
+    for more in ({}, arguments):
+        args = EngineArgs(
+            model=str(small_model),
+            max_model_len=1024,
+            enforce_eager=enforce_eager,
+            skip_tokenizer_init=True,
+            **{k: v for k, v in more.items() if k in EngineArgs.__dataclass_fields__},
+        )
+        found.append(facts_of(args.create_engine_config()))
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model("llama", tmp_path_factory.mktemp("model"))
