@@ -387,8 +387,8 @@ LEAVES_SOMETHING_BEHIND = {"multiprocessing", "tempfile", "socket", "shutil", "s
 WRITES = {"write_text", "write_bytes", "mkdir", "makedirs", "memfd_create", "shm_open", "mkstemp"}
 MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
-    # has them (tests/worker/test_shared_memory.py kills one).
-    "worker/shared_memory.py": {"socket", "memfd_create"},
+    # has them (tests/worker/test_shared_memory.py kills one). Of multiprocessing the key is read.
+    "worker/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
     # A name for keeping a connection alive; sockets are the event loop's.
     "worker/tiers/valkey/login.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.

@@ -25,7 +25,7 @@ from safe_offload.worker.shared_memory import (
     ALONE,
     Share,
     checksum_table,
-    meeting_place,
+    secret_of,
     share_memory,
 )
 from safe_offload.worker.threads import DirectionThreads, on_other_cores
@@ -200,8 +200,8 @@ class Opening:
             layout = _lay_out(geometry, device, config)
             check = functools.partial(self._check_host_bytes, share, layout)
             try:
-                address = meeting_place(self.rank - share.index)
-                return share, layout, share_memory(share, layout, address, check)
+                secret = secret_of(self.rank - share.index)
+                return share, layout, share_memory(share, layout, secret, check)
             except SharingError as error:
                 # Of the other ranks once is enough; each of them has a reason of its own.
                 logger.log(logging.INFO if share.index else logging.WARNING, NOT_SHARED, error)

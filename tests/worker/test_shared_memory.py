@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
-import itertools
 import mmap
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,16 +20,16 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError, SharingError
-from safe_offload.layout import Geometry, HostLayout, Segment
+from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.worker import shared_memory
 from safe_offload.worker.host_memory import HostMemory
-from safe_offload.worker.shared_memory import Share, checksum_table, meeting_place, share_memory
+from safe_offload.worker.shared_memory import Share, address_of, checksum_table, share_memory
 
 LAYOUT = HostLayout.in_one_slab(Geometry((Segment(64, 0, 64),), num_blocks=8), num_slots=100)
+SIZE_BYTES = LAYOUT.size_bytes + -LAYOUT.size_bytes % PAGE_BYTES + 8 * LAYOUT.num_slots
 NAME = "memfd:safe-offload"
 PATIENCE_S = 20.0
-_numbers = itertools.count()
 
 
 def transfer(transfer_id: int, blocks: Iterable[int], slots: Iterable[int]) -> Transfer:
@@ -44,7 +45,8 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.address = f"{meeting_place(0)}/test-{next(_numbers)}"
+        self.secret = secrets.token_bytes()
+        self.address = address_of(self.secret)
         self._executor = ThreadPoolExecutor(count)
 
     def start(
@@ -56,7 +58,7 @@ class Ranks:
         timeout_s: float = PATIENCE_S,
     ) -> Future[HostMemory]:
         share = Share(index, self.count)
-        return self._executor.submit(share_memory, share, layout, self.address, check, timeout_s)
+        return self._executor.submit(share_memory, share, layout, self.secret, check, timeout_s)
 
     def meet(self) -> list[HostMemory]:
         futures = [self.start(index) for index in range(self.count)]
@@ -68,6 +70,7 @@ class Ranks:
 
 @pytest.fixture
 def make_ranks() -> Iterator[Callable[[int], Ranks]]:
+    gc.collect()  # what other tests no longer use
     made: list[Ranks] = []
 
     def make(count: int) -> Ranks:
@@ -96,6 +99,20 @@ def links_of(pid: int) -> Iterator[tuple[int, str]]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             yield int(link.name), str(link.readlink())
+
+
+def new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def badge_of(ranks: Ranks, index: int) -> bytes:
+    """What a rank shows that is a thread of this process."""
+    terms = hashlib.sha256(repr(LAYOUT).encode()).digest()
+    process = shared_memory._Process.this()
+    meeting = shared_memory._Meeting(
+        Share(index, ranks.count), ranks.secret, SIZE_BYTES, terms, 0.0, process
+    )
+    return meeting.badge(index, process, terms)
 
 
 def expect_that_nobody_shares(futures: list[Future[HostMemory]], why: str) -> None:
@@ -266,22 +283,60 @@ def test_nobody_shares_if_a_rank_dies_on_the_way(make_ranks, num_messages):
     ranks = make_ranks(3)
     # Who comes when the first rank has given up finds nobody, and waits as long as it may.
     futures = [ranks.start(0, timeout_s=3.0), ranks.start(1, timeout_s=3.0)]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
+    with new_socket() as dying:
         while True:
             with contextlib.suppress(ConnectionRefusedError):
                 dying.connect(f"\0{ranks.address}")
                 break
             assert not futures[0].done()
         if num_messages:
-            dying.send(hashlib.sha256(repr(LAYOUT).encode()).digest())
+            dying.send(badge_of(ranks, 2))
     expect_that_nobody_shares(futures, "")
 
 
-def test_nobody_shares_with_a_process_of_another_user(make_ranks, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+def test_nobody_shares_if_the_first_rank_dies_on_the_way(make_ranks):
+    ranks = make_ranks(3)
+    later = [ranks.start(index, timeout_s=3.0) for index in (1, 2)]
+    with new_socket() as dying:
+        dying.bind(f"\0{ranks.address}")
+        dying.listen()
+        dying.accept()[0].close()  # the other has not been let in, or has not come
+    expect_that_nobody_shares(later, "")
+
+
+def test_the_first_rank_waits_no_longer_for_those_who_keep_coming_and_show_nothing(make_ranks):
     ranks = make_ranks(2)
-    futures = [ranks.start(i) for i in range(2)]
-    expect_that_nobody_shares(futures, f"a process of user {os.getuid()}")
+    first = ranks.start(0, timeout_s=0.3)
+    while not first.done():
+        with new_socket() as peer, contextlib.suppress(OSError):
+            peer.settimeout(PATIENCE_S)
+            peer.connect(f"\0{ranks.address}")
+    expect_that_nobody_shares([first], "not all 2 ranks met within 0.3 s")
+
+
+def test_a_rank_waits_no_longer_where_nobody_is_let_in(make_ranks):
+    ranks = make_ranks(2)
+    with new_socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(f"\0{ranks.address}")
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer = stack.enter_context(new_socket())
+                peer.setblocking(False)
+                peer.connect(f"\0{ranks.address}")
+        expect_that_nobody_shares([ranks.start(1, timeout_s=0.3)], "within 0.3 s")
+
+
+def test_nobody_shares_if_a_rank_comes_twice(make_ranks):
+    ranks = make_ranks(3)
+    futures = [ranks.start(index, timeout_s=0.5) for index in (0, 1, 1)]
+    expect_that_nobody_shares(futures, "not all 3 ranks met")
+
+
+def test_nobody_shares_where_proc_shows_other_processes(make_ranks, monkeypatch):
+    ranks, parent = make_ranks(2), os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
+    expect_that_nobody_shares([ranks.start(i) for i in range(2)], "another PID namespace")
 
 
 def test_too_little_memory_is_an_error_of_the_first_rank(make_ranks):
@@ -303,7 +358,7 @@ import sys
 from safe_offload.worker.shared_memory import Share, share_memory
 from tests.worker.test_shared_memory import LAYOUT
 
-memory = share_memory(Share(int(sys.argv[1]), 2), LAYOUT, sys.argv[2], lambda: None)
+memory = share_memory(Share(int(sys.argv[1]), 2), LAYOUT, bytes.fromhex(sys.argv[2]), lambda: None)
 print("ready", flush=True)
 for line in sys.stdin:
     if line.startswith("write"):
@@ -314,11 +369,11 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the_system():
-    address = f"{meeting_place(0)}/killed"
+    secret = secrets.token_bytes()
     before = set(os.listdir("/dev/shm"))
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(index), address],
+            [sys.executable, "-c", CHILD, str(index), secret.hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -339,7 +394,7 @@ def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the
         assert ask(children[1], "write") == str(7 * LAYOUT.size_bytes)
         (inode,) = {inode for child in children for inode in inodes_in(child.pid)}
         assert inode in mapped_anywhere()
-        assert address not in Path("/proc/net/unix").read_text()
+        assert address_of(secret) not in Path("/proc/net/unix").read_text()
         children[1].send_signal(signal.SIGKILL)
         children[1].wait(PATIENCE_S)
         assert ask(children[0], "read") == str(7 * LAYOUT.size_bytes)

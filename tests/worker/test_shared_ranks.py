@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,10 +22,8 @@ MakeRanks = Callable[..., list[Worker]]
 
 
 @pytest.fixture
-def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRanks]:
+def make_ranks() -> Iterator[MakeRanks]:
     """Workers that register their KV cache at the same time, as threads."""
-    # Of this process alone: tests that run beside each other have the same parent.
-    monkeypatch.setattr(opening_module, "meeting_place", lambda rank: f"test/{os.getpid()}/{rank}")
     workers: list[Worker] = []
 
     def make(num_slots: int | None = 12, **options: Any) -> list[Worker]:
