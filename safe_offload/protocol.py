@@ -262,12 +262,14 @@ class HostFacts:
 
     Attributes:
         copy_paths: ways to copy that are in use, the first one preferred.
+        num_sharing: ranks in a row that have one host memory, this one among them.
         doubts: why what its tiers hold may not mean what it computes; see `Tiers.stand_alone`.
     """
 
     rank: int
     memory: MemoryFacts
     copy_paths: tuple[str, ...]
+    num_sharing: int = 1
     doubts: tuple[str, ...] = ()
 
 

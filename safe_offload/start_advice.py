@@ -75,7 +75,6 @@ def _introduce(
         "ranks": str(config.world_size),
         "slots_per_rank": str(num_slots),
         "host_bytes_per_rank": str(copy_bytes // num_sharing),
-        "ranks_per_copy": str(num_sharing),
         "tokens": str(int(num_requests * max_model_len)),
         "longest_requests": f"{num_requests:.1f}",
         "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",

@@ -55,11 +55,11 @@ SAVED_SECONDS_DOC = "Time that computing loaded_tokens would have taken at the m
 
 INFO = (
     *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
-    *("ranks", "slots_per_rank", "host_bytes_per_rank", "ranks_per_copy", "tokens"),
+    *("ranks", "slots_per_rank", "host_bytes_per_rank", "tokens"),
     *("longest_requests", "gpu_pools", "groups"),
-    *("memory", "huge_pages", "numa_node", "copies_by"),
+    *("memory", "huge_pages", "numa_node", "copies_by", "ranks_per_copy"),
 )
-"""Labels of the metric `info`. All ranks have reported the last four."""
+"""Labels of the metric `info`. All ranks have reported the last five."""
 
 _COUNTS, _GAUGES, _OBSERVED = "counts", "gauges", "observed"
 _INFO, _OLD_INFO = "info", "old_info"

@@ -444,6 +444,7 @@ class Planner(Side):
                 self.tiers.stand_alone(facts.doubts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
+        if self._ranks.has_dead:
             self._stop()
         if self.hits.slots.num_usable or report.lost_ranks:
             self._start_steps_left = 0

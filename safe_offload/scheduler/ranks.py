@@ -59,9 +59,17 @@ class Ranks:
             self._slots.open(min(self._capacities.values()))
 
     def add_facts(self, facts: HostFacts) -> None:
-        """Note how a rank keeps and copies; say so once when the memory of all is ready."""
+        """Note how a rank keeps and copies; say so once when the memory of all is ready.
+
+        Each rank that shares a memory stores its part alone, so all of them have to share it.
+        """
         self._facts[facts.rank] = facts
         known = list(self._facts.values())
+        for other in known:
+            few, many = sorted((facts.num_sharing, other.num_sharing))
+            if few != many and facts.rank // many == other.rank // many:
+                said = f"{facts.num_sharing} ranks in a row share its host memory, as it says"
+                self.lose(facts.rank, f"{said}; rank {other.rank} says {other.num_sharing}")
         if len(known) < self._num_ranks:
             return
         labels = merge(known)
@@ -151,6 +159,7 @@ def merge(facts: Sequence[HostFacts]) -> dict[str, str]:
         "huge_pages": _same(memory.huge_pages for memory in memories),
         "numa_node": ",".join(map(str, nodes)) or "unknown",
         "copies_by": _same(", ".join(one.copy_paths) for one in facts),
+        "ranks_per_copy": _same(str(one.num_sharing) for one in facts),
     }
 
 

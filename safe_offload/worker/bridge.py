@@ -281,7 +281,8 @@ class WorkerBridge(Side):
         if facts == self._reported_facts:
             return ()
         self._reported_facts = facts
-        return (HostFacts(self._rank, memory, tuple(path.value for path in paths), doubts),)
+        copy_paths, num_sharing = tuple(path.value for path in paths), self.opened.share.count
+        return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
         """Hand on what the tiers are to do: it has no order with the forward."""

@@ -9,7 +9,15 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from safe_offload.compat import block_bytes
-from safe_offload.protocol import BadSlots, FailureReason, Outcome, StepReport
+from safe_offload.protocol import (
+    BadSlots,
+    FailureReason,
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
+    Outcome,
+    StepReport,
+)
 from safe_offload.scheduler import ranks
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.loads import FAILED_LOADS_MAX
@@ -270,7 +278,14 @@ def fail_self_test(rig: Rig) -> None:
     rig.connector.update_connector_output(output)
 
 
-@pytest.mark.parametrize("death", [kill_loop, break_device, fail_self_test])
+def share_alone(rig: Rig) -> None:
+    memory = MemoryFacts(MemoryKind.PAGEABLE, "refused")
+    facts = [HostFacts(rank, memory, ("each",), num_sharing=rank + 1) for rank in range(2)]
+    output = KVConnectorOutput(kv_connector_worker_meta=StepReport(host_facts=tuple(facts)))
+    rig.connector.update_connector_output(output)
+
+
+@pytest.mark.parametrize("death", [kill_loop, break_device, fail_self_test, share_alone])
 def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
     make_rig: MakeRig,
     errors: list[str],

@@ -30,6 +30,7 @@ def test_what_is_the_same_on_all_ranks_is_said_once():
         "huge_pages": "99 %",
         "numa_node": "1",
         "copies_by": "kernel, batch, each",
+        "ranks_per_copy": "1",
     }
 
 
@@ -41,12 +42,35 @@ def test_what_differs_between_ranks_is_mixed_and_their_nodes_are_listed():
         "huge_pages": "mixed",
         "numa_node": "0,1,10",
         "copies_by": "mixed",
+        "ranks_per_copy": "1",
     }
 
 
 def test_what_no_rank_knows_is_unknown():
     assert set(merge([]).values()) == {"unknown"}
     assert merge([HostFacts(0, LOCKING, PATHS)])["numa_node"] == "unknown"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_share_by_twos_or_each_has_its_own(count: int, caplog: pytest.LogCaptureFixture):
+    ranks = make_ranks(4)
+    for rank, num_sharing in enumerate((2, 2, count, count)):  # another machine, or stage
+        ranks.add_facts(HostFacts(rank, LOCKED, PATHS, num_sharing))
+    assert not ranks.has_dead
+    assert "ERROR" not in caplog.text
+    assert ranks.host_labels["ranks_per_copy"] == ("2" if count == 2 else "mixed")
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 1, 2), (2, 2, 2, 1), (4, 4, 2, 4), (4, 4, 2, 2)])
+def test_ranks_that_do_not_agree_who_shares_are_given_up(
+    counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
+):
+    ranks = make_ranks(4)
+    for rank, num_sharing in enumerate(counts):
+        ranks.add_facts(HostFacts(rank, LOCKED, PATHS, num_sharing))
+    assert ranks.has_dead
+    assert "share its host memory, as it says; rank " in caplog.text
+    assert caplog.text.count("ERROR") == 1
 
 
 def test_a_line_says_once_that_the_memory_of_all_ranks_is_ready(

@@ -470,7 +470,7 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
     """A rank says so when it has read the model's files: what is asked and written has a word."""
     tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
     rig = make_warm(make_tiers, tiers=tiers)
-    facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), ("who knows",))
+    facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
     word = rig.planner.tiers.word

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from safe_offload.errors import ConfigError, SharingError
+from safe_offload.layout import PAGE_BYTES
+from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
+from safe_offload.scheduler.directory import Directory
+from safe_offload.scheduler.eviction import Lru
+from safe_offload.scheduler.ranks import Ranks
+from safe_offload.scheduler.slots import SlotPool
 from safe_offload.worker import opening as opening_module
+from safe_offload.worker.host_memory import HostMemory
 from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.shared_memory import Share
 from tests.worker.test_bridge import BLOCKS, SLOT_BYTES, Worker
 
 NUM_RANKS = 3
@@ -169,6 +177,33 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own(make_ranks, monkeyp
     host_of(ranks[0]).tensor[5] = 77
     host_of(ranks[1]).tensor[5] = 78
     assert int(host_of(ranks[0]).tensor[5]) == 77
+
+
+@pytest.mark.parametrize("num_alone", [0, 1, NUM_RANKS])
+def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
+    make_ranks, monkeypatch, num_alone
+):
+    """As if some had got a memory, and others had been told that there is none."""
+    original = opening_module.share_memory
+
+    def share(share: Share, *args: object) -> object:
+        if num_alone == 0:
+            return original(share, *args)
+        if share.index < num_alone:
+            raise SharingError("no")
+        return HostMemory.allocate(2 * PAGE_BYTES)
+
+    monkeypatch.setattr(opening_module, "share_memory", share)
+    workers = make_ranks(extra={"self_test": "off"})
+    counters = Counters()
+    ranks = Ranks(NUM_RANKS, SlotPool(12, Directory(12, 1), Lru(12), counters), counters)
+    for worker in workers:
+        worker.settle()
+        (facts,) = worker.reports[0].host_facts
+        is_alone = worker.rank - FIRST < num_alone
+        assert facts.num_sharing == (1 if is_alone else NUM_RANKS)
+        ranks.add_facts(facts)
+    assert ranks.has_dead == (num_alone == 1)
 
 
 def test_ranks_with_memories_of_their_own_tell_how_many_slots_these_have(make_ranks, monkeypatch):
