@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import mmap
@@ -105,13 +106,14 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def badge_of(ranks: Ranks, index: int) -> bytes:
-    """What a rank shows that is a thread of this process."""
+def badge_of(ranks: Ranks, index: int, secret: bytes = b"", ticks: int = 0) -> bytes:
+    """What a rank of this process shows, or one with another secret or start."""
     terms = hashlib.sha256(repr(LAYOUT).encode()).digest()
     process = shared_memory._Process.this()
-    meeting = shared_memory._Meeting(
-        Share(index, ranks.count), ranks.secret, SIZE_BYTES, terms, 0.0, process
-    )
+    process = dataclasses.replace(process, started=process.started + ticks)
+    secret = secret or ranks.secret
+    share = Share(index, ranks.count)
+    meeting = shared_memory._Meeting(share, secret, SIZE_BYTES, terms, 0.0, process)
     return meeting.badge(index, process, terms)
 
 
@@ -331,6 +333,14 @@ def test_nobody_shares_if_a_rank_comes_twice(make_ranks):
     ranks = make_ranks(3)
     futures = [ranks.start(index, timeout_s=0.5) for index in (0, 1, 1)]
     expect_that_nobody_shares(futures, "not all 3 ranks met")
+
+
+def test_nobody_shares_with_a_process_of_another_user(make_ranks, monkeypatch, caplog):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    ranks = make_ranks(2)
+    futures = [ranks.start(i, timeout_s=0.5) for i in range(2)]
+    expect_that_nobody_shares(futures, "not all 2 ranks met")
+    assert f"of user {os.getuid()}. It was turned away" in caplog.text
 
 
 def test_nobody_shares_where_proc_shows_other_processes(make_ranks, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ import pytest
 from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES
 from tests.worker.test_bridge import SLOT_BYTES, Worker
-from tests.worker.test_shared_memory import PATIENCE_S, SIZE_BYTES, Ranks, make_ranks
+from tests.worker.test_shared_memory import (
+    PATIENCE_S,
+    SIZE_BYTES,
+    Ranks,
+    badge_of,
+    make_ranks,
+    new_socket,
+)
 from tests.worker.waiting import wait_until
 
 __all__ = ["make_ranks"]  # a fixture
@@ -136,6 +144,22 @@ def test_who_knows_where_ranks_meet_is_not_taken_for_the_first(
     assert "no rank of this engine" in caplog.text
 
 
+def test_a_process_without_the_secret_is_not_taken_for_the_first(make_ranks):
+    """One that the kernel would let pass, a child of the same process: here this one itself."""
+    ranks: Ranks = make_ranks(2)
+    with new_socket() as listener:
+        listener.bind(f"\0{ranks.address}")
+        listener.listen()
+        joining = ranks.start(1, timeout_s=1.0)
+        with listener.accept()[0] as peer:
+            seen = peer.recv(256)
+            memory = os.memfd_create("stranger")
+            os.ftruncate(memory, SIZE_BYTES)
+            socket.send_fds(peer, [seen], [memory])
+            os.close(memory)
+            assert isinstance(joining.exception(PATIENCE_S), SharingError)
+
+
 # ---- who comes to the first rank -----------------------------------------------------------------
 
 
@@ -155,4 +179,22 @@ def test_a_stranger_that_connects_is_turned_away_and_the_ranks_go_on(
         assert int(memories[1].tensor[0]) == 7
         for memory in memories:
             memory.close()
+    assert "no rank of this engine" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [{"secret": b"of another engine"}, {"ticks": 1}],
+    ids=["another secret", "seen on a process that has ended"],
+)
+def test_what_another_process_would_show_is_no_ticket(make_ranks, caplog, shown):
+    ranks: Ranks = make_ranks(2)
+    first = ranks.start(0)
+    wait_until(lambda: f"@{ranks.address}" in Path("/proc/net/unix").read_text())
+    with new_socket() as peer:
+        peer.connect(f"\0{ranks.address}")
+        peer.send(badge_of(ranks, 1, **shown))
+        assert peer.recv(256) == b"", "turned away"
+    for memory in [ranks.start(1).result(PATIENCE_S), first.result(PATIENCE_S)]:
+        memory.close()
     assert "no rank of this engine" in caplog.text
