@@ -25,9 +25,9 @@ from safe_offload.tier_config import TierConfig
 from safe_offload.tier_url import Location
 from safe_offload.units import MIB, format_bytes
 from safe_offload.worker.tiers.files.capacity import USAGE_FILE, Usage
-from safe_offload.worker.tiers.files.directory import open_root
+from safe_offload.worker.tiers.files.directory import NotOursError, open_root
 from safe_offload.worker.tiers.files.object_file import takes_direct
-from safe_offload.worker.tiers.files.tier import FileTier
+from safe_offload.worker.tiers.files.tier import FileTier, open_ours
 from safe_offload.worker.tiers.naming import NAMESPACE_BYTES, is_namespace_folder
 
 NFS: Final = ("nfs", "nfs4", "cifs", "smb3")
@@ -42,6 +42,7 @@ class DirectoryTrial:
     Attributes:
         label: what the log calls it.
         problem: why nothing could be tried; empty if it could.
+        fix: of that, where there is a special one.
         exists: the directory is there.
         uid: that owns what this process writes.
         others: users that own namespaces in it.
@@ -55,6 +56,7 @@ class DirectoryTrial:
 
     label: str
     problem: str = ""
+    fix: str = ""
     exists: bool = True
     uid: int = 0
     others: tuple[int, ...] = ()
@@ -73,6 +75,8 @@ def try_directory(config: TierConfig) -> DirectoryTrial:
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     label = f"file://{path}"
     try:
+        with suppress(FileNotFoundError):
+            os.close(open_ours(str(path))[0])
         with tempfile.TemporaryDirectory(prefix="safe-offload-doctor-", dir=nearest) as name:
             folder_fd = open_root(name)
             try:
@@ -98,6 +102,8 @@ def try_directory(config: TierConfig) -> DirectoryTrial:
                 write_bytes_per_s=write_rate,
                 read_bytes_per_s=read_rate,
             )
+    except NotOursError as refused:
+        return DirectoryTrial(label=label, problem=refused.problem, fix=refused.fix)
     except OSError as problem:
         return DirectoryTrial(label=label, problem=f"{nearest}: {problem.strerror or problem}")
 
@@ -122,8 +128,12 @@ def _other_users(path: Path, uid: int) -> tuple[int, ...]:
 
 
 def _held_bytes(path: Path) -> int:
-    with suppress(OSError), (path / USAGE_FILE).open("rb") as file:
-        usage = Usage.read(file.fileno())
+    with suppress(OSError):
+        usage_fd = os.open(path / USAGE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            usage = Usage.read(usage_fd)
+        finally:
+            os.close(usage_fd)
         return 0 if usage is None else usage.taken_bytes
     return 0
 
@@ -158,7 +168,7 @@ def check_directory(
             id,
             f"{trial.label} cannot be used by user {os.geteuid()}: {trial.problem}",
             "a directory that this user can make and write to",
-            "make it as the user of vLLM, with mode 0700, or mount what belongs there",
+            trial.fix or "make it as the user of vLLM, with mode 0700, or mount what belongs there",
         )
         return
     if trial.others:

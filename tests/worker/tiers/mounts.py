@@ -12,11 +12,21 @@ import pytest
 from tests.worker.waiting import wait_until
 
 
-def mount(folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20) -> None:
-    """Mount a new file system on a folder, or skip the test."""
+def mount(
+    folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20, num_inodes: int = 0
+) -> None:
+    """Mount a new file system on a folder, or skip the test; 0 inodes are no limit of a tmpfs."""
     folder.mkdir(exist_ok=True)
     if kind == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+        command = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={size_bytes},nr_inodes={num_inodes},mode=0700",
+            "tmpfs",
+            str(folder),
+        ]
     else:
         image = folder.with_suffix(".img")
         image.write_bytes(bytes(size_bytes))
@@ -39,8 +49,10 @@ def unmount(folder: Path) -> None:
 
 
 @contextmanager
-def mounted(folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20) -> Iterator[Path]:
-    mount(folder, kind, size_bytes)
+def mounted(
+    folder: Path, kind: str = "tmpfs", size_bytes: int = 4 << 20, num_inodes: int = 0
+) -> Iterator[Path]:
+    mount(folder, kind, size_bytes, num_inodes)
     try:
         yield folder
     finally:

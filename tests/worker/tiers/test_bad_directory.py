@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import resource
 import shutil
 import socket
 import stat
@@ -350,21 +349,6 @@ async def test_a_full_disk_drops_stores_and_makes_room(
         arrived = [t for t, result in zip(targets, fetched, strict=True) if result is Result.DONE]
         assert {bytes_of(target) for target in arrived} == {bytes_of(source)}
         assert not [file for file in files_below(folder) if "tmp-" in file]
-
-
-async def test_a_file_that_may_not_grow_so_large_is_a_store_that_is_dropped(
-    make: MakeTier, root: Path
-) -> None:
-    tier = make()
-    assert await spill_one(tier, name_of(1), filled((512 << 10,))) is Result.DONE
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        assert await spill_one(tier, name_of(2), filled((512 << 10,))) is Result.FULL
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not [file for file in files_below(root) if "tmp-" in file]
-    assert await tier.probe([name_of(2)]) == [False]
 
 
 # ---- what the system may do ----------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from safe_offload.worker.tiers.files.capacity import (
     Usage,
     keep,
 )
-from safe_offload.worker.tiers.files.directory import open_root, size_on_disk, walk
+from safe_offload.worker.tiers.files.directory import Stored, open_root, size_on_disk, walk
 from safe_offload.worker.tiers.files.tier import FileTier
 from safe_offload.worker.tiers.naming import HEADER_BYTES, namespace_folder, path_of
 from tests.worker.tiers.contract import (
@@ -297,3 +298,59 @@ async def test_the_directory_is_counted_every_hour(
     await spill_one(tier, name_of(2), SOURCE)
     await tier.close()
     assert not orphan.exists()
+
+
+# ---- beside an engine without a capacity --------------------------------------------------------
+
+
+async def test_an_engine_with_a_capacity_keeps_it_beside_one_without(
+    make: MakeTier, root: Path
+) -> None:
+    """It evicts what the other has written before it writes, however much that is."""
+    free, limited = make(None, num_threads=1), make(num_threads=1)
+    num_written = 0
+    for start in range(0, 1000, 200):
+        await free.spill([name_of(n) for n in range(start, start + 150)], [SOURCE] * 150)
+        assert held_bytes(root) > 2 * LIMIT_BYTES
+        assert taken_bytes(root) >= held_bytes(root)
+        for number in range(start + 150, start + 160):
+            if await spill_one(limited, name_of(number), SOURCE) is Result.DONE:
+                num_written += 1
+                assert held_bytes(root) <= LIMIT_BYTES
+    assert num_written >= 40, "it is not kept from writing either"
+
+
+async def test_engines_without_a_capacity_take_little_ahead(make: MakeTier, root: Path) -> None:
+    """What they take is not there for those that have one."""
+    await make(None).spill([name_of(n) for n in range(60)], [SOURCE] * 60)
+    assert held_bytes(root) <= taken_bytes(root) <= held_bytes(root) + 4 * FILE_BYTES
+
+
+async def test_while_an_engine_without_a_capacity_counts_others_take_nothing(
+    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await make(None).spill([name_of(n) for n in range(100)], [SOURCE] * 100)
+    (root / USAGE_FILE).unlink()
+    other, taken, real_walk = capacity.Capacity(LIMIT_BYTES), [], capacity.walk
+
+    def walk(root_fd: int) -> Iterator[tuple[Stored, int]]:
+        taken.append(other.take(root_fd, FILE_BYTES))
+        return real_walk(root_fd)
+
+    monkeypatch.setattr(capacity, "walk", walk)
+    count(root, None)
+    assert taken == [None]
+    assert taken_bytes(root) == held_bytes(root) == 100 * FILE_BYTES
+
+
+async def test_without_a_lock_an_engine_without_a_capacity_writes(
+    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no `flock` on some network file systems, and it needs none."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(capacity.fcntl, "flock", refuse)
+    assert await spill_one(make(None), name_of(1), SOURCE) is Result.DONE
+    assert await spill_one(make(), name_of(2), SOURCE) is Result.FAILED

@@ -8,6 +8,13 @@ had taken ahead stays taken until the directory is next counted.
 When little is left, one process counts what is there and evicts what has not been used for longest.
 It holds `evict.lock`, which the kernel frees with its process. A count makes what was taken ahead
 before it void (the generation in `usage`), since it counts only what has been written.
+
+A process without a limit takes what it writes as well, so that those with one know of it, and evict
+before they write.
+
+When the file system is full, a batch is evicted, and `evict.lock` says what was there afterwards.
+If no more than that is there when it is full again, others have taken the room, and nothing is
+evicted.
 """
 
 from __future__ import annotations
@@ -18,8 +25,8 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +34,15 @@ import numpy as np
 import xxhash
 
 from safe_offload.units import MIB
-from safe_offload.worker.tiers.files.directory import FILE_MODE, Stored, remove, walk
+from safe_offload.worker.tiers.files.directory import (
+    FILE_MODE,
+    Stored,
+    path_of,
+    refusal,
+    remove,
+    require_ours,
+    walk,
+)
 
 USAGE_FILE: Final = "usage"
 LOCK_FILE: Final = "evict.lock"
@@ -41,10 +56,13 @@ _LOCK_PATIENCE_S: Final = 0.2
 _LOCK_PAUSE_S: Final = 0.001
 _PATIENCE_S: Final = 1.0
 _PAUSE_S: Final = 0.05  # after a count that made no room, or that another process was at
-_LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_COUNTED: Final = struct.Struct("<QQ")
+_TRY_AGAIN_NS: Final = 3600 * 10**9  # whether others have left room
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_PAIR: Final = struct.Struct("<QQ")
 _DIGEST: Final = struct.Struct("<Q")
-_USAGE_BYTES: Final = _COUNTED.size + _DIGEST.size
+_PAIR_BYTES: Final = _PAIR.size + _DIGEST.size
+_UNKNOWN_BYTES: Final = 1 << 62  # taken, until it is known: more than any limit
+_UNCOUNTED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +80,12 @@ class Usage:
     @classmethod
     def read(cls, usage_fd: int) -> Usage | None:
         """Return what it says; None if it says nothing that can be trusted."""
-        found = os.pread(usage_fd, _USAGE_BYTES + 1, 0)
-        if len(found) != _USAGE_BYTES:
-            return None
-        fields = found[: _COUNTED.size]
-        if _DIGEST.unpack_from(found, _COUNTED.size)[0] != xxhash.xxh3_64_intdigest(fields):
-            return None
-        return cls(*_COUNTED.unpack(fields))
+        pair = _read_pair(usage_fd)
+        return None if pair is None else cls(*pair)
 
     def write(self, usage_fd: int) -> None:
         """Write it, in one call."""
-        fields = _COUNTED.pack(self.generation, self.taken_bytes)
-        os.pwrite(usage_fd, fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)), 0)
-        os.ftruncate(usage_fd, _USAGE_BYTES)
+        _write_pair(usage_fd, self.generation, self.taken_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +132,13 @@ class Capacity:
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
         """
-        if self._limit_bytes is None:
-            return 0
-        if size_bytes > self._limit_bytes:
+        limit_bytes = self._limit_bytes
+        if limit_bytes is not None and size_bytes > limit_bytes:
             return None
         with self._lock:
-            return self._generation if self._draw(root_fd, size_bytes) else None
+            if self._draw(root_fd, size_bytes):
+                return self._generation
+            return _UNCOUNTED if limit_bytes is None else None
 
     def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
         """Make sure that a file is counted that has its name now.
@@ -136,13 +148,12 @@ class Capacity:
         Raises:
             OSError: as of `take`.
         """
-        if self._limit_bytes is None:
-            return
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             usage = Usage.read(usage_fd)
-            if usage is not None and usage.generation == generation:
+            if usage is None or usage.generation == generation:
                 return
-            _lock(usage_fd)
+            if not self._locked(usage_fd):
+                return
             usage = Usage.read(usage_fd)
             if usage is not None:
                 Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
@@ -163,8 +174,6 @@ class Capacity:
             return self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
 
     def _draw(self, root_fd: int, size_bytes: int) -> bool:
-        limit_bytes = self._limit_bytes
-        assert limit_bytes is not None
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             usage = Usage.read(usage_fd)
             if usage is not None and usage.generation == self._generation:
@@ -173,31 +182,53 @@ class Capacity:
                     return True
             else:
                 self._ahead_bytes = 0
-            _lock(usage_fd)
+            if not self._locked(usage_fd):
+                return False
             usage = Usage.read(usage_fd)
             if usage is None:
                 self._is_short = True
                 return False
-            left_bytes = limit_bytes - usage.taken_bytes
-            wanted_bytes = max(size_bytes, min(_AHEAD_BYTES_MAX, limit_bytes // _AHEAD_SHARE))
-            got_bytes = wanted_bytes if wanted_bytes <= left_bytes else size_bytes
-            if got_bytes > left_bytes:
+            got_bytes = self._grant(usage.taken_bytes, size_bytes)
+            if not got_bytes:
                 self._is_short = True
                 return False
             if usage.generation != self._generation:
                 self._generation, self._ahead_bytes = usage.generation, 0
-            self.used_bytes = usage.taken_bytes + got_bytes
-            Usage(usage.generation, self.used_bytes).write(usage_fd)
+            taken_bytes = usage.taken_bytes + got_bytes
+            Usage(usage.generation, taken_bytes).write(usage_fd)
             self._ahead_bytes += got_bytes - size_bytes
-            self._is_short = self.used_bytes > EVICT_FROM * limit_bytes
+            self._is_short = taken_bytes > EVICT_FROM * (self._limit_bytes or _UNKNOWN_BYTES)
+            if taken_bytes < _UNKNOWN_BYTES:
+                self.used_bytes = taken_bytes
             return True
+
+    def _grant(self, taken_bytes: int, size_bytes: int) -> int:
+        """Return how much may be taken: that and some ahead, or that; 0 if it is too much."""
+        limit_bytes = self._limit_bytes
+        if limit_bytes is None:  # ahead, so little that others with a limit have theirs
+            return max(size_bytes, min(_AHEAD_BYTES_MAX, taken_bytes // _AHEAD_SHARE))
+        left_bytes = limit_bytes - taken_bytes
+        wanted_bytes = max(size_bytes, min(_AHEAD_BYTES_MAX, limit_bytes // _AHEAD_SHARE))
+        got_bytes = wanted_bytes if wanted_bytes <= left_bytes else size_bytes
+        return got_bytes if got_bytes <= left_bytes else 0
+
+    def _locked(self, usage_fd: int) -> bool:
+        """Lock `usage`; without a limit of ours, writing goes on where that is not possible."""
+        try:
+            _lock(usage_fd)
+        except OSError:
+            if self._limit_bytes is not None:
+                raise
+            return False
+        return True
 
     def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
         """Count what is there, sweep orphans, and evict if little is left.
 
         Args:
             root_fd: of the directory.
-            is_disk_full: evict a batch of whatever is there, since the file system is full.
+            is_disk_full: evict a batch of whatever is there, since the file system is full, unless
+                the last one has made no room.
 
         Returns:
             What was done; None if another process is at it.
@@ -253,7 +284,7 @@ def keep(
     Args:
         root_fd: of the directory.
         limit_bytes: of all processes together; None for no limit.
-        is_disk_full: evict a batch of whatever is there.
+        is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
         to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
 
@@ -269,11 +300,15 @@ def keep(
         except BlockingIOError:
             return None
         with _opened(USAGE_FILE, root_fd) as usage_fd:
-            before = _begin_count(usage_fd, limit_bytes)
+            before = _begin_count(usage_fd)
         num_orphans, files = _count(root_fd)
         held_bytes = files.total_bytes
+        last = _LastBatch(lock_fd)
         if to_bytes is None:
-            to_bytes = _target(held_bytes, limit_bytes, before, is_disk_full=is_disk_full)
+            to_bytes = _target(held_bytes, limit_bytes, before)
+            if is_disk_full:
+                batch_bytes = last.next_bytes(held_bytes - files.temporary_bytes)
+                to_bytes = min(to_bytes, held_bytes - batch_bytes)
         cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
         num_evicted, evicted_bytes = 0, 0
         if cutoff_ns > 0:
@@ -281,15 +316,45 @@ def keep(
                 root_fd, cutoff_ns, held_bytes - to_bytes, used_before_ns
             )
         held_bytes -= evicted_bytes
+        if is_disk_full and num_evicted:
+            last.note(held_bytes - files.temporary_bytes, evicted_bytes)
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             _end_count(usage_fd, before, held_bytes)
         return Kept(held_bytes, num_evicted, evicted_bytes, num_orphans)
 
 
-def _target(held_bytes: int, limit_bytes: int | None, before: Usage, *, is_disk_full: bool) -> int:
+class _LastBatch:
+    """What `evict.lock` says of the last batch that was evicted because the file system was full.
+
+    Args:
+        lock_fd: locked.
+    """
+
+    def __init__(self, lock_fd: int) -> None:
+        self._lock_fd = lock_fd
+        self._at_ns = os.fstat(lock_fd).st_mtime_ns
+        last = _read_pair(lock_fd)
+        if last is None:
+            self.note(0, 0)  # while there is room for it
+        self._held_bytes, self._evicted_bytes = last or (0, 0)
+
+    def next_bytes(self, held_bytes: int) -> int:
+        """Return how much to evict now that it is full again.
+
+        If there is less than half of the room that the last batch has made in what is held, others
+        have it: then nothing, but one object an hour, to find out whether that has changed.
+        """
+        if held_bytes >= self._held_bytes + self._evicted_bytes // 2:
+            return held_bytes - int(EVICT_TO * held_bytes)
+        return int(time.time_ns() - self._at_ns > _TRY_AGAIN_NS)
+
+    def note(self, held_bytes: int, evicted_bytes: int) -> None:
+        with suppress(OSError):  # no room for that either
+            _write_pair(self._lock_fd, held_bytes, evicted_bytes)
+
+
+def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
     """Return how many bytes may stay."""
-    if is_disk_full:
-        return int(EVICT_TO * held_bytes)
     if limit_bytes is None:
         return held_bytes
     # What is there may be a little less than what is taken, and there must be room afterwards.
@@ -298,12 +363,12 @@ def _target(held_bytes: int, limit_bytes: int | None, before: Usage, *, is_disk_
     return held_bytes
 
 
-def _begin_count(usage_fd: int, limit_bytes: int | None) -> Usage:
+def _begin_count(usage_fd: int) -> Usage:
     """Make void what was taken ahead; nobody can take anything if it is not known what is taken."""
     _lock(usage_fd)
     usage = Usage.read(usage_fd)
     if usage is None:
-        usage = Usage(time.time_ns(), limit_bytes or 0)
+        usage = Usage(time.time_ns(), _UNKNOWN_BYTES)
     begun = Usage(usage.generation + 1, usage.taken_bytes)
     begun.write(usage_fd)
     return begun
@@ -323,8 +388,10 @@ class _Files:
     def __init__(self) -> None:
         self._sizes = array("q")
         self._used_at = array("q")
+        self.temporary_bytes = 0
 
     def add(self, file: Stored) -> None:
+        self.temporary_bytes += file.size_bytes * file.is_temporary
         self._sizes.append(file.size_bytes)
         self._used_at.append(file.used_at_ns)
 
@@ -370,12 +437,46 @@ def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int)
 
 @contextmanager
 def _opened(name: str, root_fd: int) -> Iterator[int]:
-    """Open one of the two files; closing it gives up its lock."""
-    opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
+    """Open one of the two files, once it is seen to be ours; closing it gives up its lock."""
+    uids = (os.geteuid(), os.fstat(root_fd).st_uid)
     try:
+        opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
+    except OSError as error:
+        raise _refused(name, root_fd, uids) or error from None
+    try:
+        require_ours(opened_fd, *uids)
         yield opened_fd
     finally:
         os.close(opened_fd)
+
+
+def _refused(name: str, root_fd: int, uids: Sequence[int]) -> OSError | None:
+    """Return why a file cannot be opened: it is not ours; None if it is, or not there."""
+    with suppress(OSError):
+        found = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+        return refusal(found, os.path.join(path_of(root_fd), name), uids)
+    return None
+
+
+def _read_pair(file_fd: int) -> tuple[int, int] | None:
+    """Read two numbers; None if they are not there, or not whole."""
+    found = os.pread(file_fd, _PAIR_BYTES + 1, 0)
+    fields = found[: _PAIR.size]
+    if len(found) != _PAIR_BYTES or found[_PAIR.size :] != _digest(fields):
+        return None
+    first, second = _PAIR.unpack(fields)
+    return first, second
+
+
+def _write_pair(file_fd: int, first: int, second: int) -> None:
+    """Write two numbers, in one call."""
+    fields = _PAIR.pack(first, second)
+    os.pwrite(file_fd, fields + _digest(fields), 0)
+    os.ftruncate(file_fd, _PAIR_BYTES)
+
+
+def _digest(fields: bytes) -> bytes:
+    return _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def _lock(usage_fd: int) -> None:

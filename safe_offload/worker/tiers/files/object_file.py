@@ -59,7 +59,7 @@ class ObjectFiles:
         file_fd = os.open(file, flags, dir_fd=folder_fd)
         try:
             found = os.fstat(file_fd)
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.fstat(folder_fd).st_uid:
                 return Result.UNREADABLE
             length_bytes = sum(buffer.nbytes for buffer in slot)
             if found.st_size != HEADER_BYTES + length_bytes:

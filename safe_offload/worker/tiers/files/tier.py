@@ -29,14 +29,14 @@ from safe_offload.worker.tiers.base import Buffers, Name, Result
 from safe_offload.worker.tiers.files.capacity import Capacity
 from safe_offload.worker.tiers.files.directory import (
     FILE_MODE,
-    FOLDER_MODE,
     TEMPORARY_PREFIX,
+    NotOursError,
     make_folder,
     mount_point_of,
-    open_folder,
+    open_our_folder,
+    open_our_root,
     open_root,
     remove,
-    require_ours,
     size_on_disk,
 )
 from safe_offload.worker.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
@@ -48,7 +48,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SWEEP_EVERY_S: Final = 3600.0
 
 _BAD_NAMES_MAX: Final = 100_000
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
 
@@ -94,6 +94,7 @@ class FileTier:
         self._keep_lock = threading.Lock()
         self._keeping: Future[None] | None = None
         self._keep_at_s = 0.0
+        self._has_made_room = False  # or tries to, on a full disk, and no write has worked since
         self._batches: set[_Batch] = set()
         self._is_closed = False
 
@@ -170,15 +171,28 @@ class FileTier:
             batch.fail()
 
     def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
+        num_counts = self._capacity.num_counts
         try:
             return work(visit, name, slot)
         except OSError as error:
             if error.errno in _NO_ROOM:
-                self._log.no_room(error)
-                self._want_count(is_disk_full=True)
-                return Result.FULL
+                return self._make_room(error, num_counts)
             self._log.failure(error)
             return Result.FAILED
+
+    def _make_room(self, error: OSError, num_counts: int) -> Result:
+        """A write found the file system full: evict a batch, once until a write works again.
+
+        If that has not helped, the write counts as failed, so that nothing is written for a while.
+        """
+        began_after_count = self._capacity.num_counts == num_counts and not self._is_counting
+        if began_after_count and self._has_made_room:
+            self._log.no_help(error)
+            return Result.FAILED
+        if began_after_count:
+            self._want_count(is_disk_full=True)
+        self._log.no_room(error)
+        return Result.FULL
 
     def _read(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
         folder, file = naming.path_of(name)
@@ -192,6 +206,8 @@ class FileTier:
                 remove(file, folder_fd)
         except FileNotFoundError:
             return Result.ABSENT
+        except NotOursError:
+            raise
         except OSError as error:
             if error.errno not in _UNREADABLE:
                 raise
@@ -234,6 +250,7 @@ class FileTier:
             self._log.bad_object(Result.UNREADABLE, file)
             return Result.UNREADABLE
         self._bad_names.discard(name)
+        self._has_made_room = False
         return Result.DONE
 
     def _take(self, root_fd: int, size_bytes: int) -> int | None:
@@ -249,11 +266,17 @@ class FileTier:
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""
         with self._keep_lock:
-            if self._is_closed or (self._keeping is not None and not self._keeping.done()):
+            if self._is_closed or self._is_counting:
                 return
             self._keep_at_s = time.monotonic() + SWEEP_EVERY_S
             with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._has_made_room |= is_disk_full
+                is_disk_full = self._has_made_room
                 self._keeping = self._keeper.submit(self._count, is_disk_full=is_disk_full)
+
+    @property
+    def _is_counting(self) -> bool:
+        return self._keeping is not None and not self._keeping.done()
 
     def _count(self, *, is_disk_full: bool) -> None:
         try:
@@ -264,6 +287,7 @@ class FileTier:
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
         else:
+            self._has_made_room &= kept is not None
             if kept is not None and (kept.num_evicted or kept.num_orphans):
                 self.num_evicted += kept.num_evicted
                 logger.debug("%s: %s", self.label, kept)
@@ -335,18 +359,18 @@ class _Place:
         self._label = label
         self._facts = facts
         self._lock = threading.Lock()
-        self._device = -1
+        self._known = (-1, -1, -1, -1)  # the root as it was when it was last judged
         self._mount_point = ""
 
     def open(self) -> int:
         """Return a descriptor of the root.
 
         Raises:
-            OSError: it cannot be opened or made.
+            OSError: it cannot be opened or made, or is not ours.
         """
         with contextlib.suppress(FileNotFoundError):
             root_fd = open_root(self._path)
-            if os.fstat(root_fd).st_dev == self._device:
+            if _identity(root_fd) == self._known:
                 return root_fd
             os.close(root_fd)
         with self._lock:
@@ -356,21 +380,20 @@ class _Place:
         mount_point = mount_point_of(self._path)
         if self._mount_point not in ("", mount_point):
             raise OSError(errno.ENODEV, f"nothing is mounted at {self._mount_point} any more")
-        os.makedirs(self._path, FOLDER_MODE, exist_ok=True)
-        root_fd = open_root(self._path)
-        device = os.fstat(root_fd).st_dev
-        if device != self._device:
+        root_fd, uid = open_ours(self._path, self.uid, make=True)
+        known = _identity(root_fd)
+        if known[0] != self._known[0]:
             try:
                 self.is_direct, self.uid = takes_direct(root_fd, _temporary_name())
             except OSError as error:
                 # It is read-only or full; what is there can be read all the same.
                 logger.debug("%s: no file can be made: %s", self._label, error)
-                self.is_direct, self.uid = True, os.geteuid()
+                self.is_direct, self.uid = True, uid
             logger.info(
                 "Tier %s is open. Its files are read and written %s the page cache.",
                 *(self._label, "past" if self.is_direct else "through"),
             )
-        self._device, self._mount_point = device, mount_point
+        self._known, self._mount_point = known, mount_point
         return root_fd
 
     def describe(self, namespace: bytes, namespace_fd: int) -> None:
@@ -422,7 +445,8 @@ class _Visit:
         """
         folder_fd = self._folder_fds.get(name)
         if folder_fd is None:
-            folder_fd = self._folder_fds[name] = open_folder(name, self._namespace_fd)
+            folder_fd = open_our_folder(name, self._namespace_fd, self._place.uid)
+            self._folder_fds[name] = folder_fd
         return folder_fd
 
     def enter(self, namespace: bytes) -> bool:
@@ -434,15 +458,11 @@ class _Visit:
         if namespace == self._namespace:
             return True
         self._leave_namespace()
+        folder, uid = naming.namespace_folder(namespace), self._place.uid
         try:
-            namespace_fd = open_folder(naming.namespace_folder(namespace), self.root_fd)
+            namespace_fd = open_our_folder(folder, self.root_fd, uid)
         except FileNotFoundError:
             return False
-        try:
-            require_ours(namespace_fd, self._place.uid)
-        except OSError:
-            os.close(namespace_fd)
-            raise
         self._namespace, self._namespace_fd = namespace, namespace_fd
         return True
 
@@ -480,12 +500,54 @@ class _Log:
         if self._rare.is_due(error.errno):
             logger.warning("The file system of tier %s is full: %s", self._label, error)
 
+    def no_help(self, error: OSError) -> None:
+        if self._rare.is_due("no help"):
+            logger.warning(
+                "Deleting objects of tier %s has made no room for others: %s. Nothing more is "
+                "deleted for it; what is there is served. Fix: free space or inodes on its file "
+                "system, or raise the quota of user %d",
+                *(self._label, error, os.geteuid()),
+            )
+
     def bad_object(self, result: Result, file: str) -> None:
         if self._rare.is_due(result):
             logger.warning(
                 "An object of tier %s cannot be used, it is %s: %s",
                 *(self._label, result.value, file),
             )
+
+
+def open_ours(path: str, uid: int = -1, *, make: bool = False) -> tuple[int, int]:
+    """Return a descriptor of the root, and which user we are there, as far as is known.
+
+    A server of files may take root for somebody else, so it is asked before all is given up.
+
+    Raises:
+        NotOursError, OSError: as of `open_our_root`.
+    """
+    uid = os.geteuid() if uid < 0 else uid
+    try:
+        return open_our_root(path, uid, make=make), uid
+    except NotOursError as refused:
+        folder = path
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        try:
+            folder_fd = open_root(folder)
+            try:
+                found = takes_direct(folder_fd, _temporary_name())[1]
+            finally:
+                os.close(folder_fd)
+        except OSError:
+            raise refused from None
+        if found == uid:
+            raise
+        return open_our_root(path, found, make=make), found
+
+
+def _identity(root_fd: int) -> tuple[int, int, int, int]:
+    found = os.fstat(root_fd)
+    return found.st_dev, found.st_ino, found.st_uid, found.st_mode
 
 
 _numbers: Final = itertools.count()
