@@ -38,25 +38,29 @@ OBJECT_BYTES = 28 << 10
 FILE_BYTES = OBJECT_BYTES + 4096
 SOURCE = filled((OBJECT_BYTES,))
 NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
-MakeTier = Callable[[Path], FileTier]
+MakeTier = Callable[[Path], "Tier"]
+
+
+class Tier(FileTier):
+    def __init__(self, path: Path) -> None:
+        super().__init__(TierConfig.at(f"file://{path}", num_threads=1), 1 << 20, FACTS)
+
+    async def settle(self) -> None:
+        """Wait until it has evicted what it is about to evict."""
+        await asyncio.wrap_future(self._keeper.submit(lambda: None))
 
 
 @pytest.fixture
 async def make() -> AsyncIterator[MakeTier]:
-    tiers: list[FileTier] = []
+    tiers: list[Tier] = []
 
-    def one_more(path: Path) -> FileTier:
-        tiers.append(FileTier(TierConfig.at(f"file://{path}", num_threads=1), 1 << 20, FACTS))
+    def one_more(path: Path) -> Tier:
+        tiers.append(Tier(path))
         return tiers[-1]
 
     yield one_more
     for tier in tiers:
         await asyncio.wait_for(tier.close(), PATIENCE_S)
-
-
-async def settled(tier: FileTier) -> None:
-    """Wait until the tier has evicted what it is about to evict."""
-    await asyncio.wrap_future(tier._keeper.submit(lambda: None))
 
 
 class Glutton:
@@ -80,16 +84,14 @@ class Glutton:
                 return
 
 
-async def written(
-    tier: FileTier, glutton: Glutton | None = None, size_bytes: int = 0
-) -> list[Result]:
+async def written(tier: Tier, glutton: Glutton | None = None, size_bytes: int = 0) -> list[Result]:
     """Try forty writes."""
     results = []
     for number in range(1000, 1040):
         if glutton is not None:
             glutton.eat(size_bytes)
         results.append(await spill_one(tier, name_of(number), SOURCE))
-        await settled(tier)
+        await tier.settle()
     return results
 
 
@@ -178,7 +180,7 @@ async def test_a_full_disk_is_left_alone_by_writes(
     monkeypatch.setattr(object_file.os, "pwritev", refuse)
     for number in range(1000, 1004):
         assert await circuit.spill([name_of(number)], [SOURCE]) is not None
-        await settled(tier)
+        await tier.settle()
     assert circuit.is_out_for_writing
     num_calls = next(calls)
     assert await circuit.spill([name_of(2000)], [SOURCE]) is None
@@ -191,13 +193,10 @@ async def test_a_full_disk_is_left_alone_by_writes(
 
 LIMITED = """
 import asyncio, resource, sys
-from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers.files.tier import FileTier
-from tests.worker.tiers.contract import FACTS
-from tests.worker.tiers.test_full_disk import NAMES, SOURCE, written
+from tests.worker.tiers.test_full_disk import NAMES, SOURCE, Tier, written
 
 async def main():
-    tier = FileTier(TierConfig.at(f"file://{sys.argv[1]}"), 1 << 20, FACTS)
+    tier = Tier(sys.argv[1])
     await tier.spill(NAMES, [SOURCE] * len(NAMES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     results = await written(tier)

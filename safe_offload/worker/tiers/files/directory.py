@@ -191,7 +191,12 @@ def _is_volume(folder_fd: int, parent_fd: int, found: os.stat_result) -> bool:
 
 def _mount_of(opened_fd: int) -> str:
     """Return the id of the mount that a descriptor is on; empty if it is not known."""
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{opened_fd}") as lines:
+    with contextlib.suppress(OSError):
+        info_fd = os.open(f"/proc/self/fdinfo/{opened_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            lines = os.read(info_fd, PAGE_BYTES).decode().splitlines()
+        finally:
+            os.close(info_fd)
         return next((line for line in lines if line.startswith("mnt_id")), "")
     return ""
 
