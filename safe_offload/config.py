@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from safe_offload.errors import ConfigError
+from safe_offload.printing import NOT_SHOWN, shown
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     choice,
@@ -23,7 +24,6 @@ from safe_offload.settings import (
     seconds,
     setting,
     settings_of,
-    shown,
     size,
     switch,
 )
@@ -248,7 +248,7 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
     if isinstance(extra, Mapping):
         return extra
     raise ConfigError(
-        f"kv_connector_extra_config is {shown(extra)}; expected a mapping of settings. "
+        f"kv_connector_extra_config is {shown(NOT_SHOWN if isinstance(extra, str) else extra)}; expected a mapping of settings. "
         'Fix: write it as {"cpu_bytes_to_use": "64GiB"}, or leave it out.'
     )
 
@@ -268,6 +268,6 @@ def _require_known_keys(written: Mapping[Any, object]) -> None:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'
         raise ConfigError(
-            f"kv_connector_extra_config[{shown(key)}] = {shown(written[key])}: this {problem}. "
+            f"kv_connector_extra_config[{shown(key)}] = {shown(NOT_SHOWN)}: this {problem}. "
             f"Allowed keys: {', '.join(VALID_KEYS)}. Fix: {fix}."
         )

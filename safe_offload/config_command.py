@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safe_offload.config import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.errors import ConfigError
-from safe_offload.settings import shown, without_logins
+from safe_offload.printing import NOT_SHOWN, masked, shown
 from safe_offload.tier_config import TIER_SETTINGS
 from safe_offload.tier_url import URL
 from safe_offload.transfer_config import (
@@ -91,6 +91,7 @@ def parse(text: str) -> dict[str, Any]:
     else:
         if isinstance(written, dict):
             return written
+        written = NOT_SHOWN if isinstance(written, str) else written
         problem = f"is {shown(written)}; expected an object"
     raise ConfigError(
         f"--kv-transfer-config {problem}. Fix: write it in single quotes, as in "
@@ -142,16 +143,8 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" counts'
             if value is not None:
-                text = json.dumps(_without_logins(value))
+                text = json.dumps(masked(value))
                 yield _row(row.key, text, source, row.help if explain else "")
-
-
-def _without_logins(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _without_logins(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_logins(each) for each in value]
-    return without_logins(value) if isinstance(value, str) else value
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:
@@ -159,7 +152,7 @@ def _require_fields(written: Mapping[str, Any]) -> None:
     for key, value in written.items():
         if key not in OUTER_KEYS:
             raise ConfigError(
-                f'"{key}" is no field of --kv-transfer-config. Allowed: {", ".join(OUTER_KEYS)}. '
+                f'{shown(key)} is no field of --kv-transfer-config. Allowed: {", ".join(OUTER_KEYS)}. '
                 "Fix: write one of these, or remove it."
             )
         if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):

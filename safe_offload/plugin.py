@@ -180,6 +180,11 @@ def _complete_what_is_written(config_class: Any) -> None:
             return core_schema.no_info_before_validator_function(read, handler(source))
 
         built = {name: vars(config_class)[name] for name in _BUILT_BY_PYDANTIC}
+        # Its errors show the input, in which there may be a password.
+        config_class.__pydantic_config__ = {
+            **getattr(config_class, "__pydantic_config__", {}),
+            "hide_input_in_errors": True,
+        }
         config_class.__get_pydantic_core_schema__ = classmethod(get_core_schema)
         try:
             rebuild_dataclass(config_class, force=True)
@@ -204,7 +209,8 @@ def _check(check: Callable[[Any], Any], subject: Any) -> Any:
     except Exception:
         _logger.exception(
             "safe_offload could not check the configuration, and vLLM continues without the check. "
-            "This is a bug: please open an issue with this traceback and your --kv-transfer-config."
+            "This is a bug: please open an issue with this traceback and your --kv-transfer-config, "
+            "without passwords."
         )
         return None
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Final, NoReturn
 
 from safe_offload.errors import ConfigError
+from safe_offload.printing import shown
 from safe_offload.units import KIB, TIB, format_bytes
 
 # Less than one memory page is never a size: it is a number of GiB written without its unit.
@@ -31,10 +32,7 @@ _SIZE_PATTERN: Final = re.compile(
 )
 UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
-# Up to the last @: a password may have any character, and an address may be anywhere in a text.
-_LOGINS: Final = re.compile(r"(?<!file)://.*@", re.IGNORECASE | re.DOTALL)
 _SIZE_LENGTH_MAX: Final = 40
-_SHOWN_LENGTH_MAX: Final = 80
 TEXT_LENGTH_MAX: Final = 100
 
 
@@ -77,10 +75,13 @@ class Place(str):
         return place
 
 
-def setting(kind: Kind, default: object, help: str, *, key: str = "") -> Any:
+def setting(
+    kind: Kind, default: object, help: str, *, key: str = "", is_secret: bool = False
+) -> Any:
     """Return the field of a dataclass that is a setting; `key` if it is not the field's name."""
     value = None if default is None else kind.read(key, default)
-    return dataclasses.field(default=value, metadata={"setting": (key, kind, default, help)})
+    metadata = {"setting": (key, kind, default, help)}
+    return dataclasses.field(default=value, repr=not is_secret, metadata=metadata)
 
 
 def settings_of(config_class: Any) -> dict[str, Setting]:
@@ -255,25 +256,6 @@ def text() -> Kind:
     return Kind("a string", read)
 
 
-def without_logins(text: str) -> str:
-    """Return a text in which users and passwords of urls are replaced, even of bad urls."""
-    return _LOGINS.sub("://***@", text)
-
-
-def shown(value: object) -> str:
-    """Return a short rendering of any value, without passwords, also of what has none."""
-    try:
-        text = f'"{value}"' if isinstance(value, str) else repr(value)
-    except Exception:
-        # Whatever was passed may fail to render: Python refuses integers of 4301 digits.
-        return f"<{type(value).__name__}>"
-    text = without_logins(text)
-    if not text.isprintable():
-        # A message is one line, and a terminal or a log file must be able to show it.
-        text = text[: _SHOWN_LENGTH_MAX + 1].encode("unicode_escape").decode()
-    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}..."
-
-
 def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
     """Raise a ConfigError: what is wrong with a value, what is allowed, what to write instead."""
     where = f'["{key}"]'
@@ -284,7 +266,7 @@ def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoR
             f"the option {key} cannot be {shown(value)}: {problem}. Allowed: {allowed}. Fix: {fix}."
         )
     raise ConfigError(
-        f"kv_connector_extra_config{where} = {shown(value)}: {problem}. "
+        f"kv_connector_extra_config{where} = {shown(value, key)}: {problem}. "
         f"Allowed: {allowed}. Fix: {fix}."
     )
 

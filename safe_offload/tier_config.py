@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from safe_offload.printing import NOT_SHOWN, shown
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
@@ -22,7 +23,6 @@ from safe_offload.settings import (
     seconds,
     setting,
     settings_of,
-    shown,
     size,
     switch,
     text,
@@ -92,7 +92,7 @@ def endpoint() -> Kind:
         fix = f'write "{key}": "https://minio.internal:9000", or leave it out for the cloud itself'
         if not isinstance(value, str) or not value.isprintable() or len(value) > ENDPOINT_MAX:
             refuse(key, value, "this is not an address", allowed, fix)
-        if "@" in value:
+        if any(mark in value for mark in "@?#"):
             problem = "credentials do not belong here: the environment or a role has them"
             refuse(key, value, problem, allowed, fix)
         scheme, separator, machine = value.partition("://")
@@ -188,7 +188,10 @@ class TierConfig:
         key="ttl",
     )
     password_file: str | None = setting(
-        file(), None, "Of a server: holds its password, so that the url need not have it."
+        file(),
+        None,
+        "Of a server: holds its password, so that the url need not have it.",
+        is_secret=True,
     )
     ca_file: str | None = setting(
         file(), None, "With `rediss://`: certificates to trust, instead of the system's."
@@ -196,12 +199,18 @@ class TierConfig:
     cert_file: str | None = setting(
         file(), None, "With `rediss://`: the certificate of this client, if the server wants one."
     )
-    key_file: str | None = setting(file(), None, "With `rediss://`: the key of `cert_file`.")
+    key_file: str | None = setting(
+        file(), None, "With `rediss://`: the key of `cert_file`.", is_secret=True
+    )
     endpoint: str | None = setting(
         endpoint(), None, "Of an object store: its address, if it is not the cloud's own."
     )
     hmac_key_file: str | None = setting(
-        file(), None, "Holds a key: only objects that were written with the same key are used."
+        file(),
+        None,
+        "Holds a key: only objects that were written with the same key are used. All tiers have "
+        "one, or none.",
+        is_secret=True,
     )
 
     @classmethod
@@ -234,6 +243,11 @@ _ONLY: Final = {
 }
 # What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
 _FIELDS_ALIKE: Final = ("stores_evicted", "model_version")
+_ALIKE: Final = "all tiers with it, or all without"
+MIXED_KEYS: Final = (
+    "whoever can write to a tier without a key could have his blocks, and all that is computed "
+    "after them, sealed with yours"
+)
 
 
 def tiers() -> Kind:
@@ -243,7 +257,7 @@ def tiers() -> Kind:
         allowed = f"a list of 0 to {MAX_TIERS} mappings, the nearest tier first"
         fix = f'write "{key}": {_EXAMPLE}, or leave it out'
         if not isinstance(value, list | tuple):
-            refuse(key, value, "this is not a list", allowed, fix)
+            refuse(key, NOT_SHOWN, "this is not a list", allowed, fix)
         if len(value) > MAX_TIERS:
             refuse(key, value, f"these are {len(value)} tiers", allowed, fix)
         found: list[TierConfig] = []
@@ -268,7 +282,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     if not isinstance(written, Mapping):
         refuse(
             Place(place, ""),
-            written,
+            NOT_SHOWN,
             "this is not a mapping",
             f"a mapping with the keys {', '.join(TIER_KEYS)}",
             f'write "{key}": {_EXAMPLE}',
@@ -280,7 +294,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
             fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else ""
             refuse(
                 Place(f"{place}[{shown(name)}]", ""),
-                written[name],
+                NOT_SHOWN,
                 "this is not a setting of a tier",
                 f"the keys {', '.join(TIER_KEYS)}",
                 fix or "remove it",
@@ -323,8 +337,18 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
             Place(row.key, place),
             last,
             f"tier 0 has {shown(first)}, and what is written goes to all tiers",
-            "all tiers with it, or all without",
+            _ALIKE,
             f'write "{row.key}": {more} into each tier, or into none',
+        )
+    has_key = [each.hmac_key_file is not None for each in (found[0], found[-1])]
+    if has_key[0] != has_key[1]:
+        refuse(
+            Place("hmac_key_file", place),
+            NOT_SHOWN if has_key[1] else None,
+            f"tier 0 has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
+            _ALIKE,
+            'write "hmac_key_file" into each tier, directories too (one file does for all), or '
+            "into none",
         )
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from safe_offload.settings import Kind, Setting, refuse, shown
+from safe_offload.printing import shown, without_secrets
+from safe_offload.settings import Kind, Setting, refuse
 
 FILE: Final = "file"
 SERVERS: Final = ("redis", "rediss", "unix")
@@ -66,7 +67,7 @@ class Location:
     host: str = ""
     port: int = 0
     database: int = 0
-    user: str = field(default="", compare=False)
+    user: str = field(default="", repr=False, compare=False)
     password: str = field(default="", repr=False, compare=False)
 
     @property
@@ -94,7 +95,7 @@ def read_url(key: str, value: object) -> Location:
     match = _SCHEME.match(value)
     if match is None:
         fix = f'write "{key}": "{example}"'
-        if not problem_of_path(value) and len(value) <= PATH_LENGTH_SHOWN:
+        if not problem_of_path(value) and _can_be_shown(value):
             fix = f'write "{key}": "file://{value}"'
         refuse(key, value, "this is not a url", URL_FORMS, fix)
     scheme = _SAME.get(match[1].lower(), match[1].lower())
@@ -128,6 +129,10 @@ def problem_of_path(path: str) -> str:
     return "the whole file system is no tier" if not path.strip("/.") else ""
 
 
+def _can_be_shown(path: str) -> bool:
+    return len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
+
+
 def _read_file(rest: str) -> tuple[Location, str, str]:
     """Return the location of a directory, what is wrong with it, and perhaps a fix."""
     machine, slash, written = rest.partition("/")
@@ -135,7 +140,7 @@ def _read_file(rest: str) -> tuple[Location, str, str]:
     problem, fix = problem_of_path(path), ""
     if machine not in ("", "localhost"):
         problem = f"{shown(machine)} stands where a machine is named; three slashes are needed"
-        if not problem_of_path(f"/{machine}{path}") and len(rest) < PATH_LENGTH_SHOWN:
+        if not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
             fix = f'write "{URL_KEY}": "file:///{rest}"'
     elif "?" in written or "#" in written:
         problem = 'a path with "?" or "#" must be written with %3F or %23'

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from safe_offload.config import VALID_KEYS, OffloadConfig
 from safe_offload.errors import ConfigError
-from safe_offload.settings import shown
+from safe_offload.printing import shown
+from safe_offload.tier_config import MIXED_KEYS
 
 CONNECTOR_NAME: Final = "SafeCPUOffloadConnector"
 CONNECTOR_MODULE: Final = "safe_offload.connector"
@@ -68,10 +69,17 @@ def settle(config: Any) -> None:
     if not any(is_ours(child) for child in children):
         return
     _require_role(config.kv_role)
+    have_key = set[bool]()
     for child in filter(is_ours, children):
         _require_role(child.get("kv_role"))
         extra: Any = child.get(_EXTRA_KEY)
-        OffloadConfig.from_extra_config(extra, world_size=1)
+        tiers = OffloadConfig.from_extra_config(extra, world_size=1).tiers
+        have_key |= {tier.hmac_key_file is not None for tier in tiers}
+    if len(have_key) > 1:
+        raise ConfigError(
+            f"some tiers of the connectors have a key and others none: {MIXED_KEYS}. "
+            'Fix: write "hmac_key_file" into each tier of each connector, or into none.'
+        )
     policy = {_POLICY_KEY: config.kv_load_failure_policy}
     config.kv_connector_extra_config = {
         **config.kv_connector_extra_config,
@@ -117,10 +125,14 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
     for key, value in misplaced.items():
         extra = written.get(_EXTRA_KEY)
         extra = {**(extra if isinstance(extra, Mapping) else {}), **misplaced}
-        fixed = {"kv_connector": CONNECTOR_NAME, _EXTRA_KEY: extra}
+        inside = ", ".join(
+            f'"{key}": {json.dumps(value) if isinstance(value, bool) else shown(value)}'
+            for key, value in extra.items()
+            if key in VALID_KEYS
+        )
         raise ConfigError(
             f'"{key}" = {shown(value)} stands beside "kv_connector", where vLLM does not know it. '
-            f"Fix: write {json.dumps(fixed, default=repr)}."
+            f'Fix: write {{"kv_connector": "{CONNECTOR_NAME}", "{_EXTRA_KEY}": {{{inside}}}}}.'
         )
 
 

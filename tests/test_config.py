@@ -336,7 +336,7 @@ def test_a_switch_must_be_a_boolean(key, written):
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(key, nearest):
     message = refusal(key, 123)
-    assert f'["{key}"] = 123' in message
+    assert f'["{key}"] = ***: this is not a setting' in message
     assert f'Fix: write "{nearest}"' in message
     assert all(valid in message for valid in VALID_KEYS)
 
@@ -455,7 +455,7 @@ def test_urls_that_name_a_directory(url, path):
         ("redis://kv/x", "is not the number of a database", '"redis://valkey.internal:6379"'),
         ("redis://kv?db=1", "setting of the tier", '"redis://valkey.internal:6379"'),
         ("redis://k v", "it names no machine", '"redis://valkey.internal:6379"'),
-        ("redis://:hunter2@k v", '"redis://***@k v"', '"redis://valkey.internal:6379"'),
+        ("redis://:hunter2@k v", '"redis://***"', '"redis://valkey.internal:6379"'),
         ("unix://run/x", "three slashes", '"unix:///run/valkey/valkey.sock"'),
         ("unix:///run/x?x=1", "may follow the path", '"unix:///run/valkey/valkey.sock"'),
         ("s3://", "it names no bucket", '"s3://bucket/kv"'),
@@ -569,10 +569,10 @@ def test_the_settings_of_servers_and_buckets():
     ("written", "message"),
     [
         ({}, '["tiers"][0] = {}: it has no "url"'),
-        ("file:///mnt/kv", '["tiers"][0] = "file:///mnt/kv": this is not a mapping'),
-        ({"url": URL, "tti": 3}, '["tiers"][0]["tti"] = 3: this is not a setting of a tier'),
+        ("file:///mnt/kv", '["tiers"][0] = ***: this is not a mapping'),
+        ({"url": URL, "tti": 3}, '["tiers"][0]["tti"] = ***: this is not a setting of a tier'),
         ({"url": URL, "wait": 3}, 'Fix: write "wait_s" if that is meant'),
-        ({"url": URL, 7: 3}, '["tiers"][0][7] = 3: this is not a setting of a tier'),
+        ({"url": URL, 7: 3}, '["tiers"][0][7] = ***: this is not a setting of a tier'),
         ({"url": URL, "wait_s": 0}, '["tiers"][0]["wait_s"] = 0: it is not more than 0'),
         ({"url": URL, "timeout_s": "5"}, '["tiers"][0]["timeout_s"] = "5"'),
         ({"url": URL, "capacity": 1}, '["tiers"][0]["capacity"] = 1: 1 bytes is too small'),
@@ -673,7 +673,7 @@ def test_a_value_that_cannot_be_rendered_is_refused_like_any_other():
             raise RuntimeError("no")
 
     assert "<Unprintable>" in refusal("cpu_bytes_to_use", Unprintable())
-    assert "<Unprintable>" in refusal("nonsense", Unprintable())
+    assert '["nonsense"] = ***' in refusal("nonsense", Unprintable())
 
 
 def test_a_message_does_not_grow_with_the_value():

@@ -12,19 +12,17 @@ import contextlib
 import dataclasses
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.cache.store import CacheError
 from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers.valkey.login import tls_context
+from safe_offload.worker.tiers.valkey.login import LoginError, read_password, tls_context
 
 if TYPE_CHECKING:
     from redis import Connection, Redis
 
 CONNECT_S: Final = 3.0
-_PASSWORD_BYTES_MAX: Final = 4096
 _CODE_LETTERS_MAX: Final = 20
 _INSTALL: Final = "pip install 'safe-offload[redis]'"
 
@@ -134,18 +132,12 @@ def password_of(config: TierConfig) -> str:
     Raises:
         CacheError: the file cannot be read.
     """
-    path = config.password_file
-    if path is None:
+    if config.password_file is None:
         return config.location.password
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise CacheError(
-            f"the password file {path} cannot be read: {reason}. Fix: give the path of a text file "
-            "that this user may read."
-        ) from error
+        return read_password(config.password_file)
+    except LoginError as error:
+        raise CacheError(f"{error}. Fix: give the path of a text file that it may read.") from None
 
 
 def _options(config: TierConfig, timeout_s: float) -> dict[str, Any]:

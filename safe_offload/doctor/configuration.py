@@ -12,6 +12,7 @@ from safe_offload.doctor.findings import Finding, error, info, ok, refusal, warn
 from safe_offload.doctor.vllm_facts import VllmFacts
 from safe_offload.engine_start import DEFAULT_HASH
 from safe_offload.errors import ConfigError
+from safe_offload.printing import without_arguments
 from safe_offload.tier_config import SHARED_HASH, hash_problem
 from safe_offload.transfer_config import (
     CONNECTOR_MODULE,
@@ -143,7 +144,7 @@ def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterat
 def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
     """Check what vLLM says of all its arguments together, and with our settings."""
     id = "configuration.arguments"
-    problem = vllm.arguments_problem or vllm.engine_problem
+    problem = without_arguments(vllm.arguments_problem) or vllm.engine_problem
     if problem:
         yield refusal(
             id,

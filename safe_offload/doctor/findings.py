@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
+
+from safe_offload.printing import printable
 
 WIDTH: Final = 100
 NOT_CHECKED: Final = "not-checked"
+_FOUND_LENGTH_MAX: Final = 2000
 
 
 class Severity(enum.Enum):
@@ -88,12 +93,18 @@ def guarded(
         return [
             warning(
                 f"{theme}.{NOT_CHECKED}",
-                f"the check `{check.__name__}` failed: {type(problem).__name__}: {problem}",
+                f"the check `{check.__name__}` failed: {type(problem).__name__} in {_place_of(problem)}",
                 "a check that runs",
                 "if another finding explains it, fix that first; otherwise open an issue with this "
                 "line. The other findings hold",
             )
         ]
+
+
+def _place_of(problem: BaseException) -> str:
+    """Return where an error comes from; its text may hold what a server has sent, or a secret."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    return ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames[-2:])
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
@@ -133,7 +144,7 @@ def _lines(found: Finding) -> Iterator[str]:
 
 def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text,
+        printable(" ".join(text.split()), _FOUND_LENGTH_MAX),
         WIDTH,
         initial_indent=head,
         subsequent_indent=" " * 28,

@@ -25,6 +25,7 @@ from safe_offload.doctor.tier_rates import (
     trial_names,
     try_rates,
 )
+from safe_offload.printing import printable
 from safe_offload.tier_config import TierConfig
 from safe_offload.units import format_bytes
 from safe_offload.worker.tiers.naming import namespace
@@ -37,6 +38,7 @@ ANSWER_S: Final = 3.0
 NUM_PINGS: Final = 21
 TTL_S: Final = 300
 _LRU: Final = "allkeys-lru"
+_WORD_LENGTH_MAX: Final = 40
 COMMANDS: Final = (
     *("SET", "GET", "GETEX", "EXISTS", "PEXPIRE", "DEL", "CLUSTER|SLOTS", "CLIENT|SETNAME"),
     *("PING", "SELECT"),
@@ -131,8 +133,9 @@ def _look(node: Redis) -> dict[str, Any]:
         facts: Any = node.info()
         found |= {name: facts[name] for name in ("maxmemory", "used_memory", "evicted_keys")}
         name = "Valkey" if "valkey_version" in facts else "Redis"
-        found["version"] = f"{name} {facts.get('valkey_version') or facts['redis_version']}"
-        found["policy"] = facts["maxmemory_policy"]
+        version = facts.get("valkey_version") or facts["redis_version"]
+        found["version"] = f"{name} {printable(str(version), _WORD_LENGTH_MAX)}"
+        found["policy"] = printable(str(facts["maxmemory_policy"]), _WORD_LENGTH_MAX)
         found["append-only file"] = bool(facts["aof_enabled"])
     except ResponseError:
         found["unseen"].append("INFO")

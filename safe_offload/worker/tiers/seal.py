@@ -26,6 +26,7 @@ import xxhash
 from blake3 import blake3
 
 from safe_offload.errors import ConfigError
+from safe_offload.printing import secret_file
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Name, Result
 from safe_offload.worker.tiers.naming import HEADER_BYTES, SEALED_VERSION
@@ -226,9 +227,9 @@ def _read_key(path: str) -> bytes:
         content, mode = _read(path)
     except OSError as error:
         raise ConfigError(
-            f'the key in "hmac_key_file", {path}, cannot be read: {error.strerror}. Fix: give the '
-            f"path of a file that the user of vLLM may read; {_MAKE_ONE}."
-        ) from error
+            f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
+            f"Fix: give the path of a file that the user of vLLM may read; {_MAKE_ONE}."
+        ) from None
     key = content.strip() if content.isascii() else content
     with contextlib.suppress(ValueError):  # else it is the key itself
         key = bytes.fromhex(key.decode())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from safe_offload.errors import ConfigError
+from safe_offload.printing import printable, secret_file
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.valkey.replies import Problem, WireError
 from safe_offload.worker.tiers.valkey.wire import Wire
@@ -36,7 +37,7 @@ class Address:
     path: str = ""
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        return self.path or f"{printable(self.host)}:{self.port}"
 
 
 class LoginError(ConnectionError):
@@ -127,16 +128,9 @@ class Login:
             raise _RefusedError(named)  # else it may go without a name
 
     async def _password(self) -> str:
-        path = self._config.password_file
-        if path is None:
+        if self._config.password_file is None:
             return self._config.location.password
-        try:
-            return await asyncio.to_thread(_read_password, Path(path))
-        except (OSError, ValueError) as error:
-            raise LoginError(
-                f'the "password_file" {path} cannot be read: {_reason(error)}. Let the user that '
-                "runs vLLM read it"
-            ) from None
+        return await asyncio.to_thread(read_password, self._config.password_file)
 
 
 def command(*words: bytes) -> bytes:
@@ -144,9 +138,20 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
-def _read_password(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
-        return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
+def read_password(path: str) -> str:
+    """Return the password in a file.
+
+    Raises:
+        LoginError: it cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        raise LoginError(
+            f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}. Let the '
+            "user that runs vLLM read it"
+        ) from None
 
 
 def tls_context(config: TierConfig) -> ssl.SSLContext | None:
@@ -169,9 +174,9 @@ def tls_context(config: TierConfig) -> ssl.SSLContext | None:
             context.load_cert_chain(config.cert_file, config.key_file)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f'"cert_file" {config.cert_file} and "key_file" {config.key_file} cannot be used: '
-                f"{_reason(error)}. Fix: name a certificate and its key, without a password, in "
-                "PEM form, that this user can read."
+                f'"cert_file" {config.cert_file} and "key_file" {secret_file(config.key_file)} '
+                f"cannot be used: {_reason(error)}. Fix: name a certificate and its key, without a "
+                "password, in PEM form, that this user can read."
             ) from None
     return context
 
