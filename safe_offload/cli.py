@@ -8,10 +8,13 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from safe_offload import __version__
 from safe_offload.errors import SafeOffloadError
+from safe_offload.printing import printable
+
+_ERROR_LENGTH_MAX: Final = 4000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +35,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
     try:
         status: int = arguments.run(arguments)
     except SafeOffloadError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {printable(str(error), _ERROR_LENGTH_MAX)}", file=sys.stderr)
         return 1
     return status
 

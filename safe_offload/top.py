@@ -15,11 +15,13 @@ from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from safe_offload.errors import SafeOffloadError
+from safe_offload.printing import printable, without_secrets
 from safe_offload.units import format_bytes
 
 PREFIX: Final = "vllm:safe_offload_"
@@ -88,7 +90,9 @@ def metrics_url(url: str) -> str:
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise TopError(f"{url} is no address of a server. Fix: write http://HOST:PORT.")
+        raise TopError(
+            f"{without_secrets(url)} is no address of a server. Fix: write http://HOST:PORT."
+        )
     path = parts.path if parts.path.strip("/") else "/metrics"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
@@ -146,21 +150,25 @@ def read(url: str) -> Reading:
     Raises:
         TopError: what is wrong, and how to fix it.
     """
+    label = without_secrets(url)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             text = answer.read().decode(errors="replace")
     except urllib.error.HTTPError as problem:
+        reason = printable(str(problem.reason))
         raise TopError(
-            f"{url} answers {problem.code} {problem.reason}. Fix: give the address of a vLLM "
-            "server, http://HOST:PORT; its metrics are at /metrics."
-        ) from problem
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "reason", problem)
+            f"{label} answers {problem.code} {reason}. Fix: give the address of a vLLM server, "
+            "http://HOST:PORT; its metrics are at /metrics."
+        ) from None
+    except (OSError, ValueError, HTTPException) as problem:
+        cause = getattr(problem, "reason", problem)
+        # The text of another error may have the address in it, or what the server sent.
+        reason = getattr(cause, "strerror", None) or type(cause).__name__
         raise TopError(
-            f"{url} cannot be read: {reason}. Fix: check host and port, and that the server has "
+            f"{label} cannot be read: {reason}. Fix: check host and port, and that the server has "
             "started."
-        ) from problem
-    return parse(text, url)
+        ) from None
+    return parse(text, label)
 
 
 def parse(text: str, url: str) -> Reading:
@@ -177,15 +185,16 @@ def parse(text: str, url: str) -> Reading:
     try:
         for family in text_string_to_metric_families(text):
             is_vllm = is_vllm or family.name.startswith("vllm:")
-            for name, labels, value in (sample[:3] for sample in family.samples):
+            for name, found, value in (sample[:3] for sample in family.samples):
+                labels = {label: printable(text) for label, text in found.items()}
                 if name == f"{PREFIX}info" and value:
                     info = labels
                 elif name.startswith(PREFIX) or name == PROMPT_TOKENS:
                     samples[name, frozenset(labels.items())] = value
     except ValueError as problem:
         raise TopError(
-            f"{url} does not answer with metrics ({problem}). Fix: give the address of a vLLM "
-            "server, http://HOST:PORT."
+            f"{url} does not answer with metrics ({printable(str(problem))}). Fix: give the "
+            "address of a vLLM server, http://HOST:PORT."
         ) from problem
     if not any(name.startswith(PREFIX) for name, _ in samples):
         raise TopError(_no_metrics(url, is_vllm=is_vllm))
@@ -451,18 +460,19 @@ def _status(watch: Watch, text: Any) -> Any:
     info = watch.last.info
     version = f"safe-offload {info['version']}, " if "version" in info else ""
     since = "rates follow with the next reading" if watch.before is None else "right column: now"
-    return text(f"{version}{watch.url}: left column: since the start, {since}")
+    return text(f"{version}{without_secrets(watch.url)}: left column: since the start, {since}")
 
 
 def _table(rows: Iterable[Row]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column()
     grid.add_column(justify="right")
     grid.add_column(justify="right", min_width=10)
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # no markup: words of a server are in it
     return grid
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable
@@ -104,6 +105,40 @@ def test_a_namespace_without_a_description_is_shown(call: Call, root: Path) -> N
 
 def test_an_empty_directory_holds_nothing(call: Call, tmp_path: Path) -> None:
     assert call("ls", tmp_path) == (0, f"No engine has stored anything in {tmp_path}.\n")
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\r"
+"""A terminal that is sent this gets another title, and is emptied; the rest is read backwards."""
+
+
+def check_printed(text: str) -> None:
+    """Nothing in it moves a cursor, and nobody else decides how long it is."""
+    for line in text.splitlines():
+        assert line.isprintable(), ascii(line)
+        assert len(line) < 400
+    assert "\\x1b" in text, "it is shown for what it is"
+
+
+def test_what_a_directory_says_of_itself_is_printed_escaped(call: Call, root: Path) -> None:
+    (root / namespace_folder(FIRST) / "namespace.json").write_text(
+        json.dumps({"facts": {"model": HOSTILE * 1000}}, ensure_ascii=False)
+    )
+    (root / namespace_folder(AFTER_RESET) / "namespace.json").write_text("[" * 100_000)
+    status, text = call("ls", root)
+    assert status == 0
+    check_printed(text)
+    assert {row.split()[-1][-3:] for row in text.splitlines()[1:3]} == {"...", "?"}
+
+
+def test_names_of_files_are_printed_escaped(call: Call, root: Path) -> None:
+    folder = path_in(root, 0).parent
+    (folder / f"{HOSTILE}x").write_bytes(b"x")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"x")
+    status, text = call("verify", root)
+    assert status == 1
+    check_printed(text)
+    assert "\\udcff" in text
+    assert "2 bad" in text
 
 
 # ---- verify -----------------------------------------------------------------------------------

@@ -631,6 +631,23 @@ def test_tiers_of_different_kinds_are_refused(first, second, message):
         assert tier_refusal(*written) == place + message
 
 
+@pytest.mark.parametrize(("first", "second"), [("one", "None"), ("none", "***")])
+def test_tiers_with_and_without_a_key_are_refused(first, second):
+    keyed = {"url": "rediss://kv", "hmac_key_file": "/run/secrets/kv/hmac.key"}
+    written = [keyed, {"url": "file:///a"}][:: 1 if first == "one" else -1]
+    assert tier_refusal(*written) == (
+        f'kv_connector_extra_config["tiers"][1]["hmac_key_file"] = {second}: tier 0 has {first}: '
+        "whoever can write to a tier without a key could have his blocks, and all that is computed "
+        "after them, sealed with yours. Allowed: all tiers with it, or all without. Fix: write "
+        '"hmac_key_file" into each tier, directories too (one file does for all), or into none.'
+    )
+
+
+def test_each_tier_may_have_a_key_of_its_own():
+    tiers = [{"url": f"file:///{name}", "hmac_key_file": f"/{name}.key"} for name in "ab"]
+    assert [tier.hmac_key_file for tier in read(tiers=tiers).tiers] == ["/a.key", "/b.key"]
+
+
 def test_tiers_of_one_kind_are_read():
     alike = {"store": "evicted", "model_version": "7"}
     near, far = {"url": "file:///a", **alike}, {"url": "file:///b", **alike, "model_version": "8"}

@@ -169,6 +169,35 @@ def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
     assert "errors contained 1" in text
 
 
+def test_what_a_server_says_is_shown_escaped_and_not_as_markup(server, capsys):
+    hostile = r"\x1b]0;owned\x07[red]x[/blue]".encode().decode("unicode_escape") * 100
+    server.text = (
+        f'vllm:safe_offload_tier_stored_bytes{{tier="{hostile}"}} 1\n'
+        f'vllm:safe_offload_info{{version="{hostile}"}} 1\n'
+    )
+    assert main(["top", server.url, "--once", "--interval", "0.01"]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert r"\x1b" in out
+    assert "[red]x" in out
+    assert out.count("owned") < 30
+    server.text = f"{hostile} {hostile}\n"
+    assert main(["top", server.url, "--once"]) == 1
+    assert capsys.readouterr().err.removesuffix("\n").isprintable()
+
+
+def test_no_secret_in_the_address_is_shown(server, capsys):
+    secret = "hunter2"
+    server.observe({})
+    address = f"{server.url}/metrics?token={secret}"
+    assert main(["top", address, "--once", "--interval", "0.01"]) == 0
+    server.stop()
+    assert main(["top", address, "--once"]) == 1
+    assert main(["top", f"http://me:{secret}@127.0.0.1:1", "--once"]) == 1
+    assert main(["top", f"ftp://me:{secret}@127.0.0.1", "--once"]) == 1
+    assert secret not in "".join(capsys.readouterr())
+
+
 def test_every_metric_that_is_shown_exists(server, monkeypatch):
     asked: set[str] = set()
     read = top.Reading.total

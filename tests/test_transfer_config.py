@@ -149,6 +149,20 @@ def test_a_setting_beside_the_name_is_refused_with_the_whole_line():
         settled(**multi(written))
 
 
+def test_of_two_of_our_connectors_both_have_keys_or_none():
+    """One loads from its tiers what the other stores, and seals."""
+
+    def ours(**tier):
+        return {**OURS, "kv_connector_extra_config": {"tiers": [{"url": "file:///kv", **tier}]}}
+
+    key = {"hmac_key_file": "/run/secrets/kv/hmac.key"}
+    settled(**multi(ours(), ours(), OURS))
+    settled(**multi(ours(**key), ours(**key), OURS))
+    for children in ([ours(), ours(**key)], [OURS, ours(**key), OTHER, ours()]):
+        with pytest.raises(ConfigError, match='Fix: write "hmac_key_file" into each tier of each'):
+            settled(**multi(*children))
+
+
 def test_a_wrong_setting_of_a_child_is_refused():
     child = {**OURS, "kv_connector_extra_config": {"cpu_bytes_to_uze": "1GiB"}}
     with pytest.raises(ConfigError, match='Fix: write "cpu_bytes_to_use"'):

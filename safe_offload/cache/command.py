@@ -20,6 +20,7 @@ from safe_offload.cache import places
 from safe_offload.cache.check import problem_of, seal_for
 from safe_offload.cache.prune import batches
 from safe_offload.cache.store import CacheError, Item, Store
+from safe_offload.printing import printable
 from safe_offload.settings import UNITS_S, read_duration, size
 from safe_offload.tier_config import TierConfig
 from safe_offload.units import TIB, format_bytes
@@ -27,6 +28,7 @@ from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.seal import NOT_CHECKED, open_seal
 
 _BAD_SHOWN_MAX: Final = 20
+_PLACE_LENGTH_MAX: Final = 200
 
 # ---- arguments --------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class Listed:
     @property
     def model(self) -> str:
         """Return the name of the model, if it is known."""
-        return str(self.facts.get("model", "?"))
+        return printable(str(self.facts.get("model", "?")))
 
     def add(self, item: Item) -> None:
         """Count an object."""
@@ -225,7 +227,10 @@ def _verify(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
         "bad": bad,
         "deleted": bool(bad) and arguments.delete,
     }
-    lines = [f"{each['file']}: {each['problem']}" for each in bad[:_BAD_SHOWN_MAX]]
+    lines = [
+        f"{printable(each['file'], _PLACE_LENGTH_MAX)}: {each['problem']}"
+        for each in bad[:_BAD_SHOWN_MAX]
+    ]
     if len(bad) > _BAD_SHOWN_MAX:
         lines.append(f"… and {len(bad) - _BAD_SHOWN_MAX} more; --json prints all")
     lines.append(f"{num_objects:,} objects, {format_bytes(size_bytes)} checked: {len(bad)} bad.")

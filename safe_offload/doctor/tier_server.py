@@ -99,7 +99,7 @@ def _try(config: TierConfig) -> ServerTrial:
     try:
         with server.errors():
             latency_s = max(round_trip(node.ping, NUM_PINGS) for node in server.nodes)
-            seen = [_look(node) for node in server.nodes]
+            seen = [look(node) for node in server.nodes]
             denied, ttl_s = _denied(server)
             rates = (0.0, 0.0) if {"SET", "GET"} & set(denied) else _rates(config, server)
     finally:
@@ -124,7 +124,7 @@ def _try(config: TierConfig) -> ServerTrial:
     )
 
 
-def _look(node: Redis) -> dict[str, Any]:
+def look(node: Redis) -> dict[str, Any]:
     """Return how a node is set, as far as it tells."""
     from redis.exceptions import ResponseError
 

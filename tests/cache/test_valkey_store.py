@@ -202,6 +202,14 @@ def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(
     assert count(client) == 12
 
 
+def test_keys_are_printed_escaped(call: Call, client: Redis, server: Server) -> None:
+    client.rename(THIRD, THIRD[:-6] + b"\x1b[2J\r" + b"x" * 1000)
+    status, text = call("verify", url(server))
+    assert status == 1
+    assert all(line.isprintable() and len(line) < 400 for line in text.splitlines())
+    assert r"\x1b[2J\r" in text
+
+
 def test_sealed_objects_are_checked_with_their_key_only(
     call: Call, client: Redis, server: Server, tmp_path: Path
 ) -> None:

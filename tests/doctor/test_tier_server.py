@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from safe_offload.doctor import tier_rates, tier_server
-from safe_offload.doctor.findings import Finding, Severity
+from safe_offload.doctor.findings import Finding, Severity, guarded, render
 from safe_offload.doctor.tier_server import ServerTrial, check_server, try_server
 from safe_offload.doctor.tiers import check_tier
 from safe_offload.tier_config import TierConfig
@@ -191,6 +191,35 @@ def test_a_server_that_drips(monkeypatch: pytest.MonkeyPatch) -> None:
         is_over.set()
         thread.join()
     assert "does not come to an end" in trial.problem
+
+
+def test_what_a_server_says_of_itself_is_printed_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "\x1b]0;owned\x07" * 100
+
+    class Node:
+        def info(self) -> dict[str, object]:
+            numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
+            return numbers | {"valkey_version": said, "maxmemory_policy": said}
+
+        def config_get(self, name: str) -> dict[str, str]:
+            return {name: ""}
+
+    seen = tier_server.look(Node())  # type: ignore[arg-type]
+    changes = {"version": seen["version"], "policies": (seen["policy"],)}
+    text = render(list(check(**changes).values()))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r"\x1b" in text
+    assert text.count("owned") < 10
+
+
+def test_the_text_of_an_error_is_not_printed() -> None:
+    def check() -> list[Finding]:
+        raise ValueError("what the server sent: hunter2\x1b[2J")
+
+    (found,) = guarded("tiers", check)
+    assert "hunter2" not in found.found
+    assert "ValueError in findings.py:" in found.found
+    assert "test_tier_server.py:" in found.found
 
 
 # ---- settings that are made up ----------------------------------------------------------------

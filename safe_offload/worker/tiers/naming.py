@@ -81,7 +81,7 @@ def is_after_reset(described: bytes) -> bool:
 def _read_description(described: bytes) -> dict[str, Any]:
     try:
         read = json.loads(described)
-    except ValueError:
+    except (ValueError, RecursionError):  # anybody may have written it
         return {}
     return read if isinstance(read, dict) else {}
 

@@ -17,6 +17,7 @@ import pytest
 from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
+from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers import seal as seal_module
@@ -221,6 +222,36 @@ async def test_engines_with_different_keys_do_not_see_or_delete_what_others_wrot
         assert seal_of(facts_of(described.read_bytes()), SEAL, OTHER) is seal
         assert judged(path_in(tmp_path / "tier", name).read_bytes(), name, seal) is Result.DONE
         await tier.close()
+
+
+async def test_a_forged_object_would_be_sealed_so_tiers_with_and_without_a_key_are_refused(
+    tmp_path: Path,
+) -> None:
+    """What `keep` does with an object that anybody wrote to a tier without a key."""
+    far: dict[str, Any] = {"url": f"file://{tmp_path}/far"}
+    near = {"url": f"file://{tmp_path}/near", "keep": True, "hmac_key_file": key_file(tmp_path, KEY)}
+    from_far, far_namespace = open_tier(TierConfig.at(far["url"]), 4096, {"a": "b"})
+    name = name_of(1, space=far_namespace(""))
+    assert await spill_one(from_far, name, filled((4096,))) is Result.DONE
+    forged = filled((4096,), 666)
+    path_in(tmp_path / "far", name).write_bytes(
+        header(name, 4096, xxh3_64_intdigest(bytes_of(forged))) + bytes_of(forged)
+    )
+    slot = slot_of((4096,))
+    assert await fetch_one(from_far, name, slot) is Result.DONE
+    sealing = TierConfig.at(near["url"], hmac_key_file=near["hmac_key_file"])
+    keeping, near_namespace = open_tier(sealing, 4096, {"a": "b"})
+    kept = name_of(1, space=near_namespace(""))
+    assert await spill_one(keeping, kept, slot) is Result.DONE
+    trusting, _ = open_tier(sealing, 4096, {"a": "b"})
+    served = slot_of((4096,))
+    assert await fetch_one(trusting, kept, served) is Result.DONE
+    assert bytes_of(served) == bytes_of(forged), "an engine that trusts sealed objects alone has it"
+    for tier in (from_far, keeping, trusting):
+        await tier.close()
+    for tiers in ([near, far], [far, near], [near, {**near, "url": "s3://b"}, far]):
+        with pytest.raises(ConfigError, match=r'Fix: write "hmac_key_file" into each tier'):
+            OffloadConfig.from_extra_config({"tiers": tiers}, world_size=1)
 
 
 def test_the_fingerprint_of_a_key_tells_keys_apart_and_is_no_seal_of_anything() -> None:
