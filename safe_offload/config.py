@@ -247,8 +247,9 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
     """Return `extra` if it is a mapping."""
     if isinstance(extra, Mapping):
         return extra
+    found = shown(NOT_SHOWN if isinstance(extra, str) else extra)
     raise ConfigError(
-        f"kv_connector_extra_config is {shown(NOT_SHOWN if isinstance(extra, str) else extra)}; expected a mapping of settings. "
+        f"kv_connector_extra_config is {found}; expected a mapping of settings. "
         'Fix: write it as {"cpu_bytes_to_use": "64GiB"}, or leave it out.'
     )
 

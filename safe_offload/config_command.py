@@ -152,8 +152,8 @@ def _require_fields(written: Mapping[str, Any]) -> None:
     for key, value in written.items():
         if key not in OUTER_KEYS:
             raise ConfigError(
-                f'{shown(key)} is no field of --kv-transfer-config. Allowed: {", ".join(OUTER_KEYS)}. '
-                "Fix: write one of these, or remove it."
+                f"{shown(key)} is no field of --kv-transfer-config. "
+                f"Allowed: {', '.join(OUTER_KEYS)}. Fix: write one of these, or remove it."
             )
         if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):
             words = ", ".join(f'"{word}"' for word in _OUTER_CHOICES[key])

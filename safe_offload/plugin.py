@@ -209,8 +209,8 @@ def _check(check: Callable[[Any], Any], subject: Any) -> Any:
     except Exception:
         _logger.exception(
             "safe_offload could not check the configuration, and vLLM continues without the check. "
-            "This is a bug: please open an issue with this traceback and your --kv-transfer-config, "
-            "without passwords."
+            "This is a bug: please open an issue with this traceback and your --kv-transfer-config "
+            "without its passwords."
         )
         return None
 

@@ -27,7 +27,9 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]{0,19}", re.ASCII | re.IGNORECASE)
 _WORD: Final = re.compile(r"[^?@=&{}\"':]*|[a-z]*:[\w.-]{0,12}|/[^?@=&{}\"']*")
 _UNRECOGNIZED: Final = "unrecognized arguments: "
 _OPTION: Final = re.compile(r"--[a-z][a-z-]*")
-_VALUE: Final = re.compile(r"(invalid [\w ]*value: ).*|(Value ).*(?= cannot be converted)", re.DOTALL)
+_VALUE: Final = re.compile(
+    r"(invalid [\w ]*value: ).*|(Value ).*(?= cannot be converted)", re.DOTALL
+)
 
 
 def printable(text: str, length_max: int = LENGTH_MAX) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from safe_offload.printing import shown, without_secrets
+from safe_offload.printing import NOT_SHOWN, shown, without_secrets
 from safe_offload.settings import Kind, Setting, refuse
 
 FILE: Final = "file"
@@ -97,7 +97,8 @@ def read_url(key: str, value: object) -> Location:
         fix = f'write "{key}": "{example}"'
         if not problem_of_path(value) and _can_be_shown(value):
             fix = f'write "{key}": "file://{value}"'
-        refuse(key, value, "this is not a url", URL_FORMS, fix)
+        shown_value = value if value.startswith("/") else NOT_SHOWN
+        refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
     scheme = _SAME.get(match[1].lower(), match[1].lower())
     example = EXAMPLES.get(scheme, example)
     found: Location | None = None
@@ -172,6 +173,8 @@ def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     database = _database(number)
     if url.hostname:
         problem = f"{shown(url.hostname)} stands where a machine is named; three slashes are needed"
+    elif "@" in url.path:
+        problem = 'in a user or password "/" is written as %2F, in a path "@" as %40'
     elif (url.query and name != "db") or database < 0 or url.fragment:
         problem = 'only "db" and the number of a database may follow the path, as in ?db=1'
     user, password = unquote(url.username or ""), unquote(url.password or "")

@@ -458,6 +458,7 @@ def test_urls_that_name_a_directory(url, path):
         ("redis://:hunter2@k v", '"redis://***"', '"redis://valkey.internal:6379"'),
         ("unix://run/x", "three slashes", '"unix:///run/valkey/valkey.sock"'),
         ("unix:///run/x?x=1", "may follow the path", '"unix:///run/valkey/valkey.sock"'),
+        ("unix://:pa/hunter2@/run/x", "as %2F", '"unix:///run/valkey/valkey.sock"'),
         ("s3://", "it names no bucket", '"s3://bucket/kv"'),
         ("s3://key:hunter2@bucket", "credentials do not belong here", '"s3://bucket/kv"'),
         ("s3://bucket/a b", "letters, digits", '"s3://bucket/kv"'),

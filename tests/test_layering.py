@@ -18,6 +18,7 @@ SHARED = (
     "protocol.py",
     "layout.py",
     "errors.py",
+    "printing.py",
     "config.py",
     "settings.py",
     "tier_config.py",
@@ -205,6 +206,7 @@ def test_settings_and_layout_do_without_torch_and_vllm():
                 name,
                 "__init__.py",
                 "errors.py",
+                "printing.py",
                 "settings.py",
                 "tier_config.py",
                 "tier_url.py",
@@ -227,6 +229,7 @@ def test_what_vllm_loads_in_every_process_is_light():
             "tier_url.py",
             "units.py",
             "errors.py",
+            "printing.py",
         ),
     }
     for name in loaded:

@@ -46,7 +46,7 @@ NAMES = (
     *("password", "passwd", "PASSWORD", "pass", "pwd", "secret", "client_secret", "token"),
     *("auth_token", "key", "hmac_key", "api_key", "apikey", "access-key", "sig", "credential"),
     *("credentials", "password_fil", "hmac_key_fil", "auth", "login", "user", "pin", "sas"),
-    *("url", "capacity", "endpoint", "namespace_", "thread", "kv_role", "engine_id"),
+    *("namespace_", "thread", "kv_role", "engine_id"),
 )
 """Of keys that a user might think of; none of them is a setting that takes any text."""
 FILES = ("password_file", "key_file", "hmac_key_file")
@@ -67,7 +67,7 @@ URLS: tuple[Callable[[str], str], ...] = tuple(
         *("s3://key:{}@bucket/kv", "s3://bucket/kv?X-Amz-Signature={}", "gs://bucket?token={}"),
         *("az://container/kv?sv=2024&sig={}", "file://user:{}@machine/mnt/kv", "file:///kv?k={}"),
         *("redis://kv?password={}", "redis://kv/0#{}", "http://user:{}@kv", "redis://kv key={}"),
-        *("password={}", "url=redis://kv password={}", "redis://kv/0 {{'password': '{}'}}"),
+        *("password={}", "{}", "url=redis://kv password={}", "redis://kv/0 {{'password': '{}'}}"),
     )
 )
 
@@ -148,7 +148,7 @@ def transfer_configs(draw: st.DrawFn, secret: str) -> dict[str, Any]:
             [
                 *(ours, {**ours, "tiers": draw(tiers(secret))}, {**ours, "cpu_bytes_to_use": "x"}),
                 *({**ours, name: value}, {**multi, "kv_role": "kv_both"}),
-                *({"kv_connector": connector, "tiers": [TIER], "copy_threads": value},),
+                *({**ours, "tiers": [TIER]}, {**ours, "copy_threads": 1}),
             ]
         )
     )
@@ -158,6 +158,10 @@ def json_of(value: object) -> str:
     return json.dumps(value, default=str, skipkeys=True)
 
 
+def pieces(text: str) -> set[str]:
+    return {text[start : start + PIECE] for start in range(len(text) - PIECE + 1)}
+
+
 def check_hidden(secret: str, texts: str) -> None:
     """No form of a secret is in the texts, nor a piece of one."""
     utf8 = secret.encode()
@@ -165,10 +169,8 @@ def check_hidden(secret: str, texts: str) -> None:
     forms = {secret, quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], escaped}
     forms |= {repr(secret)[1:-1], base64.b64encode(utf8).decode(), utf8.hex(), repr(utf8)[2:-1]}
     forms |= {str(int.from_bytes(utf8, "big"))}
-    for form in forms:
-        for start in range(len(form) - PIECE + 1):
-            piece = form[start : start + PIECE]
-            assert piece not in texts, (form, texts)
+    found = set.union(*map(pieces, forms)) & pieces(texts)
+    assert not found, f"{found} in: {texts}"
 
 
 class Everything(logging.Handler):
@@ -212,19 +214,19 @@ def check_start(extra: Any, secret: str) -> None:
             try:
                 tier, _ = open_tier(tier_config, 4096, {})
             except ConfigError as error:
-                said += traceback.format_exception(error)
+                said.extend(traceback.format_exception(error))
             else:
-                said += [repr(tier), tier.label]
+                said.extend([repr(tier), tier.label])
     check_hidden(secret, "\n".join(said))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_the_settings_is_said_at_the_start(data: st.DataObject, secret: str) -> None:
     check_start(data.draw(extras(secret)), secret)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret: str) -> None:
     """Errors of the class that reads `--kv-transfer-config`, which has pydantic's around ours."""
@@ -237,7 +239,7 @@ def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret
     check_hidden(secret, "\n".join(said))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_is_printed_by_the_commands(data: st.DataObject, secret: str) -> None:
     text = json_of(data.draw(transfer_configs(secret)))
@@ -252,15 +254,14 @@ def test_no_secret_is_printed_by_the_commands(data: st.DataObject, secret: str) 
     check_hidden(secret, "\n".join(said))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_place_is_printed_by_the_cache(data: st.DataObject, secret: str) -> None:
     place = data.draw(urls(secret))
     options = ["--hmac-key-file", secret] if data.draw(st.booleans()) else []
     with printed() as said:
         main(["cache", "verify", "file:///nowhere/kv", "--password-file", f"/{secret}"])
-        if "@" not in place:
-            main(["cache", "verify", place, *options])
+        main(["cache", "verify", place, *options])
     check_hidden(secret, "\n".join(said))
 
 

@@ -170,7 +170,7 @@ def test_a_connector_that_has_given_up_is_said_to_be_so(server, capsys):
 
 
 def test_what_a_server_says_is_shown_escaped_and_not_as_markup(server, capsys):
-    hostile = r"\x1b]0;owned\x07[red]x[/blue]".encode().decode("unicode_escape") * 100
+    hostile = rb"\x1b]0;owned\x07[red]x[/blue]".decode("unicode_escape") * 100
     server.text = (
         f'vllm:safe_offload_tier_stored_bytes{{tier="{hostile}"}} 1\n'
         f'vllm:safe_offload_info{{version="{hostile}"}} 1\n'

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from safe_offload.cache.store import CacheError, Item
+from safe_offload.printing import without_secrets
 from safe_offload.units import MIB
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.files import directory
@@ -38,9 +39,9 @@ class DirectoryStore:
             self._root_fd = directory.open_root(path)
         except OSError as error:
             raise CacheError(
-                f"{path} cannot be opened: {error.strerror}. Fix: give the directory of a tier, "
-                'the path of its "url", as a user who may read it.'
-            ) from error
+                f"{without_secrets(path)} cannot be opened: {error.strerror}. Fix: give the "
+                'directory of a tier, the path of its "url", as a user who may read it.'
+            ) from None
 
     def is_cache(self) -> bool:
         """See Store."""

@@ -9,8 +9,10 @@ from urllib.parse import quote
 
 from safe_offload.cache.directory_store import DirectoryStore
 from safe_offload.cache.store import Store
+from safe_offload.errors import ConfigError
+from safe_offload.printing import printable, without_secrets
 from safe_offload.tier_config import TierConfig, tiers
-from safe_offload.tier_url import FILE, SERVERS, URL_KEY
+from safe_offload.tier_url import FILE, SERVERS, URL_KEY, problem_of_path
 
 OPTIONS: Final = {
     "--password-file": "password_file",
@@ -33,7 +35,12 @@ def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
     Raises:
         ConfigError: it is no url, or an option does not go with it.
     """
-    url = place if "://" in place else f"{FILE}://{quote(os.path.abspath(place))}"
+    path, url = os.path.abspath(place), place
+    if "://" not in place:
+        if problem := problem_of_path(path):
+            label = printable(without_secrets(place))
+            raise ConfigError(f"{label}: {problem}. Fix: give the directory or the url of a tier.")
+        url = f"{FILE}://{quote(path)}"
     written = {
         name: os.path.abspath(value) if name.endswith("_file") else value
         for name, value in options.items()

@@ -90,10 +90,11 @@ def guarded(
     try:
         return list(check(*facts, **options))
     except Exception as problem:
+        what = f"{type(problem).__name__} in {_place_of(problem)}"
         return [
             warning(
                 f"{theme}.{NOT_CHECKED}",
-                f"the check `{check.__name__}` failed: {type(problem).__name__} in {_place_of(problem)}",
+                f"the check `{check.__name__}` failed: {what}",
                 "a check that runs",
                 "if another finding explains it, fix that first; otherwise open an issue with this "
                 "line. The other findings hold",

@@ -229,7 +229,8 @@ async def test_a_forged_object_would_be_sealed_so_tiers_with_and_without_a_key_a
 ) -> None:
     """What `keep` does with an object that anybody wrote to a tier without a key."""
     far: dict[str, Any] = {"url": f"file://{tmp_path}/far"}
-    near = {"url": f"file://{tmp_path}/near", "keep": True, "hmac_key_file": key_file(tmp_path, KEY)}
+    key = key_file(tmp_path, KEY)
+    near = {"url": f"file://{tmp_path}/near", "keep": True, "hmac_key_file": key}
     from_far, far_namespace = open_tier(TierConfig.at(far["url"]), 4096, {"a": "b"})
     name = name_of(1, space=far_namespace(""))
     assert await spill_one(from_far, name, filled((4096,))) is Result.DONE
