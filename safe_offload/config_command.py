@@ -158,7 +158,7 @@ def _require_fields(written: Mapping[str, Any]) -> None:
         if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):
             words = ", ".join(f'"{word}"' for word in _OUTER_CHOICES[key])
             raise ConfigError(
-                f'"{key}" = {shown(value)}. Allowed: {words}. Fix: write one of them.'
+                f'"{key}" = {shown(value, key)}. Allowed: {words}. Fix: write one of them.'
             )
     if written.get("kv_role") is None and not is_ours(written):
         raise ConfigError(

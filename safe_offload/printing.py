@@ -17,6 +17,8 @@ NOT_SHOWN: Final = object()
 LENGTH_MAX: Final = 80
 
 _INTEGER_END: Final = 10**30
+_WORD_LENGTH_MAX: Final = 20
+"""No value of a setting is longer but for urls and paths; keys and passwords are."""
 
 _NOT_IN_PATHS: Final = r"?#@=&;,{}\"'"
 _MACHINE: Final = r"[A-Za-z0-9._-]*(?::\d{0,5})?|\[[0-9A-Fa-f:.]*\](?::\d{0,5})?"
@@ -60,11 +62,17 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a short rendering of the value of a setting, without what could be a secret."""
+    """Return a short rendering of a value, without what could be a secret.
+
+    Args:
+        value: as a user wrote it.
+        key: of the setting that it was written for; empty if it is a name itself.
+    """
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
     if isinstance(value, str):
-        return printable(f'"{without_secrets(value)}"')
+        is_long = len(value) > _WORD_LENGTH_MAX and "/" not in value[:1] and "://" not in value
+        return HIDDEN if key and is_long else printable(f'"{without_secrets(value)}"')
     if value is None or type(value) in (bool, float):
         return repr(value)
     if type(value) is int and abs(value) < _INTEGER_END:

@@ -126,12 +126,12 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
         extra = written.get(_EXTRA_KEY)
         extra = {**(extra if isinstance(extra, Mapping) else {}), **misplaced}
         inside = ", ".join(
-            f'"{key}": {json.dumps(value) if isinstance(value, bool) else shown(value)}'
+            f'"{key}": {json.dumps(value) if isinstance(value, bool) else shown(value, key)}'
             for key, value in extra.items()
             if key in VALID_KEYS
         )
         raise ConfigError(
-            f'"{key}" = {shown(value)} stands beside "kv_connector", where vLLM does not know it. '
+            f'"{key}" = {shown(value, key)} stands beside "kv_connector", where vLLM does not know it. '
             f'Fix: write {{"kv_connector": "{CONNECTOR_NAME}", "{_EXTRA_KEY}": {{{inside}}}}}.'
         )
 

@@ -67,7 +67,7 @@ URLS: tuple[Callable[[str], str], ...] = tuple(
         *("s3://key:{}@bucket/kv", "s3://bucket/kv?X-Amz-Signature={}", "gs://bucket?token={}"),
         *("az://container/kv?sv=2024&sig={}", "file://user:{}@machine/mnt/kv", "file:///kv?k={}"),
         *("redis://kv?password={}", "redis://kv/0#{}", "http://user:{}@kv", "redis://kv key={}"),
-        *("password={}", "{}", "url=redis://kv password={}", "redis://kv/0 {{'password': '{}'}}"),
+        *("password={}", "url=redis://kv password={}", "redis://kv/0 {{'password': '{}'}}"),
     )
 )
 
@@ -109,7 +109,7 @@ def tiers(draw: st.DrawFn, secret: str) -> Any:
                 *({"url": "s3://b", "endpoint": draw(st.sampled_from(URLS[:2]))(secret, "")},),
                 *({"url": "s3://b", "endpoint": f"https://m/?sig={secret}"},),
                 *({"url": "s3://b", "endpoint": f"https://user:{secret}@m"},),
-                *({"url": good}, value),
+                *({"url": good}, {"url": secret}, {**TIER, "capacity": secret}, value),
             ]
         )
     )
@@ -128,7 +128,11 @@ def extras(draw: st.DrawFn, secret: str) -> Any:
                 *({"tiers": value}, {"tires": found}, {"tiers": [TIER], name: value}),
                 *({"kv_connector_extra_config": {"tiers": found}}, {"tiers": json_of(found)}),
                 *(json_of({"tiers": found}), f"password={secret}", [found], secret.encode()),
-                *({"cpu_bytes_to_use": found}, {"disk_path": f"redis://:{secret}@kv"}),
+                *(
+                    {"cpu_bytes_to_use": found},
+                    {"verify": secret},
+                    {"disk_path": f"redis://:{secret}@kv"},
+                ),
             ]
         )
     )
