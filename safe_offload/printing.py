@@ -17,8 +17,9 @@ NOT_SHOWN: Final = object()
 LENGTH_MAX: Final = 80
 
 _INTEGER_END: Final = 10**30
+_PLACE_KEYS: Final = ("url", "endpoint", "disk_path", "ca_file", "cert_file")
 _WORD_LENGTH_MAX: Final = 20
-"""No value of a setting is longer but for urls and paths; keys and passwords are."""
+"""No other value of a setting is longer, as keys and passwords may be."""
 
 _NOT_IN_PATHS: Final = r"?#@=&;,{}\"'"
 _MACHINE: Final = r"[A-Za-z0-9._-]*(?::\d{0,5})?|\[[0-9A-Fa-f:.]*\](?::\d{0,5})?"
@@ -71,8 +72,10 @@ def shown(value: object, key: object = "") -> str:
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
     if isinstance(value, str):
-        is_long = len(value) > _WORD_LENGTH_MAX and "/" not in value[:1] and "://" not in value
-        return HIDDEN if key and is_long else printable(f'"{without_secrets(value)}"')
+        is_place = key in _PLACE_KEYS and ("://" in value or value.startswith("/"))
+        if key and not is_place and len(value) > _WORD_LENGTH_MAX:
+            return HIDDEN
+        return printable(f'"{without_secrets(value)}"')
     if value is None or type(value) in (bool, float):
         return repr(value)
     if type(value) is int and abs(value) < _INTEGER_END:

@@ -131,8 +131,8 @@ def _require_settings_inside(written: Mapping[str, object]) -> None:
             if key in VALID_KEYS
         )
         raise ConfigError(
-            f'"{key}" = {shown(value, key)} stands beside "kv_connector", where vLLM does not know it. '
-            f'Fix: write {{"kv_connector": "{CONNECTOR_NAME}", "{_EXTRA_KEY}": {{{inside}}}}}.'
+            f'"{key}" = {shown(value, key)} stands beside "kv_connector", where vLLM does not know '
+            f'it. Fix: write {{"kv_connector": "{CONNECTOR_NAME}", "{_EXTRA_KEY}": {{{inside}}}}}.'
         )
 
 

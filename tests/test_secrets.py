@@ -109,7 +109,7 @@ def tiers(draw: st.DrawFn, secret: str) -> Any:
                 *({"url": "s3://b", "endpoint": draw(st.sampled_from(URLS[:2]))(secret, "")},),
                 *({"url": "s3://b", "endpoint": f"https://m/?sig={secret}"},),
                 *({"url": "s3://b", "endpoint": f"https://user:{secret}@m"},),
-                *({"url": good}, {"url": secret}, {**TIER, "capacity": secret}, value),
+                *({"url": good}, {"url": secret.lstrip("/")}, {**TIER, "capacity": secret}, value),
             ]
         )
     )
