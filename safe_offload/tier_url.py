@@ -140,7 +140,8 @@ def _read_file(rest: str) -> tuple[Location, str, str]:
     path = unquote(slash + written)
     problem, fix = problem_of_path(path), ""
     if machine not in ("", "localhost"):
-        problem = f"{shown(machine)} stands where a machine is named; three slashes are needed"
+        what = shown(machine) if _can_be_shown(rest) else "something"
+        problem = f"{what} stands where a machine is named; three slashes are needed"
         if not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
             fix = f'write "{URL_KEY}": "file:///{rest}"'
     elif "?" in written or "#" in written:
@@ -171,10 +172,10 @@ def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
     problem = problem_of_path(path)
     name, _, number = url.query.partition("=")
     database = _database(number)
-    if url.hostname:
-        problem = f"{shown(url.hostname)} stands where a machine is named; three slashes are needed"
-    elif "@" in url.path:
+    if "@" in url.path:
         problem = 'in a user or password "/" is written as %2F, in a path "@" as %40'
+    elif url.hostname:
+        problem = "something stands where a machine is named; three slashes are needed"
     elif (url.query and name != "db") or database < 0 or url.fragment:
         problem = 'only "db" and the number of a database may follow the path, as in ?db=1'
     user, password = unquote(url.username or ""), unquote(url.password or "")
