@@ -230,6 +230,16 @@ def test_no_secret_in_the_settings_is_said_at_the_start(data: st.DataObject, sec
     check_start(data.draw(extras(secret)), secret)
 
 
+@pytest.mark.parametrize("path", ["/{}", "/run/no-such-folder/{}", "/{}/{}"])
+@pytest.mark.parametrize("url", ["file:///nowhere/kv", "redis://kv", "rediss://kv"])
+def test_a_secret_in_the_place_of_its_path_is_not_said(url: str, path: str) -> None:
+    secret = make_secret(3, ALPHABETS[2])
+    written = path.format(secret, secret)
+    check_start({"tiers": [{"url": url, "hmac_key_file": written}]}, secret)
+    if url.startswith("rediss"):
+        check_start({"tiers": [{"url": url, "cert_file": "/c", "key_file": written}]}, secret)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret: str) -> None:
