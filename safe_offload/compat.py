@@ -41,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
 
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
+from safe_offload.media_ids import are_told
 from safe_offload.tier_config import HASH_SEED_VARIABLE, hash_problem
 
 try:
@@ -439,6 +440,18 @@ def publishes_kv_events(vllm_config: VllmConfig) -> bool:
     """Return whether vLLM is to publish KV events."""
     config = vllm_config.kv_events_config
     return config is not None and bool(config.enable_kv_cache_events)
+
+
+def tells_media_ids(vllm_config: VllmConfig) -> bool:
+    """Return whether ids of media in requests say what they are; see `media_ids`."""
+    if vllm_config.ec_transfer_config is not None:
+        return False
+    if not vllm_config.model_config.is_multimodal_model:
+        return False
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return are_told(ProcessorInputs, InputProcessor)
 
 
 def event_groups(

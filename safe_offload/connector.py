@@ -147,6 +147,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             tiers=config.tiers,
+            tells_media_ids=bool(config.tiers) and compat.tells_media_ids(vllm_config),
         )
         reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
         return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)

@@ -25,10 +25,13 @@ from typing import Any, Final
 
 from safe_offload.engine_start import prepare_start, require_no_other_offloading
 from safe_offload.errors import ConfigError
+from safe_offload.media_ids import wrap_hashes, wrap_requests
 from safe_offload.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
+_MEDIA_MODULE: Final = "vllm.multimodal.processing.inputs"
+_REQUESTS_MODULE: Final = "vllm.v1.engine.input_processor"
 _BUILT_BY_PYDANTIC: Final = (
     "__pydantic_core_schema__",
     "__pydantic_validator__",
@@ -50,6 +53,8 @@ def register() -> None:
         _register_name()
         _wrap_kv_transfer_config()
         _wrap_engine_arguments()
+        _when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
+        _when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
     except Exception:
         _logger.exception(
             "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
@@ -67,20 +72,29 @@ def register_early() -> None:
     None tells vLLM that this is no platform. Nothing of vLLM is imported here: the call comes from
     the middle of an import, and another one would search for the platform again.
     """
-    if _CONFIG_MODULE in sys.modules:
-        _try_to_wrap()
-    elif not any(isinstance(finder, _WrapWhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WrapWhenImported())
+    _when_imported(_CONFIG_MODULE, lambda _: _wrap_kv_transfer_config())
+
+
+def _when_imported(name: str, wrap: Callable[[Any], None]) -> None:
+    """Wrap a class of a module, now or as soon as the module is imported; never raises."""
+    if name in sys.modules:
+        _try(wrap, sys.modules[name])
+    elif not any(isinstance(f, _WrapWhenImported) and f.name == name for f in sys.meta_path):
+        sys.meta_path.insert(0, _WrapWhenImported(name, wrap))
 
 
 class _WrapWhenImported(MetaPathFinder):
-    """Wraps `KVTransferConfig` when its module has been executed; the first search removes it."""
+    """Wraps a class when its module has been executed; the first search removes it."""
+
+    def __init__(self, name: str, wrap: Callable[[Any], None]) -> None:
+        self.name = name
+        self._wrap = wrap
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Let the other finders find the module, and wrap the class after it is loaded."""
-        if fullname != _CONFIG_MODULE:
+        if fullname != self.name:
             return None
         try:
             sys.meta_path.remove(self)
@@ -91,7 +105,7 @@ class _WrapWhenImported(MetaPathFinder):
 
             def execute_and_wrap(module: ModuleType) -> None:
                 execute(module)
-                _try_to_wrap()
+                _try(self._wrap, module)
 
             # The loader is of this module alone.
             setattr(spec.loader, "exec_module", execute_and_wrap)  # noqa: B010 (as below)
@@ -101,12 +115,13 @@ class _WrapWhenImported(MetaPathFinder):
         return spec
 
 
-def _try_to_wrap() -> None:
+def _try(wrap: Callable[[Any], None], module: ModuleType) -> None:
     try:
-        _wrap_kv_transfer_config()
+        wrap(module)
     except Exception:
-        # register() meets the same failure and reports it.
-        _logger.debug("KVTransferConfig is not wrapped yet", exc_info=True)
+        # Of KVTransferConfig, register() meets the same failure and reports it. Without the others,
+        # what has media in it stays out of tiers.
+        _logger.debug("A class of vLLM is not wrapped: %s", module, exc_info=True)
 
 
 def _register_name() -> None:

@@ -25,6 +25,7 @@ SHARED = (
     "tier_url.py",
     "units.py",
     "compat.py",
+    "media_ids.py",
 )
 """What both processes import."""
 
@@ -220,7 +221,7 @@ def test_settings_and_layout_do_without_torch_and_vllm():
 def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
-        *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py"),
+        *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py", "media_ids.py"),
         *(
             "__init__.py",
             "config.py",

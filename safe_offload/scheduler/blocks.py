@@ -258,6 +258,11 @@ class GpuBlocks:
         """Blocks that can be allocated now."""
         return int(self._pool.get_num_free_blocks())
 
+    def cached_hashes(self) -> set[bytes]:
+        """Return the hash of each block of vLLM's prefix cache; takes time for every block."""
+        witnesses = hashes_of(self._pool.blocks)
+        return {get_block_hash(witness) for witness in witnesses if witness is not None}
+
     def more_hashes(self, block_id: int) -> list[bytes]:
         """Return by what hashes, with their group, vLLM knows a block beside its own."""
         table = getattr(self._pool, "cached_block_hashes_by_block", None)

@@ -76,7 +76,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        new_word: see `tiers.TierOptions`.
+        tells_media_ids, new_word: see `tiers.TierOptions`.
     """
 
     num_ranks: int
@@ -92,6 +92,7 @@ class PlannerOptions:
     num_steps_in_flight: int = 1
     waits_when_idle: bool = True
     tiers: tuple[TierConfig, ...] = ()
+    tells_media_ids: bool = False
     new_word: Callable[[], str] = secrets.token_hex
 
 
@@ -182,7 +183,13 @@ class Planner(Side):
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | None = None
         if reaches is not None and options.tiers:
-            what = TierOptions(options.tiers, num_ranks, options.slot_bytes, options.new_word)
+            what = TierOptions(
+                options.tiers,
+                num_ranks,
+                options.slot_bytes,
+                options.new_word,
+                tells_media_ids=options.tells_media_ids,
+            )
             self.tiers = Tiers(
                 reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
             )
@@ -208,6 +215,7 @@ class Planner(Side):
             if self.events is not None:
                 self.events.seen(request)
             if self.tiers is not None:
+                self.tiers.private.see(request)
                 self._look_up(state)
         return state
 
@@ -332,6 +340,8 @@ class Planner(Side):
             self.steps.planned(scheduler_output, now_s)
         for state in self.book.purge(self.gpu):
             self.loads.forget(state)
+        if self.tiers is not None:
+            self.tiers.private.note()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)

@@ -12,7 +12,7 @@ the same moment, to the nearer tiers that keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ class Spills:
         num_ranks: worker processes that report.
         slot_bytes: of one slot, on all ranks together.
         counters: what happens is counted here.
+        private: hashes of blocks that are never spilled.
         evicted_only: spill what the host is about to evict, not all that it stores.
         nearest_kept: number of the nearest tier that keeps what comes from those farther away; that
             of the last one if none does.
@@ -64,6 +65,7 @@ class Spills:
         slot_bytes: int,
         counters: Counters,
         *,
+        private: Set[bytes],
         evicted_only: bool,
         nearest_kept: int,
     ) -> None:
@@ -78,6 +80,7 @@ class Spills:
         self._counters = counters
         self.evicted_only = evicted_only
         self._nearest_kept = nearest_kept
+        self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
         self._new: list[TierPending] = []
         self._in_flight: dict[int, TierPending] = {}
@@ -168,6 +171,8 @@ class Spills:
         origins = bytearray()
         for slot in list(islice(queue, self._batch_max)):
             group_idx, block_hash, origin = queue.pop(slot)
+            if block_hash in self._private:
+                continue
             if find(group_idx, block_hash) == slot:
                 slots.append(slot)
                 group_ids.append(group_idx)

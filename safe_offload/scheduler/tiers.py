@@ -31,6 +31,7 @@ from safe_offload.scheduler.fetches import Fetches
 from safe_offload.scheduler.leases import LeaseKind
 from safe_offload.scheduler.lookups import LookUp, Stage
 from safe_offload.scheduler.pending import Course, Fetch, Store, TierPending
+from safe_offload.scheduler.private import PrivateBlocks
 from safe_offload.scheduler.probes import Probes, Question
 from safe_offload.scheduler.reach import Leg
 from safe_offload.scheduler.spills import Spills
@@ -70,12 +71,14 @@ class TierOptions:
         num_ranks: worker processes that report.
         slot_bytes: of one slot, on all ranks together.
         new_word: makes a word that no process has had, for the namespace after a reset.
+        tells_media_ids: see `PrivateBlocks`.
     """
 
     configs: tuple[TierConfig, ...]
     num_ranks: int
     slot_bytes: int
     new_word: Callable[[], str]
+    tells_media_ids: bool = False
 
 
 class TierMessages(NamedTuple):
@@ -132,11 +135,13 @@ class Tiers:
         self._wait_max_s = max(config.wait_s for config in configs)
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
         self.costs = TierCosts(costs, len(configs))
+        self.private = PrivateBlocks(hits, gpu, tells_media_ids=options.tells_media_ids)
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)
         self.spills = Spills(
             *what,
+            private=self.private.hashes,
             evicted_only=configs[0].stores_evicted,
             nearest_kept=next((n for n, c in enumerate(configs, 1) if c.keep), len(configs)),
         )
@@ -196,7 +201,7 @@ class Tiers:
 
         Of a span of tokens; what is being stored or fetched is not missing.
         """
-        hits = self._hits
+        hits, private = self._hits, self.private.hashes
         wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
         is_fetched = False
         if num_computed_tokens >= end_max:
@@ -205,7 +210,7 @@ class Tiers:
             size, table = hits.group_block_sizes[group_idx], hits.directory.tables[group_idx]
             span = slice(num_computed_tokens // size, end_max // size)
             hashes = hits.hashes_of(request, group_idx)[span]
-            wanted[group_idx] = [h for h in hashes if h not in table]
+            wanted[group_idx] = [h for h in hashes if h not in table and h not in private]
             if self.fetches and not is_fetched:
                 slots = [table[h] for h in hashes if h in table]
                 is_fetched = bool(self.fetches.under_way(slots))
@@ -293,6 +298,7 @@ class Tiers:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
+        self.private.end(state.request)
         lookup = self._lookups.pop(state, None)
         if lookup is not None:
             self._let_go(lookup)

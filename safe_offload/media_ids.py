@@ -1,0 +1,101 @@
+"""Which ids of images, audio and video vLLM has made of their content, and which a client chose.
+
+Block hashes are made of such ids. A client may send one of its own (`uuid` of a content part,
+`multi_modal_uuids`, `mm_hashes` of what was rendered elsewhere) and let it look like a hash. So the
+process that takes requests notes which ids vLLM has made of content alone, and puts a word before
+each other that looks like one. From then on an id tells what it is.
+
+Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
+"""
+
+import contextlib
+import functools
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from typing import Any, Final
+
+CHOSEN: Final = "chosen:"
+_CONTENT: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+_EXIF_IMAGE_ID: Final = 0x800D
+_WRAPPED: Final = "_safe_offload_tells_ids"
+
+
+class ContentId(str):
+    """An id that vLLM has made of the content, within the process that takes requests."""
+
+    __slots__ = ()
+
+
+def tells_content(identifier: str) -> bool:
+    """Return whether an id, as it reaches the engine, was made of the content."""
+    return _CONTENT.fullmatch(identifier) is not None
+
+
+def wrap_hashes(inputs_class: Any) -> None:
+    """Let vLLM's ProcessorInputs tell which ids it has made of content."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_mm_hashes(self: Any, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
+            found: Mapping[str, list[str]] = original(self, *args, **kwargs)
+            given = self.mm_uuid_items or {}
+            told = {}
+            for modality, ids in found.items():
+                media = self.mm_data_items[modality].get_all_items_for_hash()
+                chosen = given.get(modality) or repeat(None)
+                told[modality] = [
+                    ContentId(i) if own is None and not _has_id_inside(medium) else i
+                    for i, own, medium in zip(ids, chosen, media, strict=False)
+                ]
+            return told
+
+        return get_mm_hashes
+
+    _wrap(inputs_class, "get_mm_hashes", wrap)
+
+
+def wrap_requests(processor_class: Any) -> None:
+    """Let vLLM's InputProcessor give the engine no chosen id that looks like one of content.
+
+    Where encoders run elsewhere (`ec_transfer_config`), ids stay as both sides know them.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            is_alone = self.vllm_config.ec_transfer_config is None
+            for feature in request.mm_features or ():
+                i = feature.identifier
+                is_false = is_alone and tells_content(i) and not isinstance(i, ContentId)
+                # Plain strings again: vLLM's messages take no others.
+                feature.identifier = CHOSEN + i if is_false else str(i)
+                feature.mm_hash = feature.mm_hash and str(feature.mm_hash)
+            return request
+
+        return process_inputs
+
+    _wrap(processor_class, "process_inputs", wrap)
+
+
+def are_told(*classes: Any) -> bool:
+    """Return whether the classes of vLLM are wrapped in this process, and so where requests come.
+
+    All processes of an engine load the same plugins.
+    """
+    return all(_WRAPPED in vars(each) for each in classes)
+
+
+def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if _WRAPPED not in vars(owner):
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(wrap(original)))
+        setattr(owner, _WRAPPED, True)
+
+
+def _has_id_inside(medium: Any) -> bool:
+    """Return whether vLLM takes an id that a program has put into an image for its content."""
+    with contextlib.suppress(Exception):
+        exif = getattr(medium, "media", medium).getexif()
+        return isinstance(exif.get(_EXIF_IMAGE_ID), uuid.UUID)
+    return False

@@ -1,0 +1,94 @@
+"""Blocks that no tier is asked for or given: their hashes do not say what they were computed from.
+
+vLLM's hash of a block knows media by their ids, which a client may have chosen, adapters by name
+and path, and embeddings in the place of tokens without what kind of numbers they are. Within one
+engine that is vLLM's own rule, on the GPU as on the host. In a tier one client would decide for all
+engines what a name means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safe_offload.media_ids import tells_content
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.hits import HostHits
+
+SWEEP_MIN = 1 << 16
+"""Hashes; so many are kept before it is looked which are of any use."""
+
+
+class PrivateBlocks:
+    """The hashes of such blocks, for as long as the GPU or the host may have them.
+
+    Its state, which nothing else changes: the hashes; for each request that has some, how many of
+    its hashes are among them or come before; and at how many it is time to sweep.
+
+    Args:
+        hits: what the host has.
+        gpu: what vLLM's own cache has.
+        tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
+
+    Attributes:
+        hashes: read only outside.
+    """
+
+    def __init__(self, hits: HostHits, gpu: GpuBlocks, *, tells_media_ids: bool) -> None:
+        self._hits = hits
+        self._gpu = gpu
+        self._tells_media_ids = tells_media_ids
+        self.hashes: set[bytes] = set()
+        self._noted: dict[Request, int] = {}
+        self._sweep_at = SWEEP_MIN
+
+    def __repr__(self) -> str:
+        return f"PrivateBlocks({len(self._noted)} requests, {len(self.hashes)} hashes)"
+
+    def see(self, request: Request) -> None:
+        """A request is new."""
+        first = self._first(request)
+        if first is not None or request.resumable:
+            self._noted[request] = first or 0
+            self._note(request)
+
+    def _first(self, request: Request) -> int | None:
+        """Return the first of its hashes that is private; None if none is."""
+        if request.lora_request is not None or request.prompt_embeds is not None:
+            return 0
+        for feature in request.mm_features:
+            if not (self._tells_media_ids and tells_content(feature.identifier)):
+                return int(feature.mm_position.offset) // self._hits.hash_block_size
+        return None
+
+    def note(self) -> None:
+        """A step is planned, in which any block that is hashed by now may be stored."""
+        for request in self._noted:
+            self._note(request)
+        if len(self.hashes) > self._sweep_at:
+            self._sweep()
+
+    def end(self, request: Request) -> None:
+        """A request has ended; others may still find what it has computed."""
+        if request in self._noted:
+            self._note(request)
+            del self._noted[request]
+
+    def _note(self, request: Request) -> None:
+        hashes = request.block_hashes
+        first: int | None = self._noted[request]
+        if request.resumable:  # with media that it had not, and hashes that are others by now
+            first = self._first(request)
+        if first is not None and first < len(hashes):
+            self.hashes.update(hashes[first:])
+            self._noted[request] = len(hashes)
+
+    def _sweep(self) -> None:
+        """Forget what neither the GPU, nor the host, nor a request has any more."""
+        kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
+        kept.update(*(request.block_hashes for request in self._noted))
+        self.hashes &= kept
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self.hashes))
