@@ -8,17 +8,13 @@ each other that looks like one. From then on an id tells what it is.
 Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
 """
 
-import contextlib
 import functools
 import re
-import uuid
 from collections.abc import Callable, Mapping
-from itertools import repeat
 from typing import Any, Final
 
 CHOSEN: Final = "chosen:"
 _CONTENT: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-_EXIF_IMAGE_ID: Final = 0x800D
 _WRAPPED: Final = "_safe_offload_tells_ids"
 
 
@@ -42,11 +38,9 @@ def wrap_hashes(inputs_class: Any) -> None:
             given = self.mm_uuid_items or {}
             told = {}
             for modality, ids in found.items():
-                media = self.mm_data_items[modality].get_all_items_for_hash()
-                chosen = given.get(modality) or repeat(None)
+                chosen = given.get(modality) or [None] * len(ids)
                 told[modality] = [
-                    ContentId(i) if own is None and not _has_id_inside(medium) else i
-                    for i, own, medium in zip(ids, chosen, media, strict=False)
+                    ContentId(i) if own is None else i for i, own in zip(ids, chosen, strict=True)
                 ]
             return told
 
@@ -91,11 +85,3 @@ def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[.
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrap(original)))
         setattr(owner, _WRAPPED, True)
-
-
-def _has_id_inside(medium: Any) -> bool:
-    """Return whether vLLM takes an id that a program has put into an image for its content."""
-    with contextlib.suppress(Exception):
-        exif = getattr(medium, "media", medium).getexif()
-        return isinstance(exif.get(_EXIF_IMAGE_ID), uuid.UUID)
-    return False

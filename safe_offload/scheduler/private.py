@@ -32,15 +32,24 @@ class PrivateBlocks:
         hits: what the host has.
         gpu: what vLLM's own cache has.
         tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
+        vouches_for_adapters: the operator does, with `model_version`.
 
     Attributes:
         hashes: read only outside.
     """
 
-    def __init__(self, hits: HostHits, gpu: GpuBlocks, *, tells_media_ids: bool) -> None:
+    def __init__(
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        *,
+        tells_media_ids: bool,
+        vouches_for_adapters: bool = False,
+    ) -> None:
         self._hits = hits
         self._gpu = gpu
         self._tells_media_ids = tells_media_ids
+        self._vouches_for_adapters = vouches_for_adapters
         self.hashes: set[bytes] = set()
         self._noted: dict[Request, int] = {}
         self._sweep_at = SWEEP_MIN
@@ -57,7 +66,9 @@ class PrivateBlocks:
 
     def _first(self, request: Request) -> int | None:
         """Return the first of its hashes that is private; None if none is."""
-        if request.lora_request is not None or request.prompt_embeds is not None:
+        if request.prompt_embeds is not None:
+            return 0
+        if request.lora_request is not None and not self._vouches_for_adapters:
             return 0
         for feature in request.mm_features:
             if not (self._tells_media_ids and tells_content(feature.identifier)):

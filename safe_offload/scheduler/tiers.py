@@ -135,7 +135,12 @@ class Tiers:
         self._wait_max_s = max(config.wait_s for config in configs)
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
         self.costs = TierCosts(costs, len(configs))
-        self.private = PrivateBlocks(hits, gpu, tells_media_ids=options.tells_media_ids)
+        self.private = PrivateBlocks(
+            hits,
+            gpu,
+            tells_media_ids=options.tells_media_ids,
+            vouches_for_adapters=bool(configs[0].model_version),
+        )
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)

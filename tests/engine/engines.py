@@ -16,7 +16,7 @@ import random
 import runpy
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class Job:
 
     Attributes:
         arguments: of `vllm.LLM`.
+        prompts: token ids, or what `as_vllm_reads` in children/engine.py makes of a mapping.
         turns: names of prompts, answered one after the other; `RESET_GPU_CACHE`, or `EMPTY_FOLDER`,
             which is the one that `options["folder"]` names.
         in_process: the scheduler runs in the child itself, so that it can be looked at.
@@ -81,7 +82,7 @@ class Job:
 
     arguments: dict[str, Any]
     turns: tuple[str, ...] = ABC_TWICE
-    prompts: dict[str, list[int]] = field(default_factory=dict)
+    prompts: Mapping[str, Any] = field(default_factory=dict)
     num_answer_tokens: int = NUM_ANSWER_TOKENS
     in_process: bool = True
     force_prefix_caching: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from vllm.v1.request import Request
 from safe_offload.scheduler.private import PrivateBlocks
 from safe_offload.tier_config import TierConfig
 from safe_offload.tier_url import Location
-from tests.scheduler.test_tiers import BLOCK_TOKENS, WIDE, MakeTierRig, keys_in, make_tiers
+from tests.scheduler.test_tiers import BLOCK_TOKENS, WIDE, MakeTierRig, make_tiers
 from tests.scheduler.tier_rig import WAIT_S, TierRig
 from tests.simulator.words import Sequel
 
@@ -35,7 +36,8 @@ CHOSEN: dict[str, dict[str, Any]] = {
     },
     "embeddings": {"prompt_embeds": torch.ones(NUM_TOKENS, 2)},
 }
-EVICTED_ONLY = TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True)
+TIER = TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S)
+EVICTED_ONLY = replace(TIER, stores_evicted=True)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +123,20 @@ def test_what_hashes_tell_is_shared(make_tiers: MakeTierRig, who: dict[str, Any]
     second.start()
     assert serve(second, "b", who) == NUM_HIT_TOKENS
     second.check_idle()
+
+
+def test_an_operator_may_vouch_for_adapters_and_not_for_what_clients_choose(
+    make_tiers: MakeTierRig,
+) -> None:
+    vouched = {"tiers": (replace(TIER, model_version="1"),)}
+    first = make_tiers(**vouched)
+    first.start()
+    for number, name in enumerate(CHOSEN):
+        assert serve(first, f"{number}", CHOSEN[name], name) == 0
+    second = make_tiers(tier=first.tier, **vouched)
+    second.start()
+    hits = {name: serve(second, name, CHOSEN[name], name) for name in CHOSEN}
+    assert [name for name, num_hit in hits.items() if num_hit] == ["an adapter"]
 
 
 def test_what_comes_before_such_an_image_is_shared(make_tiers: MakeTierRig) -> None:

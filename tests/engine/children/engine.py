@@ -61,12 +61,10 @@ def take_turns(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def ask(llm: Any, prompt: list[int], num_answer_tokens: int) -> dict[str, Any]:
+def ask(llm: Any, prompt: Any, num_answer_tokens: int) -> dict[str, Any]:
     """One request, alone."""
     before = count_prompt_tokens(llm)
-    (output,) = llm.generate(
-        [{"prompt_token_ids": prompt}], sampling(num_answer_tokens), use_tqdm=False
-    )
+    (output,) = llm.generate([as_vllm_reads(prompt)], sampling(num_answer_tokens), use_tqdm=False)
     after = count_prompt_tokens(llm)
     return {
         "token_ids": list(output.outputs[0].token_ids),
@@ -75,6 +73,21 @@ def ask(llm: Any, prompt: list[int], num_answer_tokens: int) -> dict[str, Any]:
         "num_host": after["external_kv_transfer"] - before["external_kv_transfer"],
         "num_computed": after["local_compute"] - before["local_compute"],
     }
+
+
+def as_vllm_reads(prompt: Any) -> dict[str, Any]:
+    """A prompt: its tokens, or a mapping that has the seed of an image too, None for no image."""
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    from tests.tiny_vision import make_image
+
+    image = None if prompt["image"] is None else make_image(prompt["image"])
+    written = {"prompt_token_ids": prompt["tokens"], "multi_modal_data": {"image": [image]}}
+    if "uuid" in prompt:
+        written["multi_modal_uuids"] = {"image": [prompt["uuid"]]}
+    if "kwargs" in prompt:
+        written["mm_processor_kwargs"] = prompt["kwargs"]
+    return written
 
 
 def sampling(num_answer_tokens: int) -> Any:
