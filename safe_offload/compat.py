@@ -566,11 +566,3 @@ def layer_facts(vllm_config: VllmConfig, layer_names: Iterable[str]) -> dict[str
 def group_facts(kv_cache_config: KVCacheConfig) -> list[str]:
     """Return what each KV cache group keeps in a block."""
     return [f"{group.kv_cache_spec!r}" for group in kv_cache_config.kv_cache_groups]
-
-
-def uses_adapters(vllm_config: VllmConfig) -> bool:
-    """Return whether requests may name LoRA adapters.
-
-    vLLM's hashes know their names and paths, not their bytes (0.32.0, v1/core/kv_cache_utils.py).
-    """
-    return vllm_config.lora_config is not None

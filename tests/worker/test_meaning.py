@@ -297,11 +297,13 @@ def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config
     assert any("after this process started" in text for text in found.doubts_of(VOUCHED))
 
 
-def test_scales_that_follow_from_requests_and_adapters_are_doubts(config):
+def test_an_engine_is_not_alone_for_its_adapters(config):
+    """What is computed with one stays out of tiers (scheduler/private.py)."""
     config.lora_config = SimpleNamespace()
-    assert meaning(config).doubts_of(TIER) == ("LoRA adapters are known by name and path only",)
-    assert not meaning(config).doubts_of(VOUCHED)
-    config.lora_config = None
+    assert not meaning(config).doubts
+
+
+def test_scales_that_follow_from_requests_are_a_doubt(config):
     object.__setattr__(config.cache_config, "calculate_kv_scales", True)
     assert meaning(config).doubts_of(VOUCHED)
 

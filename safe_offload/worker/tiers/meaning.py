@@ -133,8 +133,6 @@ def meaning_of(
     """
     facts, named, unclear = engine_facts(vllm_config, compat.variable_names())
     doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
-    if compat.uses_adapters(vllm_config):
-        doubts.append(Doubt("LoRA adapters are known by name and path only"))
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         text = "its KV scales follow from the first requests that it serves"
         doubts.append(Doubt(text, may_be_vouched_for=False))
