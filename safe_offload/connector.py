@@ -27,6 +27,7 @@ from safe_offload.compat import (
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.last_words import telling
+from safe_offload.live_weights import Adapters, watch
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
@@ -107,6 +108,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
+        self.adapters = Adapters()
         self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.side = Side()
@@ -116,6 +118,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             pass  # and take no memory
         elif is_scheduler:
             self._make_planner = self._prepare_planner()
+            watch()
         else:
             self.side = self._make_worker()
 
@@ -203,6 +206,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def on_new_request(self, request: Request) -> None:
         """See KVConnectorBase_V1."""
+        adapter = request.lora_request
+        if adapter is not None and self.adapters.is_other(adapter, request.request_id):
+            self.side.reset("a LoRA adapter is loaded in place")
         self.side.see(request)
 
     @contained(lambda: (0, False))
@@ -279,6 +285,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget everything; True, because nothing that was stored can be hit any more."""
         self.side.reset()
         return True
+
+    @contained(lambda: None)
+    def weights_changed(self, cause: str) -> None:
+        """The weights of the running engine may be others (see `live_weights`)."""
+        self.side.reset(cause)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""

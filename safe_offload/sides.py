@@ -58,7 +58,7 @@ class Side:
         """Whether the engine must keep stepping until transfers have settled."""
         return False
 
-    def reset(self) -> None:
+    def reset(self, cause: str | None = None) -> None:
         """Forget what is stored."""
 
     def disable(self, report: object = None) -> None:

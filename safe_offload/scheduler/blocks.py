@@ -1,6 +1,6 @@
 """What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
 
-Nothing here changes a block or its reference count. It reads inner parts of vLLM's KV cache manager
+Nothing here changes a reference count, or a block but for its hash (`forget_hashes`). It reads inner parts of vLLM's KV cache manager
 and block pool (vLLM 0.31 to 0.33, v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
 Whether a block was given away shows in its hash *object*, its witness: vLLM resets it when it
@@ -159,7 +159,7 @@ class BlockSet:
 
 
 class GpuBlocks:
-    """Read-only view of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
+    """View of vLLM's KV cache manager: whose blocks are whose, and what is hashed.
 
     It has no state of its own.
     """
@@ -213,6 +213,23 @@ class GpuBlocks:
     def num_blocks(self) -> int:
         """Blocks that can be allocated: all but the null block."""
         return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._managers)
+
+    def forget_hashes(self, block_ids: set[int] | None = None) -> None:
+        """Let vLLM's prefix cache find these blocks no more, or none; who has them keeps them.
+
+        vLLM does the same with blocks that another connector could not load.
+        Source: vLLM 0.31 to 0.33, BlockPool.evict_blocks.
+        """
+        if block_ids is None:
+            blocks = self._pool.blocks
+            block_ids = {b.block_id for b in blocks if block_hash_of(b) is not None}
+            block_ids.update(getattr(self._pool, "cached_block_hashes_by_block", ()))
+        self._pool.evict_blocks(block_ids)
 
     def is_positional(self, group_idx: int) -> bool:
         """Whether block `i` of the table holds the i-th block of tokens (not so for Mamba "align").

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
-from safe_offload.protocol import Transfer, ids_of
+from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.scheduler.admission import Admission
 from safe_offload.scheduler.cost import Costs, Offer
 from safe_offload.scheduler.hits import NO_SLOT, Hit, HostHits, needed
@@ -312,6 +312,11 @@ class Loads:
         self.drop_hit(state)
         self.progress[state].wait.call_off()
 
+    def fail_all(self) -> None:
+        """The host has forgotten everything: what is on its way to the GPU is not used either."""
+        for load in (*self._new, *self.in_flight.values()):
+            load.fail()
+
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
         if state.owe_failure():
@@ -382,7 +387,8 @@ class Loads:
         load.end()
         state = load.owner
         if load.failure is not None:
-            self._counters[FAILED_LOADS[load.failure]] += 1
+            if load.failure is not FailureReason.SOURCE_LOST:  # a reset is no failure
+                self._counters[FAILED_LOADS[load.failure]] += 1
             # The same hit must not be offered again.
             self._hits.slots.forget(load.lease.slots)
             self._failures.append(state)

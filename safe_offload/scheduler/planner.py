@@ -26,6 +26,7 @@ from safe_offload.protocol import (
 from safe_offload.scheduler.cost import Costs, StepWatch
 from safe_offload.scheduler.leases import LeaseBook
 from safe_offload.scheduler.loads import Loads
+from safe_offload.scheduler.outdated import Outdated
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -193,6 +194,7 @@ class Planner(Side):
             self.tiers = Tiers(
                 reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
             )
+        self.outdated = Outdated(gpu)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
@@ -301,7 +303,7 @@ class Planner(Side):
         self.has_changed = True
         state = self.book.find(request) or self.see(request)
         try:
-            if not self._is_disabled:
+            if not self._is_disabled and state not in self.outdated:
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
@@ -312,6 +314,7 @@ class Planner(Side):
             self.loads.end(state)
             self.book.finish(state)
             self.policy.end(state)
+            self.outdated.end(state)
             self.stores.end(state)
             if self.tiers is not None:
                 self.tiers.end(state)
@@ -340,6 +343,9 @@ class Planner(Side):
             self.steps.planned(scheduler_output, now_s)
         for state in self.book.purge(self.gpu):
             self.loads.forget(state)
+        if self.outdated:
+            for state in self.outdated.keep_out(self.book):
+                self.policy.forget_table(state)
         if self.tiers is not None:
             self.tiers.private.note()
         if not self._is_disabled:
@@ -421,7 +427,7 @@ class Planner(Side):
         finally:  # vLLM reads the ids in any case
             if output.finished_recving or output.finished_sending:
                 for state in self.book.filter(output, self.gpu):
-                    self.policy.load_failed(state)
+                    self.policy.forget_table(state)
 
     def _settle_report(self, report: StepReport, output: KVConnectorOutput) -> None:
         """Settle what every rank has reported by now.
@@ -521,24 +527,33 @@ class Planner(Side):
         if self.events is not None:
             self.events.withdraw(keys)
 
-    def reset(self) -> None:
+    def reset(self, cause: str | None = None) -> None:
         """reset_cache: nothing stored so far is ever found again.
 
-        What is in flight keeps its lease until it settles, and is not published.
+        What is in flight keeps its lease until it settles, and is not published, nor is a load used.
+
+        Args:
+            cause: why the weights may be others, if they were changed in the running engine. An
+                operator who resets knows which they are, and may have named them for the tiers.
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        logger.info(
-            "The host cache was reset: what %d slots held can no longer be hit.",
-            self.hits.directory.statistics().num_held,
-        )
+        num_held = self.hits.directory.statistics().num_held
+        if cause is None:
+            told = "The host cache was reset: what %d slots held can no longer be hit."
+            logger.info(told, num_held)
+        elif num_held:  # an update of the weights may be many calls
+            told = "The weights may have changed (%s): what %d slots held can no longer be hit."
+            logger.info(told, cause, num_held)
         self.hits.slots.forget_all()
         for state in self.book:
             self.loads.reset(state)
             self.stores.let_go_prefix(state)
+        self.loads.fail_all()
         if self.tiers is not None:
-            self.tiers.reset()
+            self.tiers.reset(is_vouched_for=cause is None)
         self._pass_over()
+        self.outdated.begin(self.book)
 
     def _pass_over(self) -> None:
         """Store nothing of what was found and not planned yet, nor of what is computed by now."""

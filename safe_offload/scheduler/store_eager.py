@@ -117,7 +117,7 @@ class EagerStores:
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
 
-    def load_failed(self, state: RequestState) -> None:
+    def forget_table(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         self._snapshots.pop(state, None)
 

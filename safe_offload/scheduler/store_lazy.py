@@ -105,7 +105,7 @@ class LazyStores:
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
 
-    def load_failed(self, state: RequestState) -> None:
+    def forget_table(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         self._snapshots.pop(state, None)
 

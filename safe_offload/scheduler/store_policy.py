@@ -27,8 +27,8 @@ class StorePolicy(Protocol):
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
 
-    def load_failed(self, state: RequestState) -> None:
-        """vLLM recomputes a request in another block table than the one of its load."""
+    def forget_table(self, state: RequestState) -> None:
+        """What a request computes in the block table that it has is not to be stored."""
 
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""

@@ -528,13 +528,17 @@ class Tiers:
             " and ".join(doubts),
         )
 
-    def reset(self) -> None:
+    def reset(self, *, is_vouched_for: bool = True) -> None:
         """What tiers have may be of other weights from now on: leave it to those who know.
 
         With `model_version` the operator says which weights they are.
+
+        Args:
+            is_vouched_for: that is true of these weights too, not only of those that were loaded
+                when the engine started.
         """
         self.stop()
-        if self._options.configs[0].model_version:
+        if is_vouched_for and self._options.configs[0].model_version:
             return
         is_first = not self.word
         self.word = self._options.new_word()

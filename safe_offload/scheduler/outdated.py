@@ -1,0 +1,116 @@
+"""Requests that go on after a reset, with KV cache of before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_offload.scheduler.blocks import Home, block_hash_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.requests import RequestState
+
+
+@dataclass(slots=True)
+class _Table:
+    """A block table of such a request, and how many of its first blocks have no hash any more."""
+
+    home: Home
+    group_idx: int
+    num_seen: int = 0
+
+
+class Outdated:
+    """Keeps what was computed before a reset, and what follows from it, out of every cache.
+
+    vLLM may be unable to reset its own prefix cache, because requests run. Then it would go on
+    finding what the old weights have computed, and so would a store. And a request that runs on
+    attends to what it has: what it computes is neither of the old weights nor of the new ones. So
+    no block of theirs keeps a hash, by which alone vLLM or a store finds it, until the request has
+    ended or has lost all its blocks.
+
+    Its state: the tables of these requests.
+
+    Args:
+        gpu: forgets hashes.
+    """
+
+    def __init__(self, gpu: GpuBlocks) -> None:
+        self._gpu = gpu
+        self._tables: dict[RequestState, list[_Table]] = {}
+
+    def __repr__(self) -> str:
+        return f"Outdated({len(self)} requests)"
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return state in self._tables
+
+    def begin(self, book: Iterable[RequestState]) -> None:
+        """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
+        self._gpu.forget_hashes()
+        for state in book:
+            if not state.finished:
+                self._add(state)
+
+    def _add(self, state: RequestState) -> None:
+        request_id = state.request.request_id
+        found = []
+        for group_idx in range(self._gpu.num_groups):
+            tables, _ = self._gpu.tables_of(group_idx)
+            if table := tables.get(request_id):
+                found.append(_Table(Home(tables, request_id, table), group_idx))
+        if found:
+            self._tables[state] = found
+
+    def keep_out(self, book: Iterable[RequestState]) -> list[RequestState]:
+        """Take the hashes from what vLLM has hashed of these requests since the last plan.
+
+        Returns:
+            The requests. Those that were preempted since are of no concern after this.
+        """
+        states = list(self._tables)
+        block_ids: set[int] = set()
+        is_shared = False
+        for state in states:
+            tables = self._tables[state]
+            stands = [table.home.stands() for table in tables]
+            for table, is_there in zip(tables, stands, strict=True):
+                for block in table.home.table[table.num_seen :]:
+                    if block_hash_of(block) is not None:
+                        block_ids.add(block.block_id)
+                        is_shared |= block.ref_cnt > is_there
+                table.num_seen = self._num_hashed(table)
+            if not any(stands):
+                del self._tables[state]
+        if block_ids:
+            self._gpu.forget_hashes(block_ids)
+        if is_shared:  # who was scheduled later in this step may have found such a block
+            for state in book:
+                if not state.finished and state not in self._tables and self._has(state, block_ids):
+                    self._add(state)
+        return states
+
+    def _num_hashed(self, table: _Table) -> int:
+        """Return how many first blocks of a table need no other look."""
+        if not self._gpu.is_positional(table.group_idx):
+            return 0
+        _, nums_hashed = self._gpu.tables_of(table.group_idx)
+        return nums_hashed.get(table.home.request_id, 0)
+
+    def _has(self, state: RequestState, block_ids: set[int]) -> bool:
+        """Whether a request has one of these blocks."""
+        for group_idx in range(self._gpu.num_groups):
+            table = self._gpu.tables_of(group_idx)[0].get(state.request.request_id, ())
+            if any(block.block_id in block_ids for block in table):
+                return True
+        return False
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+        self._tables.pop(state, None)
