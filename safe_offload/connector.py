@@ -27,7 +27,7 @@ from safe_offload.compat import (
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.last_words import telling
-from safe_offload.live_weights import Adapters, watch
+from safe_offload.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
@@ -109,6 +109,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
         self.adapters = Adapters()
+        self._num_model_loads = MODEL_LOADS.count
         self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.side = Side()
@@ -207,8 +208,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """See KVConnectorBase_V1."""
         adapter = request.lora_request
-        if adapter is not None and self.adapters.is_other(adapter, request.request_id):
-            self.side.reset("a LoRA adapter is loaded in place")
+        if self._num_model_loads != MODEL_LOADS.count:
+            self.weights_changed("the model was told to load weights")
+        elif adapter is not None and self.adapters.is_other(adapter, request.request_id):
+            self.weights_changed("a LoRA adapter is loaded in place")
         self.side.see(request)
 
     @contained(lambda: (0, False))
@@ -289,6 +292,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def weights_changed(self, cause: str) -> None:
         """The weights of the running engine may be others (see `live_weights`)."""
+        self._num_model_loads = MODEL_LOADS.count
         self.side.reset(cause)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

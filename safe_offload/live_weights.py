@@ -2,7 +2,9 @@
 
 Each of vLLM's ways to change them is a call of EngineCore between two steps, in the process of its
 scheduler and in its one thread. So the calls are wrapped there, in engines of this connector only,
-and the caches are reset before anything else is scheduled. docs/guides/resets.md lists them.
+and the caches are reset before anything else is scheduled. docs/guides/resets.md lists them. A
+trainer in the process of the engine may load into the model itself: that is noticed by the next
+request.
 
 Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for the methods.
 """
@@ -10,7 +12,9 @@ Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -73,11 +77,43 @@ def _state_of(path: str) -> tuple[object, ...]:
     return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found)
 
 
+class ModelLoads:
+    """Counts how often weights were loaded into a model of this process; there is one of it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.count = 0
+
+    def watch(self) -> None:
+        """Wrap the loading of each class of models that this process has by now.
+
+        Source: vLLM 0.31 to 0.33, get_model_architecture of model_executor/model_loader/utils.py.
+        """
+        utils = sys.modules.get("vllm.model_executor.model_loader.utils")
+        for model_class, _ in getattr(utils, "_MODEL_ARCH_BY_HASH", {}).values():
+            original = model_class.load_weights
+            if not hasattr(original, _WRAPPED_MARK):
+                model_class.load_weights = self._counted(original)
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count = next(self._numbers)
+            return original(*args, **kwargs)
+
+        setattr(counted, _WRAPPED_MARK, True)
+        return counted
+
+
+MODEL_LOADS: Final = ModelLoads()
+
+
 def watch() -> None:
     """Wrap the calls of EngineCore after which weights may be others; a second call does nothing.
 
     A call stays as it is for an engine that has no connector of ours.
     """
+    MODEL_LOADS.watch()
     from vllm.v1.engine.core import EngineCore
 
     for name, (argument, cause_of) in _CALLS.items():
@@ -109,7 +145,7 @@ def _watched(
                 if cause is not None:
                     connector.weights_changed(cause)
             if any(causes):
-                _forget_embeddings(self)
+                _try_to_forget_embeddings(self)
 
     setattr(watched, _WRAPPED_MARK, True)
     return watched
@@ -122,21 +158,23 @@ def _connectors_of(engine_core: Any) -> list[Any]:
     return [child for child in children if hasattr(child, "weights_changed")]
 
 
-def _forget_embeddings(engine_core: Any) -> None:
-    """KV cache computed from images of an encoder that has changed is wrong, and would be stored.
+def _try_to_forget_embeddings(engine_core: Any) -> None:
+    """KV cache computed from what an encoder made of images before is wrong, and would be stored.
 
-    vLLM itself forgets them in some of these calls, and only in its workers.
+    vLLM itself forgets it in some of these calls, and only in its workers.
     """
-    config = engine_core.vllm_config.model_config
-    if config.is_multimodal_model and not engine_core.scheduler.has_unfinished_requests():
-        engine_core.reset_encoder_cache()
+    try:
+        config = engine_core.vllm_config.model_config
+        if config.is_multimodal_model and not engine_core.scheduler.has_unfinished_requests():
+            engine_core.reset_encoder_cache()
+    except Exception:
+        logger.exception("The encoder cache could not be reset after the weights have changed")
 
 
 def _cause_of_rpc(_: Any, method: Any) -> str | None:
-    if method in _KEEPS_WEIGHTS:
-        return None
-    name = method if isinstance(method, str) else getattr(method, "__qualname__", "a function")
-    return f"collective_rpc {name!r}"
+    if not isinstance(method, str):
+        return f"collective_rpc of {getattr(method, '__qualname__', 'a function')}"
+    return None if method in _KEEPS_WEIGHTS else f"collective_rpc of {method!r}"
 
 
 def _cause_of_adding(connector: Any, adapter: Any) -> str | None:
@@ -148,7 +186,7 @@ def _cause_of_removing(_: Any, __: Any) -> str | None:
 
 
 def _cause_of_sleep(_: Any, level: Any) -> str | None:
-    return f"sleep level {level}" if level is not None and level >= 2 else None
+    return None if level in (None, 0, 1) else f"sleep of level {level}"
 
 
 _CALLS: Final[dict[str, tuple[str, Callable[[Any, Any], str | None]]]] = {

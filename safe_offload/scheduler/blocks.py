@@ -1,7 +1,8 @@
 """What the scheduler side sees of vLLM's GPU blocks: whose they are, which are hashed, which free.
 
-Nothing here changes a reference count, or a block but for its hash (`forget_hashes`). It reads inner parts of vLLM's KV cache manager
-and block pool (vLLM 0.31 to 0.33, v1/core/block_pool.py and single_type_kv_cache_manager.py).
+Nothing here changes a block or its reference count; only `forget_hashes` has vLLM take hashes away.
+It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
+v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
 Whether a block was given away shows in its hash *object*, its witness: vLLM resets it when it
 reallocates the block and builds a new object when it caches the block again. So a block whose hash

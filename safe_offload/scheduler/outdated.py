@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.scheduler.blocks import Home, block_hash_of
+from safe_offload.scheduler.blocks import Home, block_hash_of, get_block_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.requests import RequestState
@@ -16,11 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Table:
-    """A block table of such a request, and how many of its first blocks have no hash any more."""
+    """A block table of such a request.
+
+    Attributes:
+        num_seen: so many of its first blocks had their hashes taken, and get none again.
+        watched: those after them, at the last look. They may leave the table with a new hash.
+    """
 
     home: Home
     group_idx: int
     num_seen: int = 0
+    watched: Sequence[KVCacheBlock] = ()
 
 
 class Outdated:
@@ -65,6 +73,7 @@ class Outdated:
             tables, _ = self._gpu.tables_of(group_idx)
             if table := tables.get(request_id):
                 found.append(_Table(Home(tables, request_id, table), group_idx))
+                found[-1].watched = list(table)
         if found:
             self._tables[state] = found
 
@@ -79,14 +88,13 @@ class Outdated:
         is_shared = False
         for state in states:
             tables = self._tables[state]
-            stands = [table.home.stands() for table in tables]
-            for table, is_there in zip(tables, stands, strict=True):
-                for block in table.home.table[table.num_seen :]:
-                    if block_hash_of(block) is not None:
-                        block_ids.add(block.block_id)
-                        is_shared |= block.ref_cnt > is_there
+            for table in tables:
+                for block, num_owners in self._hashed_since(table, state):
+                    block_ids.add(block.block_id)
+                    is_shared |= block.ref_cnt > num_owners
                 table.num_seen = self._num_hashed(table)
-            if not any(stands):
+                table.watched = table.home.table[table.num_seen :]
+            if not any(table.home.stands() for table in tables):
                 del self._tables[state]
         if block_ids:
             self._gpu.forget_hashes(block_ids)
@@ -95,6 +103,29 @@ class Outdated:
                 if not state.finished and state not in self._tables and self._has(state, block_ids):
                     self._add(state)
         return states
+
+    def _hashed_since(
+        self, table: _Table, state: RequestState
+    ) -> Iterator[tuple[KVCacheBlock, bool]]:
+        """Yield what vLLM has hashed of a table since the last look, and if it is still in there.
+
+        What has left it, as of a window that slid on, may be of another owner. If it has a hash of
+        this request, it comes from here.
+        """
+        present = table.home.table[table.num_seen :]
+        stands = table.home.stands()
+        kept_ids = {block.block_id for block in present if stands}
+        own: set[bytes] = set()
+        for block in (*present, *table.watched):
+            witness = block_hash_of(block)
+            if witness is None:
+                continue
+            is_kept = block.block_id in kept_ids
+            if not (is_kept or own):
+                own.update(state.request.block_hashes)
+                length = len(next(iter(own), b""))
+            if is_kept or get_block_hash(witness)[-length:] in own:
+                yield block, is_kept
 
     def _num_hashed(self, table: _Table) -> int:
         """Return how many first blocks of a table need no other look."""

@@ -303,7 +303,9 @@ class Planner(Side):
         self.has_changed = True
         state = self.book.find(request) or self.see(request)
         try:
-            if not self._is_disabled and state not in self.outdated:
+            if state in self.outdated:
+                self.outdated.keep_out(self.book)  # vLLM may have hashed a block just now
+            elif not self._is_disabled:
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
@@ -530,7 +532,8 @@ class Planner(Side):
     def reset(self, cause: str | None = None) -> None:
         """reset_cache: nothing stored so far is ever found again.
 
-        What is in flight keeps its lease until it settles, and is not published, nor is a load used.
+        What is in flight keeps its lease until it settles. No store of it is published, and no load
+        is used.
 
         Args:
             cause: why the weights may be others, if they were changed in the running engine. An

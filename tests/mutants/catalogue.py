@@ -775,7 +775,7 @@ MUTANTS = (
         "what a load that failed left is taken for what its request has computed",
         _PLANNER,
         "Planner.settle",
-        "self.policy.load_failed(state)",
+        "self.policy.forget_table(state)",
         "pass",
         "I6",
         tests=("tests/scheduler/test_snapshots.py", "-k", "load_that_failed"),

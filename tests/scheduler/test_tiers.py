@@ -483,6 +483,26 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
     rig.check_idle()
 
 
+def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
+    make_tiers: MakeTierRig, package_log: list[Any]
+) -> None:
+    """It names those that the engine was started with."""
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
+    rig = make_warm(make_tiers, tiers=tiers)
+    rig.connector.weights_changed("a test says so")
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    word = rig.planner.tiers.word
+    assert word
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.tiers.word == word, "which the operator vouches for from then on"
+    rig.check_idle()
+    assert [r for r in package_log if "a test says so" in r.getMessage()] == []
+    rig.run_alone("b", prompt(rig, 1))
+    rig.connector.weights_changed("a test says so again")
+    told = [r.getMessage() for r in package_log if "a test says so again" in r.getMessage()]
+    assert len(told) == 1, "what was held is told"
+
+
 # ---- preemption --------------------------------------------------------------------------------
 
 

@@ -61,10 +61,12 @@ def take_turns(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def ask(llm: Any, prompt: Any, num_answer_tokens: int) -> dict[str, Any]:
+def ask(llm: Any, prompt: Any, num_answer_tokens: int, **more: Any) -> dict[str, Any]:
     """One request, alone."""
     before = count_prompt_tokens(llm)
-    (output,) = llm.generate([as_vllm_reads(prompt)], sampling(num_answer_tokens), use_tqdm=False)
+    (output,) = llm.generate(
+        [as_vllm_reads(prompt)], sampling(num_answer_tokens), use_tqdm=False, **more
+    )
     after = count_prompt_tokens(llm)
     return {
         "token_ids": list(output.outputs[0].token_ids),

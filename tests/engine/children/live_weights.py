@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,53 +73,99 @@ def sleep_and_reload(llm: Any, folder: str) -> None:
     reload_weights(llm, folder)
 
 
+def load_directly(llm: Any, folder: str) -> None:
+    """Around the engine, as some trainers do that run in its process."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    load(worker.get_model(), worker.model_config, folder)
+
+
 WAYS: tuple[Callable[[Any, str], None], ...] = (
     reload_weights,
     apply_model,
     call_a_function,
     update_weights,
     sleep_and_reload,
+    load_directly,
 )
 
 
+class Asker:
+    """Asks an engine for the prompts of a job; with `forget` nothing it has ever comes back."""
+
+    def __init__(self, llm: Any, job: dict[str, Any]) -> None:
+        self._llm = llm
+        self._job = job
+        self._forgets = job["options"].get("forget", False)
+        self.answers: dict[str, dict[str, Any]] = {}
+
+    def ask(self, what: str, name: str, **more: Any) -> None:
+        """Ask for a prompt, and note the answer under a word or two."""
+        if self._forgets:
+            assert self._llm.reset_prefix_cache()
+        prompt, num_tokens = self._job["prompts"][name], self._job["num_answer_tokens"]
+        self.answers[what] = engine.ask(self._llm, prompt, num_tokens, **more)
+        if not self._forgets:
+            engine.drain(self._llm)
+
+
 def scenario(job: dict[str, Any]) -> dict[str, Any]:
-    """Ask A and B, change the weights, ask A; forget the GPU's cache, ask B. Once for each way."""
+    """What the job wants, of an engine with adapters or of one without."""
     add_backend()
     llm = engine.start(job)
-    found = {}
-    folders = job["options"]["folders"]
+    asker = Asker(llm, job)
+    change = change_adapters if job["arguments"].get("enable_lora") else change_weights
+    change(llm, asker, job["options"]["folders"])
+    report = {"told": asker.answers, "metrics": engine.connector_metrics(llm)}
+    if engine.planner_of(engine.scheduler_of(llm).connector) is not None:
+        report["audit"] = engine.audit(llm)
+    return report
+
+
+def change_weights(llm: Any, asker: Asker, folders: list[str]) -> None:
+    """Ask A and B, change the weights, ask A; forget the GPU's cache, ask B. Once for each way."""
     for turn, way in enumerate(WAYS, start=1):
-        before = {name: ask(llm, job, name) for name in "AB"}
+        for name in "AB":
+            asker.ask(f"{name} before {way.__name__}", name)
         way(llm, folders[turn % 2])
-        after = {"A": ask(llm, job, "A")}
+        asker.ask(f"A after {way.__name__}", "A")
         assert llm.reset_prefix_cache()
-        after["B"] = ask(llm, job, "B")
-        found[way.__name__] = {"before": before, "after": after, "model": turn % 2}
-    looked = look_at(llm, job)
-    engine.drain(llm)
-    return {
-        "ways": found,
-        "looked": looked,
-        "audit": engine.audit(llm),
-        "metrics": engine.connector_metrics(llm),
-    }
-
-
-def ask(llm: Any, job: dict[str, Any], name: str) -> dict[str, Any]:
-    answer = engine.ask(llm, job["prompts"][name], job["num_answer_tokens"])
-    if job["arguments"].get("kv_transfer_config"):
-        engine.drain(llm)
-    return answer
-
-
-def look_at(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Calls that leave the weights alone leave the cache alone."""
-    ask(llm, job, "A")
+        asker.ask(f"B after {way.__name__}", "B")
+    for method in ("check_health", "get_model_inspection", "compute_weight_checksums"):
+        llm.collective_rpc(method)
     assert llm.reset_prefix_cache()
-    llm.collective_rpc("list_loras") if job["arguments"].get("enable_lora") else None
-    llm.collective_rpc("check_health")
-    llm.collective_rpc("get_model_inspection")
-    return ask(llm, job, "A")
+    asker.ask("A after calls that only look", "A")
+
+
+def change_adapters(llm: Any, asker: Asker, folders: list[str]) -> None:
+    """Put other files into the folder of an adapter, and have it read again in each of the ways."""
+    from vllm.lora.request import LoRARequest
+
+    place = Path(tempfile.mkdtemp()) / "adapter"
+
+    def put(number: int) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folders[number], place)
+
+    def ask(what: str, number: int = 1, *, in_place: bool = False) -> None:
+        adapter = LoRARequest("adapter", number, str(place), load_inplace=in_place)
+        asker.ask(what, "A", lora_request=adapter)
+
+    add = llm.llm_engine.add_lora
+    put(0)
+    ask("first")
+    put(1)
+    add(LoRARequest("adapter", 1, str(place), load_inplace=True))
+    ask("added in place")
+    put(0)
+    ask("asked for in place", in_place=True)
+    assert llm.reset_prefix_cache()
+    ask("asked for in place, the same", in_place=True)
+    put(1)
+    llm.llm_engine.remove_lora(1)
+    ask("removed")
+    put(0)
+    add(LoRARequest("adapter", 2, str(place)))
+    ask("added under another number", 2)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ class ContentChecker:
         self._stale: dict[int, int] = {}
         """Slots of before the last reset that have not been stored anew, and their epochs."""
         self._old_blocks: set[int] = set()
-        """GPU blocks that hold what was computed before it, and that nobody was given since."""
+        """GPU blocks that hold what was computed before it, and that nobody was given since; and
+        all that a request has which had some then."""
+        self._old_tables: list[tuple[Any, str, Any]] = []
+        """Block tables of before it: those of a group, the id of the request, its own."""
         self._flipped: set[int] = set()
         """Slots in which a bit has flipped; no word of theirs may be read, which the forward sees,
         and no store may use them once the scheduler side has been told."""
@@ -117,6 +120,8 @@ class ContentChecker:
             self._freshen(fetch.slot_ids)
         self._see_stores(plan.stores_before_forward)
         self._old_blocks -= self._written(scheduler_output)
+        self._old_tables = [kept for kept in self._old_tables if kept[0].get(kept[1]) is kept[2]]
+        self._old_blocks.update(b.block_id for *_, table in self._old_tables for b in table)
         self._see_stores(plan.stores_after_forward)
         return plan
 
@@ -157,9 +162,11 @@ class ContentChecker:
         self._epoch = self._epoch + ENGINES_MAX if self._epoch else ENGINES_MAX + self._core.engine
         for slot in range(self._core.shape.num_slots):
             self._stale.setdefault(slot, self._last_epoch)
-        # What is hashed vLLM goes on using itself, if the GPU's cache was not reset too.
-        blocks = self._core.scheduler.kv_cache_manager.block_pool.blocks
-        self._old_blocks |= {b.block_id for b in blocks if not b.ref_cnt and b.block_hash is None}
+        manager = self._core.scheduler.kv_cache_manager
+        self._old_blocks.update(block.block_id for block in manager.block_pool.blocks)
+        for group in manager.coordinator.single_type_managers:
+            tables = group.req_to_blocks
+            self._old_tables += [(tables, name, table) for name, table in tables.items() if table]
         return original()
 
     def _see_match(self, original: Callable[..., Any], request: Any, num_tokens: int) -> Any:

@@ -1,0 +1,132 @@
+"""A reset under requests that live: nothing from before it is served or stored after it.
+
+The checkers of the simulator watch the same in every profile with resets. Here it is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.counts import num_failed
+from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
+
+SHAPES: list[dict[str, Any]] = [
+    {"num_blocks": 60, "num_slots": 300},
+    {"num_blocks": 60, "num_slots": 300, "is_async": True},
+    {"num_blocks": 90, "num_slots": 300, "groups": ("window:10", "full")},
+    {"num_blocks": 60, "num_slots": 300, "extra": {"lazy_offload": True}},
+]
+with_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def run_to(rig: Rig, request_id: str, prompt: list[int], num_tokens: int, of: int) -> Any:
+    """Start a request for `of` tokens and step until it has answered so many."""
+    request = rig.add(request_id, prompt, max_tokens=of)
+    rig.step_until(lambda: request.num_output_tokens >= num_tokens)
+    return request
+
+
+@with_shapes
+def test_what_the_gpu_has_from_before_a_reset_is_neither_found_nor_stored(
+    make_rig: MakeRig, shape: dict[str, Any]
+) -> None:
+    """vLLM cannot reset its own cache while a request runs."""
+    rig = make_rig(**shape)
+    old = rig.prompt(41, 1)
+    rig.run_alone("old", old)
+    run_to(rig, "runs on", rig.prompt(21, 2), 2, of=60)
+    assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
+    hashed = [block for block in rig.pool.blocks if block.block_hash is not None]
+    assert hashed == []
+    rig.counts.clear()
+    again = rig.add("again", old)
+    assert rig.planner.gpu.num_cached_tokens(again) == 0
+    rig.run_until_finished("again")
+    assert rig.counts["hit_tokens"] == 0
+    rig.drain()
+    rig.check_tokens("runs on", 60)
+    rig.check_idle()
+
+
+@with_shapes
+def test_what_a_request_computes_across_a_reset_is_not_kept(
+    make_rig: MakeRig, shape: dict[str, Any]
+) -> None:
+    """It attends to what is of before; what others compute meanwhile is kept."""
+    rig = make_rig(**shape)
+    prompt = rig.prompt(21, 2)
+    run_to(rig, "runs on", prompt, 2, of=60)
+    rig.planner.reset()
+    assert len(rig.planner.outdated) == 1
+    rig.step_until(lambda: not len(rig.planner.stores))
+    new = rig.prompt(33, 3)
+    rig.run_alone("new", new)
+    assert "runs on" not in rig.scheduler.requests, "it has ended meanwhile"
+    assert len(rig.planner.outdated) == 0
+    kept = {key for table in rig.planner.hits.directory.tables for key in table}
+    hashes = {bytes(h) for h in rig.add("same", prompt + rig.answers["runs on"]).block_hashes}
+    assert not hashes & {key[-32:] for key in kept}
+    rig.drain()
+    if not shape.get("extra"):
+        rig.forget_gpu_cache()
+        assert rig.run_alone("new again", new) == 32
+    rig.check_idle()
+
+
+def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, num_slots=300)
+    prompt = rig.prompt(41, 1)
+    run_to(rig, "a", prompt, 2, of=40)
+    rig.planner.reset()
+    rig.step()
+    assert len(rig.planner.outdated) == 1
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts it
+    rig.drain()
+    rig.check_tokens("a", 40)
+    assert len(rig.planner.outdated) == 0
+    rig.forget_gpu_cache()
+    assert rig.run_alone("again", prompt) == 40, "it was computed anew"
+    rig.check_idle()
+
+
+@with_shapes
+def test_a_load_that_is_under_way_at_a_reset_is_not_used(
+    make_rig: MakeRig, shape: dict[str, Any]
+) -> None:
+    rig = make_rig(**shape)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("old", prompt)
+    if shape.get("extra"):
+        rig.fill_gpu_cache("filler", 9)  # lazy stores keep what is evicted
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    rig.hold_copies(True)
+    rig.add("loads", prompt)
+    rig.step_until(lambda: bool(rig.planner.loads.in_flight))
+    rig.planner.reset()
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("loads", 4)
+    assert rig.counts["hit_tokens"] == 40
+    assert rig.counts["loaded_tokens"] == 0, "it was computed"
+    assert num_failed(rig.counts, "load") == 0, "and nothing is wrong"
+    rig.check_idle()
+
+
+def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, num_slots=300)
+    run_to(rig, "a", rig.prompt(21, 1), 2, of=60)
+    rig.planner.reset()
+    table = rig.planner.gpu.tables_of(0)[0]["a"]
+    num_before = len(table)
+    while "a" in rig.scheduler.requests:
+        assert all(block.block_hash is None for block in table)
+        rig.step()
+    assert len(table) > num_before + 40 // BLOCK_TOKENS
+    rig.drain()
+    rig.check_idle()
