@@ -32,6 +32,7 @@ SHARED = (
 IMPORTS_VLLM = {
     "compat.py": "all that differs between versions, and the base classes",
     "plugin.py": "registers the connector with vLLM",
+    "live_weights.py": "watches calls of its EngineCore",
     "observe/metrics.py": "base classes of statistics and metrics",
     "scheduler/requests.py": "RequestStatus",
     "scheduler/hits.py": "kinds of attention",

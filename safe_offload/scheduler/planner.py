@@ -553,6 +553,7 @@ class Planner(Side):
             self.loads.reset(state)
             self.stores.let_go_prefix(state)
         self.loads.fail_all()
+        self.stores.reset()
         if self.tiers is not None:
             self.tiers.reset(is_vouched_for=cause is None)
         self._pass_over()

@@ -290,6 +290,10 @@ class Stores:
 
     # ---- what went wrong -----------------------------------------------------------------------
 
+    def reset(self) -> None:
+        """None of those in flight is published, so that none needs a fence any more."""
+        self._unfenced.clear()
+
     def fail_all(self) -> None:
         """What is being stored is wrong: publish none of it."""
         for store in self._in_flight.values():

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import safe_offload
+from safe_offload.bench.tiny_models import write_tiny_model
 from tests.engine.conftest import GetModel
 from tests.engine.engines import ENVIRONMENT, EVERY_HIT, make_prompts
 from tests.engine.http_server import HttpServer
@@ -156,6 +157,37 @@ def test_a_reset_of_the_connector_forgets_the_host(server: HttpServer) -> None:
     assert count(server, "resets_total") == before + 1
     assert hits(server, "C") == NUM_HIT_TOKENS, "storing goes on"
     check_well(server)
+
+
+def test_weights_that_change_over_http_bring_nothing_back_and_wait_for_nobody(
+    server: HttpServer, model: GetModel, tmp_path: Path
+) -> None:
+    """While a request runs vLLM cannot reset its own cache. It goes on with what it has."""
+    before = ask(server, "C")
+    other = write_tiny_model("llama", tmp_path / "other", seed=1)
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(ask, server, "D", 400)
+        server.wait_for(
+            lambda: server.metrics()["vllm:num_requests_running"] > 0, "D to run", timeout_s=60.0
+        )
+        change_weights(server, other)
+        first = ask(server, "C")
+        assert len(asked.result()) == 400
+    assert first != before
+    assert hits(server, "C") == NUM_HIT_TOKENS, "it was stored anew"
+    settle(server)
+    server.post("/reset_prefix_cache?reset_external=true")
+    assert ask(server, "C") == first, "as it is computed"
+    change_weights(server, model("llama"))
+    assert hits(server, "C") == 0
+    assert ask(server, "C") == before
+    assert "The weights may have changed (collective_rpc of 'reload_weights')" in server.log()
+    check_well(server)
+
+
+def change_weights(server: HttpServer, folder: Path) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    server.post("/collective_rpc", body)
 
 
 def test_resets_while_requests_run_disturb_no_answer(server: HttpServer) -> None:
