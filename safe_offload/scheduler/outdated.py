@@ -44,10 +44,13 @@ class Outdated:
 
     Args:
         gpu: forgets hashes.
+        has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
+            anybody has a hash for as long as there are such requests.
     """
 
-    def __init__(self, gpu: GpuBlocks) -> None:
+    def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
         self._gpu = gpu
+        self._has_states = has_states
         self._tables: dict[RequestState, list[_Table]] = {}
 
     def __repr__(self) -> str:
@@ -96,7 +99,9 @@ class Outdated:
                 table.watched = table.home.table[table.num_seen :]
             if not any(table.home.stands() for table in tables):
                 del self._tables[state]
-        if block_ids:
+        if self._has_states:
+            self._gpu.forget_hashes()
+        elif block_ids:
             self._gpu.forget_hashes(block_ids)
         if is_shared:  # who was scheduled later in this step may have found such a block
             for state in book:
@@ -116,6 +121,7 @@ class Outdated:
         stands = table.home.stands()
         kept_ids = {block.block_id for block in present if stands}
         own: set[bytes] = set()
+        length = 0
         for block in (*present, *table.watched):
             witness = block_hash_of(block)
             if witness is None:
@@ -123,7 +129,7 @@ class Outdated:
             is_kept = block.block_id in kept_ids
             if not (is_kept or own):
                 own.update(state.request.block_hashes)
-                length = len(next(iter(own), b""))
+                length = len(next(iter(own), witness))
             if is_kept or get_block_hash(witness)[-length:] in own:
                 yield block, is_kept
 

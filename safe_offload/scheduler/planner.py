@@ -194,7 +194,7 @@ class Planner(Side):
             self.tiers = Tiers(
                 reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
             )
-        self.outdated = Outdated(gpu)
+        self.outdated = Outdated(gpu, has_states=hits.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
