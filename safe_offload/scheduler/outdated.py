@@ -115,16 +115,18 @@ class Outdated:
         """Yield what vLLM has hashed of a table since the last look, and if it is still in there.
 
         What has left it, as of a window that slid on, may be of another owner. If it has a hash of
-        this request, it comes from here.
+        this request, it comes from here, unless the request has begun again and computed it anew.
         """
-        present = table.home.table[table.num_seen :]
-        stands = table.home.stands()
+        home = table.home
+        present, stands = home.table[table.num_seen :], home.stands()
         kept_ids = {block.block_id for block in present if stands}
+        anew = () if stands else home.tables.get(home.request_id, ())
+        anew_ids = {block.block_id for block in anew}
         own: set[bytes] = set()
         length = 0
         for block in (*present, *table.watched):
             witness = block_hash_of(block)
-            if witness is None:
+            if witness is None or block.block_id in anew_ids:
                 continue
             is_kept = block.block_id in kept_ids
             if not (is_kept or own):
