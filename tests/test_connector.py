@@ -271,7 +271,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
 
 def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):
     logged.clear()
-    request: Any = SimpleNamespace()
+    request: Any = SimpleNamespace(lora_request=None)
     idle.bind_kv_cache_manager(MANAGER)
     idle.on_new_request(request)
     assert idle.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -304,7 +304,7 @@ def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):
 # ---- scheduler side ----------------------------------------------------------------------------
 
 SCHEDULER_HOOKS = {
-    "on_new_request": ("see", (None,), None),
+    "on_new_request": ("see", (SimpleNamespace(lora_request=None),), None),
     "get_num_new_matched_tokens": ("match", (None, 0), (0, False)),
     "update_state_after_alloc": ("allocated", (None, None, 0), None),
     "build_connector_meta": ("plan", (None,), EMPTY_PLAN),
