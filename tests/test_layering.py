@@ -398,7 +398,6 @@ MAY_LEAVE = {
     "worker/tiers/valkey/login.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
     "worker/tiers/files/directory.py": {"mkdir"},
-    "worker/tiers/files/tier.py": {"makedirs"},
     # What the next start need not read again, in a directory of ours; bounded.
     "worker/tiers/kept_digests.py": {"makedirs"},
 }

@@ -27,9 +27,18 @@ def messages() -> Iterator[tuple[str, str]]:
         name = str(path.relative_to(PACKAGE))
         if name.split("/", maxsplit=1)[0] in NOT_IN_SERVICE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        texts = {
+            node.targets[0].id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and node.args and _is_message(node.func):
-                yield f"{name}:{node.lineno}", _leading_words(node.args[0])
+                message = node.args[0]
+                if isinstance(message, ast.Name):  # it stands at the top of the file
+                    message = texts[message.id]
+                yield f"{name}:{node.lineno}", _leading_words(message)
 
 
 def _is_message(function: ast.expr) -> bool:

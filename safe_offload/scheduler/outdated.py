@@ -40,27 +40,28 @@ class Outdated:
     no block of theirs keeps a hash, by which alone vLLM or a store finds it, until the request has
     ended or has lost all its blocks.
 
-    Its state: the tables of these requests.
-
     Args:
         gpu: forgets hashes.
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
             anybody has a hash for as long as there are such requests.
+
+    Attributes:
+        tables: of these requests; read only outside.
     """
 
     def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
         self._gpu = gpu
         self._has_states = has_states
-        self._tables: dict[RequestState, list[_Table]] = {}
+        self.tables: dict[RequestState, list[_Table]] = {}
 
     def __repr__(self) -> str:
         return f"Outdated({len(self)} requests)"
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self.tables)
 
     def __contains__(self, state: RequestState) -> bool:
-        return state in self._tables
+        return state in self.tables
 
     def begin(self, book: Iterable[RequestState]) -> None:
         """There was a reset: all that any request has, or that vLLM keeps, is of before it."""
@@ -78,7 +79,7 @@ class Outdated:
                 found.append(_Table(Home(tables, request_id, table), group_idx))
                 found[-1].watched = list(table)
         if found:
-            self._tables[state] = found
+            self.tables[state] = found
 
     def keep_out(self, book: Iterable[RequestState]) -> list[RequestState]:
         """Take the hashes from what vLLM has hashed of these requests since the last plan.
@@ -86,11 +87,11 @@ class Outdated:
         Returns:
             The requests. Those that were preempted since are of no concern after this.
         """
-        states = list(self._tables)
+        states = list(self.tables)
         block_ids: set[int] = set()
         is_shared = False
         for state in states:
-            tables = self._tables[state]
+            tables = self.tables[state]
             for table in tables:
                 for block, num_owners in self._hashed_since(table, state):
                     block_ids.add(block.block_id)
@@ -98,14 +99,14 @@ class Outdated:
                 table.num_seen = self._num_hashed(table)
                 table.watched = table.home.table[table.num_seen :]
             if not any(table.home.stands() for table in tables):
-                del self._tables[state]
+                del self.tables[state]
         if self._has_states:
             self._gpu.forget_hashes()
         elif block_ids:
             self._gpu.forget_hashes(block_ids)
         if is_shared:  # who was scheduled later in this step may have found such a block
             for state in book:
-                if not state.finished and state not in self._tables and self._has(state, block_ids):
+                if not state.finished and state not in self.tables and self._has(state, block_ids):
                     self._add(state)
         return states
 
@@ -152,4 +153,4 @@ class Outdated:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
-        self._tables.pop(state, None)
+        self.tables.pop(state, None)

@@ -345,17 +345,17 @@ class Planner(Side):
             self.steps.planned(scheduler_output, now_s)
         for state in self.book.purge(self.gpu):
             self.loads.forget(state)
-        if self.outdated:
+        if self.outdated.tables:
             for state in self.outdated.keep_out(self.book):
                 self.policy.forget_table(state)
-        if self.tiers is not None:
-            self.tiers.private.note()
+        tiers, messages = self.tiers, NO_MESSAGES
+        if tiers is not None and tiers.private.noted:
+            tiers.private.note()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
             self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
         before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        tiers, messages = self.tiers, NO_MESSAGES
         if tiers is not None and (tiers.has_to_plan or now_s > tiers.plan_again_s):
             messages = NO_MESSAGES if self._is_disabled else tiers.plan(now_s)
         if not (before or after or fences or self.loads.has_news or messages is not NO_MESSAGES):

@@ -25,8 +25,8 @@ SWEEP_MIN = 1 << 16
 class PrivateBlocks:
     """The hashes of such blocks, for as long as the GPU or the host may have them.
 
-    Its state, which nothing else changes: the hashes; for each request that has some, how many of
-    its hashes are among them or come before; and at how many it is time to sweep.
+    Its state, which nothing else changes: the two below, and at how many hashes it is time to
+    sweep.
 
     Args:
         hits: what the host has.
@@ -36,6 +36,7 @@ class PrivateBlocks:
 
     Attributes:
         hashes: read only outside.
+        noted: likewise; the requests that have some, and how many of their hashes were looked at.
     """
 
     def __init__(
@@ -51,17 +52,17 @@ class PrivateBlocks:
         self._tells_media_ids = tells_media_ids
         self._vouches_for_adapters = vouches_for_adapters
         self.hashes: set[bytes] = set()
-        self._noted: dict[Request, int] = {}
+        self.noted: dict[Request, int] = {}
         self._sweep_at = SWEEP_MIN
 
     def __repr__(self) -> str:
-        return f"PrivateBlocks({len(self._noted)} requests, {len(self.hashes)} hashes)"
+        return f"PrivateBlocks({len(self.noted)} requests, {len(self.hashes)} hashes)"
 
     def see(self, request: Request) -> None:
         """A request is new."""
         first = self._first(request)
         if first is not None or request.resumable:
-            self._noted[request] = first or 0
+            self.noted[request] = first or 0
             self._note(request)
 
     def _first(self, request: Request) -> int | None:
@@ -77,29 +78,29 @@ class PrivateBlocks:
 
     def note(self) -> None:
         """A step is planned, in which any block that is hashed by now may be stored."""
-        for request in self._noted:
+        for request in self.noted:
             self._note(request)
         if len(self.hashes) > self._sweep_at:
             self._sweep()
 
     def end(self, request: Request) -> None:
         """A request has ended; others may still find what it has computed."""
-        if request in self._noted:
+        if request in self.noted:
             self._note(request)
-            del self._noted[request]
+            del self.noted[request]
 
     def _note(self, request: Request) -> None:
         hashes = request.block_hashes
-        first: int | None = self._noted[request]
+        first: int | None = self.noted[request]
         if request.resumable:  # with media that it had not, and hashes that are others by now
             first = self._first(request)
         if first is not None and first < len(hashes):
             self.hashes.update(hashes[first:])
-            self._noted[request] = len(hashes)
+            self.noted[request] = len(hashes)
 
     def _sweep(self) -> None:
         """Forget what neither the GPU, nor the host, nor a request has any more."""
         kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
-        kept.update(*(request.block_hashes for request in self._noted))
+        kept.update(*(request.block_hashes for request in self.noted))
         self.hashes &= kept
         self._sweep_at = max(SWEEP_MIN, 2 * len(self.hashes))

@@ -206,7 +206,8 @@ class Capacity:
         """Return how much may be taken: that and some ahead, or that; 0 if it is too much."""
         limit_bytes = self._limit_bytes
         if limit_bytes is None:  # ahead, so little that others with a limit have theirs
-            return max(size_bytes, min(_AHEAD_BYTES_MAX, taken_bytes // _AHEAD_SHARE))
+            known_bytes = taken_bytes if taken_bytes < _UNKNOWN_BYTES else 0
+            return max(size_bytes, min(_AHEAD_BYTES_MAX, known_bytes // _AHEAD_SHARE))
         left_bytes = limit_bytes - taken_bytes
         wanted_bytes = max(size_bytes, min(_AHEAD_BYTES_MAX, limit_bytes // _AHEAD_SHARE))
         got_bytes = wanted_bytes if wanted_bytes <= left_bytes else size_bytes
