@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import Job, Report, connector, make_job, num_hit_tokens, run
+from tests.engine.engines import (
+    Job,
+    Report,
+    connector,
+    make_job,
+    make_prompts,
+    num_hit_tokens,
+    run,
+)
+from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -21,9 +33,12 @@ NUM_TOKENS = 641
 LONG_WAIT_S = 60
 """No look-up is cut short where a machine is busy."""
 NUM_EDITS = 2
+NUM_IMAGE_PROMPT = 129
+OTHER_PIXELS = {"do_normalize": False}
+"""As many tokens of an image, and other values."""
 
 
-def job(model: Path, tier: Path | None) -> Job:
+def job(model: Path, tier: Path | None, **arguments: Any) -> Job:
     """A and B, in a pool that holds both."""
     tiers = [] if tier is None else [{"url": f"file://{tier}", "wait_s": LONG_WAIT_S}]
     return make_job(
@@ -33,7 +48,16 @@ def job(model: Path, tier: Path | None) -> Job:
         kv_transfer_config=connector(tiers=tiers),
         turns=("A", "B"),
         prefix_caching_hash_algo=HASHES,
+        **arguments,
     )
+
+
+def job_with_images(model: Path, tier: Path | None, **arguments: Any) -> Job:
+    """A and B, each with an image in its first block."""
+    prompts: dict[str, Any] = {}
+    for number, (name, tokens) in enumerate(make_prompts(NUM_IMAGE_PROMPT, "AB").items()):
+        prompts[name] = {"tokens": [*tokens[:5], IMAGE_ID, *tokens[6:]], "image": number}
+    return replace(job(model, tier, **arguments), prompts=prompts)
 
 
 def edit_weights(file: Path, seed: int) -> None:
@@ -76,3 +100,25 @@ def test_weights_that_were_edited_in_place_have_answers_of_their_own(
         assert hits(again) == all_hit
         assert again.tokens == edited.tokens
         first = edited
+
+
+def test_images_that_are_processed_otherwise_have_answers_of_their_own(tmp_path: Path) -> None:
+    """By an argument of the engine, then by a file of the model; vLLM's hash knows neither."""
+    folder, tier = write_tiny_vision_model(tmp_path / "model"), tmp_path / "tier"
+    (first,) = run(tmp_path / "first", job_with_images(folder, tier))
+    (again,) = run(tmp_path / "again", job_with_images(folder, tier))
+    assert all(hits(again)), "hashes of content are the same in every process"
+    assert again.tokens == first.tokens
+    arguments = {"mm_processor_kwargs": OTHER_PIXELS}
+    with_tier, plain = run(
+        tmp_path / "argument",
+        job_with_images(folder, tier, **arguments),
+        job_with_images(folder, None, **arguments),
+    )
+    assert hits(with_tier) == [0, 0]
+    assert with_tier.tokens == plain.tokens != first.tokens
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | OTHER_PIXELS))
+    (edited,) = run(tmp_path / "file", job_with_images(folder, tier))
+    assert hits(edited) == [0, 0]
+    assert edited.tokens == plain.tokens
