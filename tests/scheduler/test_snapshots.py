@@ -164,7 +164,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: MakeRig) -> None:
-    """A reset of the connector alone: the request goes on, and vLLM keeps its blocks."""
+    """A reset of the connector alone: the request goes on, with blocks of before."""
     rig = make_rig(num_blocks=40, num_slots=100)
     rig.start()
     rig.add("r", rig.prompt(6, 1), max_tokens=30)
@@ -172,11 +172,10 @@ def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: Make
         rig.step()
     stored = rig.counts["stored_blocks"]
     assert stored < 17 // BLOCK_TOKENS, "some of it waits for a look, or it shows nothing"
-    num_hashed = rig.planner.gpu.tables_of(0)[1]["r"]
     assert rig.connector.reset_cache()
     rig.drain()
     rig.check_tokens("r", 30)
-    assert rig.counts["stored_blocks"] - stored == 35 // BLOCK_TOKENS - num_hashed
+    assert rig.counts["stored_blocks"] == stored, "what it computes behind that neither"
     rig.check_idle()
 
 
