@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from safe_offload.errors import ConfigError
-from safe_offload.printing import NOT_SHOWN, shown
+from safe_offload.printing import NOT_SHOWN, shown, shown_key
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     choice,
@@ -269,6 +269,6 @@ def _require_known_keys(written: Mapping[Any, object]) -> None:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'
         raise ConfigError(
-            f"kv_connector_extra_config[{shown(key)}] = {shown(NOT_SHOWN)}: this {problem}. "
+            f"kv_connector_extra_config[{shown_key(key)}] = {shown(NOT_SHOWN)}: this {problem}. "
             f"Allowed keys: {', '.join(VALID_KEYS)}. Fix: {fix}."
         )

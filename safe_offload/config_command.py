@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safe_offload.config import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.errors import ConfigError
-from safe_offload.printing import NOT_SHOWN, masked, shown
+from safe_offload.printing import NOT_SHOWN, masked, shown, shown_key
 from safe_offload.tier_config import TIER_SETTINGS
 from safe_offload.tier_url import URL
 from safe_offload.transfer_config import (
@@ -152,7 +152,7 @@ def _require_fields(written: Mapping[str, Any]) -> None:
     for key, value in written.items():
         if key not in OUTER_KEYS:
             raise ConfigError(
-                f"{shown(key)} is no field of --kv-transfer-config. "
+                f"{shown_key(key)} is no field of --kv-transfer-config. "
                 f"Allowed: {', '.join(OUTER_KEYS)}. Fix: write one of these, or remove it."
             )
         if key in _OUTER_CHOICES and value not in (*_OUTER_CHOICES[key], _OUTER_DEFAULTS[key]):

@@ -20,6 +20,7 @@ _INTEGER_END: Final = 10**30
 _PLACE_KEYS: Final = ("url", "endpoint", "disk_path", "ca_file", "cert_file")
 _WORD_LENGTH_MAX: Final = 20
 """No other value of a setting is longer, as keys and passwords may be."""
+_KEY_LENGTH_MAX: Final = 32
 
 _NOT_IN_PATHS: Final = r"?#@=&;,{}\"'"
 _MACHINE: Final = r"[A-Za-z0-9._-]*(?::\d{0,5})?|\[[0-9A-Fa-f:.]*\](?::\d{0,5})?"
@@ -84,6 +85,12 @@ def shown(value: object, key: object = "") -> str:
         empty = "{}" if isinstance(value, Mapping) else "[]"
         return f"{empty[0]}{'...' if value else ''}{empty[1]}"
     return f"<{printable(type(value).__name__)}>"
+
+
+def shown_key(key: object) -> str:
+    """Return the name of a setting that is none of ours; none of ours is as long as a secret."""
+    is_name = not isinstance(key, str) or len(key) <= _KEY_LENGTH_MAX
+    return shown(key) if is_name else HIDDEN
 
 
 def masked(value: object, key: object = "") -> object:

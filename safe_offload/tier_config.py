@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from safe_offload.printing import NOT_SHOWN, shown
+from safe_offload.printing import NOT_SHOWN, shown, shown_key
 from safe_offload.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
@@ -293,7 +293,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
             nearest = difflib.get_close_matches(spelling, TIER_KEYS, n=1, cutoff=0.5)
             fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else ""
             refuse(
-                Place(f"{place}[{shown(name)}]", ""),
+                Place(f"{place}[{shown_key(name)}]", ""),
                 NOT_SHOWN,
                 "this is not a setting of a tier",
                 f"the keys {', '.join(TIER_KEYS)}",

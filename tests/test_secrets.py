@@ -240,6 +240,13 @@ def test_a_secret_in_the_place_of_its_path_is_not_said(url: str, path: str) -> N
         check_start({"tiers": [{"url": url, "cert_file": "/c", "key_file": written}]}, secret)
 
 
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_a_secret_in_the_place_of_a_key_is_not_said(alphabet: str) -> None:
+    secret = make_secret(4, alphabet)
+    check_start({secret: 1}, secret)
+    check_start({"tiers": [{**TIER, secret: 1}]}, secret)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
 def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret: str) -> None:
