@@ -304,11 +304,17 @@ class Planner(Side):
         state = self.book.find(request) or self.see(request)
         try:
             if state in self.outdated:
-                self.outdated.keep_out(self.book)  # vLLM may have hashed a block just now
+                self._keep_out()  # vLLM may have hashed a block just now
             elif not self._is_disabled:
                 self.policy.finish(state)
         finally:  # vLLM does not ask again
             self._end(state)
+
+    def _keep_out(self) -> list[RequestState]:
+        """Keep what outdated requests have computed out of every cache; return these requests."""
+        states = self.outdated.keep_out(self.book)
+        self.stores.lose_hashes()
+        return states
 
     def _end(self, state: RequestState) -> None:
         """A request has ended: give up what only a live one needs."""
@@ -346,7 +352,7 @@ class Planner(Side):
         for state in self.book.purge(self.gpu):
             self.loads.forget(state)
         if self.outdated.tables:
-            for state in self.outdated.keep_out(self.book):
+            for state in self._keep_out():
                 self.policy.forget_table(state)
         tiers, messages = self.tiers, NO_MESSAGES
         if tiers is not None and tiers.private.noted:

@@ -299,12 +299,26 @@ class Stores:
         for store in self._in_flight.values():
             store.fail()
 
+    def lose_hashes(self) -> None:
+        """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
+        for store in list(self._unfenced.values()):
+            if any(part.blocks.lacks_hashes() for part in store.parts):
+                store.fail()  # so that it needs no fence
+                del self._unfenced[store.transfer_id]
+        for parts in (self._exposed, self._intact):
+            for part in [part for part in parts if part.blocks.lacks_hashes()]:
+                parts.remove(part)
+                self._forget(part)
+
     def forget_unplanned(self) -> None:
         """Store nothing of what no plan names yet."""
         for part in (*self._exposed, *self._intact):
-            self._hits.slots.forget(part.lease.slots)
-            self._return_slots(part)
+            self._forget(part)
         self.sent()
+
+    def _forget(self, part: Part) -> None:
+        self._hits.slots.forget(part.lease.slots)
+        self._return_slots(part)
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, forget each store that no worker copies."""
