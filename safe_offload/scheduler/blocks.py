@@ -243,6 +243,10 @@ class GpuBlocks:
         """
         return bool(getattr(self._managers[group_idx], "has_positionally_stable_blocks", True))
 
+    def block_tokens(self, group_idx: int) -> int:
+        """Return how many tokens a block of a group has."""
+        return int(self._managers[group_idx].block_size)
+
     def num_cached_tokens(self, request: Any) -> int:
         """Return how many first tokens of a request vLLM's prefix cache has; changes nothing."""
         found = self._coordinator.find_longest_cache_hit(

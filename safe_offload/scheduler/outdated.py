@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.requests import RequestState
@@ -96,7 +97,7 @@ class Outdated:
                 for block, num_owners in self._hashed_since(table, state):
                     block_ids.add(block.block_id)
                     is_shared |= block.ref_cnt > num_owners
-                table.num_seen = self._num_hashed(table)
+                table.num_seen = self._num_hashed(table, state.request)
                 table.watched = table.home.table[table.num_seen :]
             if not any(table.home.stands() for table in tables):
                 del self.tables[state]
@@ -136,12 +137,18 @@ class Outdated:
             if is_kept or get_block_hash(witness)[-length:] in own:
                 yield block, is_kept
 
-    def _num_hashed(self, table: _Table) -> int:
-        """Return how many first blocks of a table need no other look."""
+    def _num_hashed(self, table: _Table, request: Request) -> int:
+        """Return how many first blocks of a table need no other look.
+
+        The block that a prompt ends in is given a hash of its first part again and again.
+        Source: vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block.
+        """
         if not self._gpu.is_positional(table.group_idx):
             return 0
         _, nums_hashed = self._gpu.tables_of(table.group_idx)
-        return nums_hashed.get(table.home.request_id, 0)
+        prompt_end = int(request.num_prompt_tokens) - 1
+        num_before = prompt_end // self._gpu.block_tokens(table.group_idx)
+        return min(nums_hashed.get(table.home.request_id, 0), num_before)
 
     def _has(self, state: RequestState, block_ids: set[int]) -> bool:
         """Whether a request has one of these blocks."""

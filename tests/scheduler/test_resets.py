@@ -130,3 +130,17 @@ def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
     assert len(table) > num_before + 40 // BLOCK_TOKENS
     rig.drain()
     rig.check_idle()
+
+
+def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -> None:
+    """In groups of larger blocks vLLM gives it one in every step, for its first part."""
+    rig = make_rig(groups=("full", "full@16"), num_blocks=60, num_slots=300)
+    run_to(rig, "a", rig.prompt(64, 1), 2, of=30)
+    rig.planner.reset()
+    rig.step()
+    tables = [rig.planner.gpu.tables_of(group_idx)[0]["a"] for group_idx in (0, 1)]
+    while "a" in rig.scheduler.requests:
+        rig.step()
+        assert all(block.block_hash is None for table in tables for block in table)
+    rig.drain()
+    rig.check_idle()

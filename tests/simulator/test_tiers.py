@@ -320,7 +320,9 @@ def test_what_an_engine_with_other_weights_has_written_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a reset of one engine the other one would find what it writes from then on."""
-    monkeypatch.setattr("safe_offload.scheduler.tiers.Tiers.reset", Tiers.stop)
+    monkeypatch.setattr(
+        "safe_offload.scheduler.tiers.Tiers.reset", lambda tiers, **_: Tiers.stop(tiers)
+    )
     findings = findings_of(shared_profile(num_resets=8), range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings
