@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.hits import HostHits
 
+NEVER = -1
+"""An epoch of the directory that there has never been."""
+
 
 class Stores:
     """All stores that are found, planned or in flight, and the prefixes that they extend.
@@ -303,8 +306,10 @@ class Stores:
         """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
         for store in list(self._unfenced.values()):
             if any(part.blocks.lacks_hashes() for part in store.parts):
-                store.fail()  # so that it needs no fence
-                del self._unfenced[store.transfer_id]
+                for part in store.parts:
+                    self._hits.slots.forget(part.lease.slots)
+                store.epoch = NEVER
+                del self._unfenced[store.transfer_id]  # what is not published needs no fence
         for parts in (self._exposed, self._intact):
             for part in [part for part in parts if part.blocks.lacks_hashes()]:
                 parts.remove(part)
