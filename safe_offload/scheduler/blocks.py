@@ -121,10 +121,6 @@ class BlockSet:
             return False
         return any(map(is_not, hashes_of(self.blocks), self.witnesses))
 
-    def lacks_hashes(self) -> bool:
-        """Whether one of the blocks has no hash any more, wherever it is by now."""
-        return None in hashes_of(self.blocks)
-
     def intact(self) -> BlockSet:
         """Return those that were not given away."""
         if not self.given_away():

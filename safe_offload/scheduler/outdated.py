@@ -48,12 +48,14 @@ class Outdated:
 
     Attributes:
         tables: of these requests; read only outside.
+        taken_ids: blocks whose hashes the last look has taken; with states, some of them.
     """
 
     def __init__(self, gpu: GpuBlocks, *, has_states: bool) -> None:
         self._gpu = gpu
         self._has_states = has_states
         self.tables: dict[RequestState, list[_Table]] = {}
+        self.taken_ids: set[int] = set()
 
     def __repr__(self) -> str:
         return f"Outdated({len(self)} requests)"
@@ -101,6 +103,7 @@ class Outdated:
                 table.watched = table.home.table[table.num_seen :]
             if not any(table.home.stands() for table in tables):
                 del self.tables[state]
+        self.taken_ids = block_ids
         if self._has_states:
             self._gpu.forget_hashes()
         elif block_ids:

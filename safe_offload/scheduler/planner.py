@@ -313,7 +313,8 @@ class Planner(Side):
     def _keep_out(self) -> list[RequestState]:
         """Keep what outdated requests have computed out of every cache; return these requests."""
         states = self.outdated.keep_out(self.book)
-        self.stores.lose_hashes()
+        if self.outdated.taken_ids:
+            self.stores.lose_hashes(self.outdated.taken_ids)
         return states
 
     def _end(self, state: RequestState) -> None:

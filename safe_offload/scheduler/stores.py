@@ -302,18 +302,19 @@ class Stores:
         for store in self._in_flight.values():
             store.fail()
 
-    def lose_hashes(self) -> None:
+    def lose_hashes(self, block_ids: Collection[int]) -> None:
         """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
         for store in list(self._unfenced.values()):
-            if any(part.blocks.lacks_hashes() for part in store.parts):
+            if store.reads(block_ids):
                 for part in store.parts:
                     self._hits.slots.forget(part.lease.slots)
                 store.epoch = NEVER
                 del self._unfenced[store.transfer_id]  # what is not published needs no fence
         for parts in (self._exposed, self._intact):
-            for part in [part for part in parts if part.blocks.lacks_hashes()]:
-                parts.remove(part)
-                self._forget(part)
+            for part in list(parts):
+                if any(block.block_id in block_ids for block in part.blocks.blocks):
+                    parts.remove(part)
+                    self._forget(part)
 
     def forget_unplanned(self) -> None:
         """Store nothing of what no plan names yet."""
