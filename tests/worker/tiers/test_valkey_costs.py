@@ -158,5 +158,6 @@ async def test_no_reply_costs_more_than_was_asked_for(seed: int) -> None:
                 await asyncio.gather(*calls, return_exceptions=True)
             await tier.close()
             kept = 2 * REPLY_BYTES_MAX if wanted == b"CLUSTER" else LOGIN_BYTES_MAX
-            assert watch.peak_bytes <= 2 * SCRATCH_BYTES + kept + SLACK_BYTES, reply[:100]
+            # Each of the two calls may have a connection that ends, and the one that follows it.
+            assert watch.peak_bytes <= 4 * SCRATCH_BYTES + kept + SLACK_BYTES, reply[:100]
             assert watch.steps_max <= STEPS_MAX, reply[:100]
