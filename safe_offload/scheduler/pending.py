@@ -126,6 +126,10 @@ class Store(Pending):
         """Whether it reads one of these blocks."""
         return any(block.block_id in block_ids for p in self.parts for block in p.blocks.blocks)
 
+    def keep_back(self) -> None:
+        """It is not published, whatever the ranks report, and is no failure."""
+        self.epoch = -1
+
     def disown(self) -> None:
         """No prefix is extended by what it keeps."""
         for part in self.parts:

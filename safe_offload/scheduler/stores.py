@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.hits import HostHits
 
-NEVER = -1
-"""An epoch of the directory that there has never been."""
-
 
 class Stores:
     """All stores that are found, planned or in flight, and the prefixes that they extend.
@@ -308,7 +305,7 @@ class Stores:
             if store.reads(block_ids):
                 for part in store.parts:
                     self._hits.slots.forget(part.lease.slots)
-                store.epoch = NEVER
+                store.keep_back()
                 del self._unfenced[store.transfer_id]  # what is not published needs no fence
         for parts in (self._exposed, self._intact):
             for part in list(parts):
