@@ -1,7 +1,7 @@
 """A process that is no rank of an engine, where the engine's ranks meet; imports nothing of ours.
 
 Started with `pose SIZE NAME…` it is the first rank at these addresses before the real one is; with
-`knock [USER]` it connects wherever ranks listen. Once it is ready it waits for a line.
+`knock NAME [USER]` it connects to one that listens. Once it is ready it waits for a line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import threading
-from pathlib import Path
 
 
 def new_socket() -> socket.socket:
@@ -42,18 +41,15 @@ def serve(listener: socket.socket, memory: int) -> None:
                 peer.send(b"committed")
 
 
-def knock() -> None:
+def knock(name: str) -> None:
     """Say nothing, too little, and what is no word of ours; and stay."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    names = {line.split("@")[1] for line in lines if "@safe-offload/" in line}
     kept = []
-    for name in names:
-        for message in (b"", b"x", b"x" * 256):
-            kept.append(new_socket())
-            kept[-1].connect(f"\0{name}")
-            with contextlib.suppress(OSError):  # we have been turned away
-                kept[-1].send(message)
-    print(f"knocked {len(kept)} times", flush=True)
+    for message in (b"", b"x", b"x" * 256):
+        kept.append(new_socket())
+        kept[-1].connect(f"\0{name}")
+        with contextlib.suppress(OSError):  # we have been turned away
+            kept[-1].send(message)
+    print("ready", flush=True)
     sys.stdin.readline()
 
 
@@ -61,6 +57,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "pose":
         pose(int(sys.argv[2]), sys.argv[3:])
     else:
-        if sys.argv[2:]:
-            os.setuid(int(sys.argv[2]))
-        knock()
+        if sys.argv[3:]:
+            os.setuid(int(sys.argv[3]))
+        knock(sys.argv[2])

@@ -132,9 +132,9 @@ def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(
 
     def script(peer: Peer) -> None:
         assert head_from(peer).startswith(b"GET ")
-        peer.send(data[: HEADER_BYTES + (1 << 20)])
-        goes_on.wait(PATIENCE_S)
         try:
+            peer.send(data[: HEADER_BYTES + (1 << 20)])
+            goes_on.wait(PATIENCE_S)
             for _ in range(4):
                 peer.send(data[HEADER_BYTES + (1 << 20) :])
         finally:
