@@ -55,7 +55,7 @@ _AHEAD_SHARE: Final = 64
 _LOCK_PATIENCE_S: Final = 0.2
 _LOCK_PAUSE_S: Final = 0.001
 _PATIENCE_S: Final = 1.0
-_PAUSE_S: Final = 0.05  # after a count that made no room, or that another process was at
+_PAUSE_S: Final = 0.05  # after a count that made no room
 _TRY_AGAIN_NS: Final = 3600 * 10**9  # whether others have left room
 _LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PAIR: Final = struct.Struct("<QQ")
@@ -232,25 +232,26 @@ class Capacity:
                 the last one has made no room.
 
         Returns:
-            What was done; None if another process is at it.
+            What was done; None if another process was at it, which has been waited for.
 
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
         """
-        kept = None
+        kept, has_room = None, False
         try:
             kept = keep(root_fd, self._limit_bytes, is_disk_full=is_disk_full)
+            if kept is None:
+                has_room = _await_other_count(root_fd)
+            else:
+                limit_bytes = self._limit_bytes or kept.held_bytes
+                has_room = kept.held_bytes <= EVICT_FROM * limit_bytes
             return kept
         finally:
             with self._lock:
                 self._is_short = False
-                pause_s = _PAUSE_S
                 if kept is not None:
                     self.used_bytes = kept.held_bytes
-                    limit_bytes = self._limit_bytes or kept.held_bytes
-                    if kept.held_bytes <= EVICT_FROM * limit_bytes:
-                        pause_s = 0.0
-                self._count_again_at_s = time.monotonic() + pause_s
+                self._count_again_at_s = time.monotonic() + (0.0 if has_room else _PAUSE_S)
                 self.num_counts += 1
                 self._room.notify_all()
 
@@ -480,16 +481,26 @@ def _digest(fields: bytes) -> bytes:
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def _lock(usage_fd: int) -> None:
-    """Lock `usage`, which others hold for microseconds.
+def _await_other_count(root_fd: int) -> bool:
+    """Wait, a short time at most, until no process counts; return whether that is so."""
+    with _opened(LOCK_FILE, root_fd) as lock_fd:
+        try:
+            _lock(lock_fd, _PATIENCE_S)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _lock(file_fd: int, patience_s: float | None = None) -> None:
+    """Lock a file; `usage` is held by others for microseconds.
 
     Raises:
         OSError: another has held it for long, and may be stopped; or there is no `flock`.
     """
-    give_up_at_s = time.monotonic() + _LOCK_PATIENCE_S
+    give_up_at_s = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
     while True:
         try:
-            fcntl.flock(usage_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > give_up_at_s:
                 raise

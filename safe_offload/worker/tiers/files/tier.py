@@ -92,7 +92,8 @@ class FileTier:
         self._asker = start_threads(1, "safe-offload-tier-ask")
         self._keeper = start_threads(1, "safe-offload-tier-keep")
         self._keep_lock = threading.Lock()
-        self._keeping: Future[None] | None = None
+        self._is_counting = False
+        self._wanted_after = -1  # how many counts had ended when the last one was wanted
         self._keep_at_s = 0.0
         self._has_made_room = False  # or tries to, on a full disk, and no write has worked since
         self._batches: set[_Batch] = set()
@@ -266,17 +267,24 @@ class FileTier:
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""
         with self._keep_lock:
-            if self._is_closed or self._is_counting:
+            if self._is_closed:
+                return
+            self._wanted_after = self._capacity.num_counts
+            if self._is_counting:
                 return
             self._keep_at_s = time.monotonic() + SWEEP_EVERY_S
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._has_made_room |= is_disk_full
-                is_disk_full = self._has_made_room
-                self._keeping = self._keeper.submit(self._count, is_disk_full=is_disk_full)
+                self._keeper.submit(self._count_while_wanted)
+                self._is_counting = True
 
-    @property
-    def _is_counting(self) -> bool:
-        return self._keeping is not None and not self._keeping.done()
+    def _count_while_wanted(self) -> None:
+        """Count; then again if that was wanted after the count had ended."""
+        while self._is_counting:
+            self._wanted_after = -1
+            self._count(is_disk_full=self._has_made_room)
+            with self._keep_lock:
+                self._is_counting = self._wanted_after == self._capacity.num_counts
 
     def _count(self, *, is_disk_full: bool) -> None:
         try:
