@@ -213,7 +213,7 @@ class TierSeries:
         doc = "Bytes that a tier holds, those of other engines included, as far as it knows."
         self.stored_bytes = Series("tier_stored_bytes", doc, tier)
         self.capacity_bytes = Series("tier_capacity_bytes", "What a tier may hold.", tier)
-        doc = "1 while a tier is left alone because it fails."
+        doc = "1 since a tier has failed and was left alone, until a call of that kind has worked."
         self.is_out = {
             operation: Series("tier_is_out", doc, tier, ("operation", operation))
             for operation in ("read", "write")

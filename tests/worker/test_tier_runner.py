@@ -35,6 +35,7 @@ from safe_offload.worker.tiers.circuit import (
     PAUSE_S_MAX,
     Circuit,
     Operation,
+    State,
 )
 from safe_offload.worker.tiers.inquiry import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.tiers.meaning import Doubt, Learned, Meaning
@@ -135,6 +136,10 @@ class Rig:
             [outcome.transfer_id for outcome in self.outcomes],
         ):
             assert len(set(ids)) == len(ids), "answered twice"
+
+    def is_left_alone(self, kind: str) -> bool:
+        breaker = self.circuits[0]._breakers[Operation(kind)]
+        return breaker.state is State.OPEN
 
     def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
@@ -255,7 +260,7 @@ def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(
     assert rig.fetch(4, [5], A) == (0,)
     rig.loop.pass_time(1000)
     assert rig.outcome(1) is None
-    assert not rig.tier.calls
+    assert rig.tier.calls == ["probe 1"], "whether it can be reached"
     meaning.release(rig)
     assert rig.outcome(1) == ()
     assert rig.probe(5, A) == bytes([1])
@@ -772,13 +777,41 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
         assert getattr(rig, kind)(1, [0], A) == (0,)
     assert rig.tier.calls == before
     rig.loop.pass_time(PAUSE_S)
-    assert not rig.circuits[0].is_out
+    assert not rig.is_left_alone(kind)
     if kind == "probe":
         assert rig.probe(2, A) == bytes([1])
     else:
         assert getattr(rig, kind)(2, [0], A) == ()
+    assert not rig.circuits[0].is_out
+    assert not rig.circuits[0].is_out_for_writing
     assert caplog.text.count("left alone") == 1
     assert caplog.text.count("works again") == 1
+
+
+def test_a_tier_that_hangs_is_out_during_its_trials_too(make_rig):
+    """Else an alert that waits for ten minutes of it never fires."""
+    rig = make_rig()
+    rig.tier.holds = {"fetch"}
+    states = []
+    for seconds in range(1800):
+        if seconds % 60 == 0:
+            rig.fetch(next(NUMBERS), [seconds // 60], A)
+        rig.loop.pass_time(1)
+        gauges = rig.runner.gauges()
+        states.append(gauges['tier_is_out{tier="1",operation="read"}'])
+    assert len(rig.tier.calls) > FAILURES_MAX + 2, "it was tried again"
+    assert states == sorted(states)
+    assert states.index(1) < 60 * FAILURES_MAX
+
+
+def test_a_tier_that_cannot_work_says_so_before_the_first_request(make_rig, caplog):
+    near, far = HandTier("near"), HandTier("far")
+    near.answers["probe"] = [OSError("nobody is there")] * 100
+    rig = make_rig(near, far, meaning=Meaning({}, ()))
+    assert (near.calls, far.calls) == (["probe 1"] * FAILURES_MAX, ["probe 1"])
+    assert "Tier near (probe) has failed" in caplog.text
+    assert "nobody is there" in caplog.text
+    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
 
 
 def test_success_in_between_keeps_it_in_use(make_rig):
@@ -868,7 +901,7 @@ def test_pauses_grow_up_to_a_bound_and_begin_again_small(make_rig):
     lengths = []
     for _ in range(9):
         begin_s = rig.loop.now_s()
-        while rig.circuits[0].is_out:
+        while rig.is_left_alone("probe"):
             rig.loop.pass_time(0.25)
         lengths.append(rig.loop.now_s() - begin_s)
         rig.fail("probe", 1)
@@ -878,7 +911,7 @@ def test_pauses_grow_up_to_a_bound_and_begin_again_small(make_rig):
     assert rig.probe(1, A) == bytes([0])
     rig.fail("probe")
     rig.loop.pass_time(PAUSE_S)
-    assert not rig.circuits[0].is_out
+    assert not rig.is_left_alone("probe")
 
 
 @pytest.mark.parametrize(("chance", "pause_s"), [(0.0, 0.5), (0.999, 1.499)])
@@ -886,9 +919,9 @@ def test_pauses_have_a_jitter(make_rig, chance, pause_s):
     rig = make_rig(chance=lambda: chance)
     rig.fail("probe")
     rig.loop.pass_time(pause_s - 0.01)
-    assert rig.circuits[0].is_out
+    assert rig.is_left_alone("probe")
     rig.loop.pass_time(0.02)
-    assert not rig.circuits[0].is_out
+    assert not rig.is_left_alone("probe")
 
 
 def test_another_tier_goes_on_while_one_is_left_alone(make_rig):

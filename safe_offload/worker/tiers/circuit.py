@@ -17,6 +17,7 @@ from typing import Any
 
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.worker.tiers.naming import NAMESPACE_BYTES
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -199,14 +200,14 @@ class Circuit:
 
     @property
     def is_out(self) -> bool:
-        """Return whether nothing is read from the tier for a while."""
+        """Return whether nothing has been read from the tier since it failed."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
-        return any(breaker.state is State.OPEN for breaker in reading)
+        return any(breaker.state is not State.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
-        """Return whether nothing is written to the tier for a while."""
-        return self._breakers[Operation.SPILL].state is State.OPEN
+        """Return whether nothing has been written to the tier since it failed."""
+        return self._breakers[Operation.SPILL].state is not State.CLOSED
 
     def namespace(self, word: str) -> bytes:
         """Return the namespace of this rank's objects, from the word of a message."""
@@ -227,6 +228,16 @@ class Circuit:
         """Return how many objects the tier has evicted since the last time; as `take_calls`."""
         before, self._num_evicted = self._num_evicted, self.tier.num_evicted
         return self._num_evicted - before
+
+    async def try_out(self) -> None:
+        """Ask for what is not there until there is an answer, or the tier is left alone.
+
+        So the log says that it cannot work before the first request comes.
+        """
+        name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
+        while self._breakers[Operation.PROBE].state is State.CLOSED:
+            if await self.probe([name]) is not None:
+                return
 
     async def probe(self, names: Sequence[Name]) -> list[bool] | None:
         """Ask which objects there are; cancelled, it counts as neither success nor failure.

@@ -286,6 +286,9 @@ class TierRunner:
             ).start()
         try:
             async with self._group:
+                if self._meaning is not None:
+                    for circuit in self.circuits:
+                        self._late_probes.add(self._group.create_task(circuit.try_out()))
                 await self._closing.wait()
                 for pending in list(self._pending.values()):
                     if pending.task is not None:
