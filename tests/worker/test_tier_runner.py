@@ -35,7 +35,6 @@ from safe_offload.worker.tiers.circuit import (
     PAUSE_S_MAX,
     Circuit,
     Operation,
-    State,
 )
 from safe_offload.worker.tiers.inquiry import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.tiers.meaning import Doubt, Learned, Meaning
@@ -138,8 +137,7 @@ class Rig:
             assert len(set(ids)) == len(ids), "answered twice"
 
     def is_left_alone(self, kind: str) -> bool:
-        breaker = self.circuits[0]._breakers[Operation(kind)]
-        return breaker.state is State.OPEN
+        return f"({kind}), open>" in repr(self.circuits[0])
 
     def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""

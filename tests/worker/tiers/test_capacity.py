@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,32 +283,38 @@ async def test_one_process_evicts_at_a_time(
 
 
 async def test_a_count_that_is_wanted_when_one_has_just_ended_is_made(
-    make: MakeTier, monkeypatch: pytest.MonkeyPatch
+    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The count has woken who waited for it, and its thread has not come to the end of its job."""
-    monkeypatch.setattr(capacity, "_PATIENCE_S", PATIENCE_S)
-    tier = make(num_threads=1)
-    has_counted, may_end, real_submit = threading.Event(), threading.Event(), tier._keeper.submit
+    """The first has woken who waited for it, and its thread has not come to the end of its job."""
+    has_counted, is_wanted_again = threading.Event(), threading.Event()
+    real_start = files.start_threads
 
-    def submit(job: Callable[..., None], **options: bool) -> Future[None]:
-        may_end.set()  # of the job before
+    class Keeper(ThreadPoolExecutor):
+        num_jobs = 0
 
-        def run() -> None:
+        def submit(self, job: Callable[..., None], /, **options: bool) -> Future[None]:  # type: ignore[override]
+            self.num_jobs += 1
+            if self.num_jobs > 1:
+                is_wanted_again.set()
+            return super().submit(self._run, job, options)
+
+        def _run(self, job: Callable[..., None], options: dict[str, bool]) -> None:
             job(**options)
             has_counted.set()
-            may_end.wait(PATIENCE_S)
+            is_wanted_again.wait(PATIENCE_S)
 
-        may_end.clear()
-        return real_submit(run)
+    def start(num_threads: int, name: str) -> ThreadPoolExecutor:
+        return Keeper(1) if name.endswith("keep") else real_start(num_threads, name)
 
-    monkeypatch.setattr(tier._keeper, "submit", submit)
-    tier._want_count()
+    monkeypatch.setattr(files, "start_threads", start)
+    monkeypatch.setattr(capacity, "_PATIENCE_S", PATIENCE_S)
+    tier = make(num_threads=1)
+    assert await spill_one(tier, name_of(1), SOURCE) is Result.DONE
     assert await asyncio.to_thread(has_counted.wait, PATIENCE_S)
-    num_counts = tier._capacity.num_counts
-    tier._want_count()
-    assert await asyncio.to_thread(tier._capacity.await_count, num_counts)
-    monkeypatch.setattr(tier._keeper, "submit", real_submit)
-    may_end.set()
+    usage_fd = os.open(root / USAGE_FILE, os.O_RDWR)
+    Usage(7, LIMIT_BYTES).write(usage_fd)
+    os.close(usage_fd)
+    assert await spill_one(tier, name_of(2), SOURCE) is Result.DONE
 
 
 async def test_who_finds_no_room_while_another_process_evicts_waits_for_it(

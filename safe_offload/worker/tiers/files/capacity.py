@@ -132,13 +132,10 @@ class Capacity:
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
         """
-        limit_bytes = self._limit_bytes
-        if limit_bytes is not None and size_bytes > limit_bytes:
-            return None
         with self._lock:
             if self._draw(root_fd, size_bytes):
                 return self._generation
-            return _UNCOUNTED if limit_bytes is None else None
+            return _UNCOUNTED if self._limit_bytes is None else None
 
     def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
         """Make sure that a file is counted that has its name now.
@@ -158,20 +155,22 @@ class Capacity:
             if usage is not None:
                 Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
 
-    def wants_count(self) -> bool:
-        """Return whether little is left, so that the directory should be counted (`keep`)."""
-        return self._is_short and time.monotonic() >= self._count_again_at_s
+    def is_too_small_for(self, size_bytes: int) -> bool:
+        """Return whether a file is larger than all that may be there."""
+        return self._limit_bytes is not None and size_bytes > self._limit_bytes
 
-    def await_count(self, num_counts: int) -> bool:
-        """Wait until there have been more counts than a number, a short time at most.
+    def wants_count(self, *, is_refused: bool = False) -> bool:
+        """Return whether the directory should be counted (`keep`).
 
-        Returns:
-            Whether there have; False at once if the last one made no room.
+        That is so if little is left, or somebody was refused, unless the last count has just made
+        no room.
         """
+        return (self._is_short or is_refused) and time.monotonic() >= self._count_again_at_s
+
+    def await_count(self, num_counts: int) -> None:
+        """Wait until there have been more counts than a number, a short time at most."""
         with self._lock:
-            if time.monotonic() < self._count_again_at_s:
-                return self.num_counts != num_counts
-            return self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
+            self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
 
     def _draw(self, root_fd: int, size_bytes: int) -> bool:
         with _opened(USAGE_FILE, root_fd) as usage_fd:

@@ -256,12 +256,17 @@ class FileTier:
 
     def _take(self, root_fd: int, size_bytes: int) -> int | None:
         """Take room for an object; wait for one eviction if there is none."""
-        num_counts = self._capacity.num_counts
-        taken = self._capacity.take(root_fd, size_bytes)
-        if self._capacity.wants_count() or time.monotonic() > self._keep_at_s:
+        capacity = self._capacity
+        if capacity.is_too_small_for(size_bytes):
+            return None
+        num_counts = capacity.num_counts
+        taken = capacity.take(root_fd, size_bytes)
+        wants_count = capacity.wants_count(is_refused=taken is None)
+        if wants_count or time.monotonic() > self._keep_at_s:
             self._want_count()
-        if taken is None and self._capacity.await_count(num_counts):
-            taken = self._capacity.take(root_fd, size_bytes)
+        if taken is None and (wants_count or capacity.num_counts != num_counts):
+            capacity.await_count(num_counts)
+            taken = capacity.take(root_fd, size_bytes)
         return taken
 
     def _want_count(self, *, is_disk_full: bool = False) -> None:
@@ -273,10 +278,12 @@ class FileTier:
             if self._is_counting:
                 return
             self._keep_at_s = time.monotonic() + SWEEP_EVERY_S
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._has_made_room |= is_disk_full
+            self._has_made_room |= is_disk_full
+            self._is_counting = True
+            try:
                 self._keeper.submit(self._count_while_wanted)
-                self._is_counting = True
+            except RuntimeError:  # closed meanwhile
+                self._is_counting = False
 
     def _count_while_wanted(self) -> None:
         """Count; then again if that was wanted after the count had ended."""
