@@ -267,7 +267,8 @@ def tiers() -> Kind:
             for other, earlier in enumerate(found):
                 if earlier.location == tier.location:
                     what = "directory" if tier.location.scheme == FILE else "url"
-                    problem, url = f"tier {other} has the same {what}", written[URL_KEY]
+                    problem = f'tier {other + 1}, ["{key}"][{other}], has the same {what}'
+                    url = written[URL_KEY]
                     fix = "remove one of the two"
                     refuse(Place(URL_KEY, place), url, problem, URL_FORMS, fix)
             found.append(tier)
@@ -303,7 +304,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
         allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
         refuse(Place(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
     location = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
-    _require_fitting(location.scheme, place, written)
+    _require_fitting(location, place, written)
     values: dict[str, Any] = {
         field: row.kind.read(Place(row.key, place), written[row.key])
         for field, row in TIER_SETTINGS.items()
@@ -312,13 +313,16 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     return TierConfig(location, **(_defaults(location) | values))
 
 
-def _require_fitting(scheme: str, place: str, written: Mapping[str, object]) -> None:
-    """Refuse settings that mean nothing for a tier of this scheme."""
+def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
+    """Refuse settings that mean nothing for a tier at this place."""
     for key, (schemes, instead) in _ONLY.items():
-        if key in written and scheme not in schemes:
-            which = f"{EXAMPLES[scheme].partition(':')[0]}:// has no such setting"
+        if key in written and location.scheme not in schemes:
+            which = f"{EXAMPLES[location.scheme].partition(':')[0]}:// has no such setting"
             allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
             refuse(Place(key, place), written[key], which, allowed, f"remove it{instead}")
+    if location.password and "password_file" in written:
+        problem, fix = "the url has a password too", "remove the password from the url"
+        refuse(Place("password_file", place), NOT_SHOWN, problem, "one of the two", fix)
     if ("cert_file" in written) != ("key_file" in written):
         has, lacks = ("cert_file", "key_file")[:: 1 if "cert_file" in written else -1]
         fix = f'add "{lacks}"'
@@ -336,7 +340,7 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
         refuse(
             Place(row.key, place),
             last,
-            f"tier 0 has {shown(first)}, and what is written goes to all tiers",
+            f"the first tier has {shown(first)}, and what is written goes to all tiers",
             _ALIKE,
             f'write "{row.key}": {more} into each tier, or into none',
         )
@@ -345,7 +349,7 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
         refuse(
             Place("hmac_key_file", place),
             NOT_SHOWN if has_key[1] else None,
-            f"tier 0 has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
+            f"the first tier has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
             _ALIKE,
             'write "hmac_key_file" into each tier, directories too (one file does for all), or '
             "into none",

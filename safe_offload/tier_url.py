@@ -6,6 +6,7 @@ never shown: neither in a message about the url nor in what a tier is called.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ EXAMPLES: Final = {
     "az": "az://container/kv",
 }
 URL_FORMS: Final = (
-    "file:// and the absolute path of a directory, redis:// or rediss:// (TLS) and a machine, "
+    "file:// and the absolute path of a directory, redis:// or rediss:// (TLS) and a machine (also "
+    "written valkey:// and valkeys://), "
     "unix:// and the path of a socket, s3://, gs:// or az:// and a bucket"
 )
 PATH_LENGTH_SHOWN: Final = 100
@@ -114,6 +116,8 @@ def read_url(key: str, value: object) -> Location:
         problem = "it has characters that cannot be printed"
     else:
         problem = f'the scheme "{scheme}" is unknown'
+        nearest = difflib.get_close_matches(scheme, (*EXAMPLES, *_SAME), n=1)
+        example = EXAMPLES[_SAME.get(nearest[0], nearest[0])] if nearest else example
         fix = ", or leave this tier out"
     if found is None or problem:
         fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
@@ -142,7 +146,12 @@ def _read_file(rest: str) -> tuple[Location, str, str]:
     if machine not in ("", "localhost"):
         what = shown(machine) if _can_be_shown(rest) else "something"
         problem = f"{what} stands where a machine is named; three slashes are needed"
-        if not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
+        if machine in (".", "..", "~"):
+            problem = "the path is not absolute"
+            path = os.path.abspath(os.path.expanduser(unquote(rest)))
+            if not problem_of_path(path) and _can_be_shown(path):
+                fix = f'write "{URL_KEY}": "file://{path}"'
+        elif not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
             fix = f'write "{URL_KEY}": "file:///{rest}"'
     elif "?" in written or "#" in written:
         problem = 'a path with "?" or "#" must be written with %3F or %23'

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -445,6 +446,8 @@ def test_urls_that_name_a_directory(url, path):
         ("mnt/kv", "this is not a url", '"file:///mnt/nvme/kv"'),
         ("file://mnt/kv", '"mnt" stands where a machine is named', '"file:///mnt/kv"'),
         ("file://", "not absolute", '"file:///mnt/nvme/kv"'),
+        ("file://./kv", "not absolute", f'"file://{Path.cwd()}/kv"'),
+        ("file://~/kv", "not absolute", f'"file://{Path.home()}/kv"'),
         ("file:///", "the whole file system", '"file:///mnt/nvme/kv"'),
         ("file:///..", "the whole file system", '"file:///mnt/nvme/kv"'),
         ("file:///a?b", "%3F", '"file:///mnt/nvme/kv"'),
@@ -464,6 +467,8 @@ def test_urls_that_name_a_directory(url, path):
         ("s3://bucket/a b", "letters, digits", '"s3://bucket/kv"'),
         ("gs://bucket/../x", "letters, digits", '"gs://bucket/kv"'),
         ("ftp://kv", 'the scheme "ftp" is unknown', "or leave this tier out"),
+        ("reids://kv", 'the scheme "reids" is unknown', '"redis://valkey.internal:6379"'),
+        ("valkye://kv", "valkey://", '"redis://valkey.internal:6379"'),
         (7, "this is not a string", '"file:///mnt/nvme/kv"'),
     ],
 )
@@ -519,10 +524,17 @@ def test_no_message_shows_a_password(tiers):
     assert "hunter2" not in refusal("tiers", tiers)
 
 
+def test_of_two_passwords_none_is_dropped():
+    message = tier_refusal({"url": "redis://:hunter2@kv", "password_file": "/run/secrets/kv"})
+    assert '["password_file"]' in message
+    assert "the url has a password too" in message
+    assert "hunter2" not in message
+
+
 def test_one_place_is_one_tier_whoever_logs_in():
     urls = ("redis://a:hunter2@kv", "redis://kv:6379/0")
     message = tier_refusal(*({"url": url} for url in urls))
-    assert "tier 0 has the same url" in message
+    assert 'tier 1, ["tiers"][0], has the same url' in message
     assert "hunter2" not in message
 
 
@@ -589,7 +601,8 @@ def test_what_a_tier_cannot_mean_is_refused_where_it_stands(written, message):
 
 def test_a_directory_is_one_tier():
     message = tier_refusal({"url": "file:///a"}, {"url": "file:///b"}, {"url": "file:///b/"})
-    assert '["tiers"][2]["url"] = "file:///b/": tier 1 has the same directory' in message
+    problem = 'tier 2, ["tiers"][1], has the same directory'
+    assert f'["tiers"][2]["url"] = "file:///b/": {problem}' in message
 
 
 @pytest.mark.parametrize(
@@ -598,29 +611,29 @@ def test_a_directory_is_one_tier():
         (
             {},
             {"store": "evicted"},
-            '["store"] = "evicted": tier 0 has "computed", and what is written goes to all tiers. '
-            "Allowed: all tiers with it, or all without. "
+            '["store"] = "evicted": the first tier has "computed", and what is written goes to all '
+            "tiers. Allowed: all tiers with it, or all without. "
             'Fix: write "store": "evicted" into each tier, or into none.',
         ),
         (
             {"store": "evicted"},
             {"store": "computed"},
-            '["store"] = "computed": tier 0 has "evicted", and what is written goes to all tiers. '
-            "Allowed: all tiers with it, or all without. "
+            '["store"] = "computed": the first tier has "evicted", and what is written goes to all '
+            "tiers. Allowed: all tiers with it, or all without. "
             'Fix: write "store": "evicted" into each tier, or into none.',
         ),
         (
             {"model_version": "7"},
             {},
-            '["model_version"] = "": tier 0 has "7", and what is written goes to all tiers. '
-            "Allowed: all tiers with it, or all without. "
+            '["model_version"] = "": the first tier has "7", and what is written goes to all '
+            "tiers. Allowed: all tiers with it, or all without. "
             'Fix: write "model_version": "7" into each tier, or into none.',
         ),
         (
             {"model_version": ""},
             {"model_version": "8"},
-            '["model_version"] = "8": tier 0 has "", and what is written goes to all tiers. '
-            "Allowed: all tiers with it, or all without. "
+            '["model_version"] = "8": the first tier has "", and what is written goes to all '
+            "tiers. Allowed: all tiers with it, or all without. "
             'Fix: write "model_version": "8" into each tier, or into none.',
         ),
     ],
@@ -637,9 +650,10 @@ def test_tiers_with_and_without_a_key_are_refused(first, second):
     keyed = {"url": "rediss://kv", "hmac_key_file": "/run/secrets/kv/hmac.key"}
     written = [keyed, {"url": "file:///a"}][:: 1 if first == "one" else -1]
     assert tier_refusal(*written) == (
-        f'kv_connector_extra_config["tiers"][1]["hmac_key_file"] = {second}: tier 0 has {first}: '
-        "whoever can write to a tier without a key could have his blocks, and all that is computed "
-        "after them, sealed with yours. Allowed: all tiers with it, or all without. Fix: write "
+        f'kv_connector_extra_config["tiers"][1]["hmac_key_file"] = {second}: the first tier '
+        f"has {first}: whoever can write to a tier without a key could have his blocks, and all "
+        "that is computed after them, sealed with yours. Allowed: all tiers with it, or all "
+        "without. Fix: write "
         '"hmac_key_file" into each tier, directories too (one file does for all), or into none.'
     )
 
