@@ -101,7 +101,7 @@ def read_url(key: str, value: object) -> Location:
             fix = f'write "{key}": "file://{value}"'
         shown_value = value if value.startswith("/") else NOT_SHOWN
         refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
-    scheme = _SAME.get(match[1].lower(), match[1].lower())
+    scheme = _meant_by(match[1].lower())
     example = EXAMPLES.get(scheme, example)
     found: Location | None = None
     fix = ""
@@ -117,12 +117,16 @@ def read_url(key: str, value: object) -> Location:
     else:
         problem = f'the scheme "{scheme}" is unknown'
         nearest = difflib.get_close_matches(scheme, (*EXAMPLES, *_SAME), n=1)
-        example = EXAMPLES[_SAME.get(nearest[0], nearest[0])] if nearest else example
+        example = EXAMPLES[_meant_by(nearest[0])] if nearest else example
         fix = ", or leave this tier out"
     if found is None or problem:
         fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
         refuse(key, value, problem, URL_FORMS, fix)
     return found
+
+
+def _meant_by(scheme: str) -> str:
+    return _SAME.get(scheme, scheme)
 
 
 def problem_of_path(path: str) -> str:
