@@ -4,10 +4,12 @@ The hooks are on vLLM's critical path: nothing here waits for a copy, except a f
 without streams.
 
 Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
-`before_step` before the forward, `begin` with the same plan, then `start_loads` after the forward
-(before it if another connector loads synchronously), `start_stores` and `report` in either order,
-`end`. With drafts, V1 calls neither `start_stores` nor `end` on any pipeline stage but the last:
-there the stores of a step are started by the `before_step` of the next.
+`before_step` before the forward, `begin` with the same plan right before it, when vLLM has zeroed
+the new blocks of the step, then `start_loads` after the forward has been issued (before it if
+another connector loads synchronously), `start_stores` and `report` in either order, `end`. It is so
+on both runners of 0.31 to 0.33. With drafts, V1 calls neither `start_stores` nor `end` on any
+pipeline stage but the last: there the stores of a step are started by the `before_step` of the
+next.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.errors import TransferError
 from safe_offload.observe.counters import (
@@ -84,6 +86,7 @@ class WorkerBridge(Side):
         # whether the step may wait.
         self._loads: tuple[Transfer, ...] = ()
         self._stores: tuple[Transfer, ...] = ()
+        self._loads_mark: Any = None
         self._is_forward_issued = False
         self._may_wait = False
         self._is_gathered = False  # what the next report tells, by `count_into`
@@ -194,6 +197,8 @@ class WorkerBridge(Side):
         self._is_forward_issued = False
         self._may_wait = plan.is_idle
         self._loads, self._stores = plan.loads, plan.stores_after_forward
+        if plan.loads and self.opened is not None:
+            self._mark_loads(self.opened)
         self._failures += plan.failures
         if plan.probes or plan.fetches or plan.spills:
             self._ask_tiers(plan)
@@ -202,7 +207,8 @@ class WorkerBridge(Side):
         """start_load_kv."""
         loads, self._loads = self._loads, ()
         for transfer in loads:
-            self._submit(Direction.LOAD, transfer)
+            self._submit(Direction.LOAD, transfer, self._loads_mark)
+        self._loads_mark = None
 
     def start_stores(self) -> None:
         """wait_for_save: the forward has been issued, its bytes can be stored."""
@@ -325,7 +331,21 @@ class WorkerBridge(Side):
         if slot_ids := opened.transfers.take_bad_slots():
             self._bad_slots.append(BadSlots(self._rank, slot_ids))
 
-    def _submit(self, direction: Direction, transfer: Transfer) -> None:
+    def _mark_loads(self, opened: Opened) -> None:
+        """Let the loads of this step wait for what has been given to the compute stream so far.
+
+        That is all that may still use their blocks: earlier steps, fences, and vLLM's zeroing. The
+        forward that comes now does not, so they run beside it.
+        """
+        try:
+            self._loads_mark = opened.transfers.mark()
+        except Exception:
+            logger.exception("The loads of a step could not be queued")
+            for transfer in self._loads:
+                self._fail(transfer, FailureReason.COPY_FAILED)
+            self._loads = ()
+
+    def _submit(self, direction: Direction, transfer: Transfer, mark: Any = None) -> None:
         if self.opened is None or self._is_asleep:
             is_over = self.opened is None
             reason = FailureReason.NOT_RUNNING if is_over else FailureReason.CANCELLED
@@ -338,7 +358,7 @@ class WorkerBridge(Side):
             self._outcomes.append(Outcome(self._rank, transfer.transfer_id))
             return
         try:
-            self.opened.transfers.submit(direction, mine)
+            self.opened.transfers.submit(direction, mine, mark)
             self._running.add(transfer.transfer_id)
         except Exception:
             logger.exception("Transfer %d could not be queued", transfer.transfer_id)

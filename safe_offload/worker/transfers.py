@@ -59,7 +59,7 @@ class PendingTransfer:
     The loop's thread changes it; vLLM's sets `is_poisoned`, and settles it if the loop has ended.
 
     Attributes:
-        mark: where the compute stream stood when it was submitted.
+        mark: what the compute stream had been given before its copy may begin.
         decided: set when its copy has been issued, or it has settled without.
         completion: of its copy, once issued.
         is_taken_back: its deadline has passed, its copy had not begun and never will.
@@ -173,8 +173,12 @@ class Transfers:
         """Return the `num_overdue` of the statistics alone: it is asked for in every step."""
         return self._num_overdue
 
-    def submit(self, direction: Direction, transfer: Transfer) -> None:
-        """Queue a transfer after what the compute stream has been given so far."""
+    def mark(self) -> Any:
+        """Return the compute stream as it stands now, for `submit`."""
+        return self._backend.mark()
+
+    def submit(self, direction: Direction, transfer: Transfer, mark: Any = None) -> None:
+        """Queue a transfer after what the compute stream had been given at a mark; None: so far."""
         copy = Copy(
             direction,
             np.array(transfer.block_ids, dtype=np.int64),
@@ -182,7 +186,7 @@ class Transfers:
         )
         size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
         assert transfer.transfer_id not in self._pending
-        mark, now_s = self._backend.mark(), self._loop.now_s()
+        mark, now_s = self.mark() if mark is None else mark, self._loop.now_s()
         pending = PendingTransfer(transfer.transfer_id, copy, mark, size_bytes, now_s)
         self._pending[transfer.transfer_id] = pending
         self._loop.call(self._spawn, pending)

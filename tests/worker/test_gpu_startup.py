@@ -185,6 +185,56 @@ def test_nothing_of_ours_comes_from_the_memory_that_sleeps_with_the_kv_cache(wor
 # ---- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def held(gpu: FakeGpu) -> Iterator[threading.Event]:
+    """What a forward of a test waits for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def is_settled(opened: list[Opened]) -> bool:
+    return not any(one.transfers.statistics().unsettled_ids for one in opened)
+
+
+@pytest.mark.parametrize("num_tokens", [1, *GRAPH_SIZES], ids=["eager", "graph 4", "graph 2"])
+def test_a_load_does_not_wait_for_the_forward_of_its_own_step(worker, opened, held, num_tokens):
+    machine = worker.machine
+    worker.start()
+    machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0))
+    assert settle(worker, 1) == {1: None}
+    machine.forward = lambda: machine.gpu.compute.enqueue(lambda: held.wait(PATIENCE_S))
+    worker.step(load(2, block=3, slot=0), num_tokens)
+    wait_until(lambda: is_settled(opened))
+    held.set()
+    assert machine.read(3) == {20}
+
+
+def test_a_load_waits_for_what_may_still_write_to_its_blocks(worker, opened, held):
+    """The forward of the step before, and vLLM's zeroing of the new blocks of its own step."""
+    machine = worker.machine
+    worker.start()
+    machine.fill(2, 20)
+    worker.step(store(1, block=2, slot=0))
+    worker.step(store(2, block=2, slot=1))
+    assert settle(worker, 1, 2) == {1: None, 2: None}
+
+    def forward() -> None:
+        machine.gpu.compute.enqueue(lambda: held.wait(PATIENCE_S))
+        machine.fill(3, 99)
+
+    machine.forward = forward
+    worker.step()
+    machine.forward = lambda: None
+    machine.fill(4, 0)
+    worker.step(StepPlan(loads=(Transfer(3, (3,), (0,)), Transfer(4, (4,), (1,)))))
+    assert not is_settled(opened)
+    held.set()
+    wait_until(lambda: is_settled(opened))
+    assert (machine.read(3), machine.read(4)) == ({20}, {20})
+
+
 @pytest.mark.parametrize("num_tokens", [1, *GRAPH_SIZES], ids=["eager", "graph 4", "graph 2"])
 def test_what_a_forward_has_written_is_stored_and_comes_back(worker, num_tokens):
     machine = worker.machine
@@ -380,6 +430,7 @@ def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
         "maybe_get_kv_connector_output",
         "_model_forward",
     ]
+    assert calls_of(V1._update_states, "_zero_block_ids") == ["_zero_block_ids"]
     drafting = ("propose_draft_token_ids", "drafter.dummy_run", "finalize_kv_connector")
     assert calls_of(V1.sample_tokens, *drafting).index("finalize_kv_connector") == (
         len(calls_of(V1.sample_tokens, *drafting)) - 1
@@ -387,8 +438,10 @@ def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
 
 
 def test_v2_calls_the_connector_around_its_forward_as_is_repeated_here():
+    assert calls_of(V2.update_requests, "kv_block_zeroer.zero_block_ids")
     assert calls_of(
         V2.execute_model,
+        "update_requests",
         "kv_connector.pre_forward",
         "cudagraph_manager.run_fullgraph",
         "ubatch_runner.run",
@@ -397,6 +450,7 @@ def test_v2_calls_the_connector_around_its_forward_as_is_repeated_here():
         "kv_connector.finish_forward",
         "kv_connector.post_forward",
     ) == [
+        "update_requests",
         "kv_connector.pre_forward",
         "cudagraph_manager.run_fullgraph",
         "kv_connector.pre_forward",

@@ -13,6 +13,7 @@ from tests.simulator.checkers.events import EventChecker
 from tests.simulator.checkers.finishing import FinishChecker
 from tests.simulator.checkers.hits import HitChecker
 from tests.simulator.checkers.ledger import Ledger
+from tests.simulator.checkers.marks import MarkChecker
 from tests.simulator.checkers.progress import ProgressChecker
 from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
@@ -32,6 +33,7 @@ class Checkers:
         self.finishing = FinishChecker(core)
         self.slots = SlotChecker(core, self.ledger)
         self.contents = ContentChecker(core)
+        self.marks = MarkChecker(core)
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
         self.events = EventChecker(core)
