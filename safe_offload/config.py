@@ -108,7 +108,9 @@ class OffloadConfig:
         tiers(), [], "Where the KV cache is kept below host memory, the nearest first."
     )
     max_inflight_bytes: int = setting(
-        size(MAX_BYTES_PER_RANK), "256MiB", "Bytes of copies that one rank has under way at a time."
+        size(MAX_BYTES_PER_RANK),
+        "256MiB",
+        "Bytes of copies that one rank has under way at a time in each direction.",
     )
     copy_threads: int = setting(
         count(1, MAX_COPY_THREADS, example=2),

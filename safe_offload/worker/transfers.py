@@ -80,7 +80,7 @@ class PendingTransfer:
         self.copy = copy
         self.mark = mark
         self.submitted_s = submitted_s
-        self.turn = Turn(copy.direction, size_bytes)
+        self.turn = Turn(size_bytes)
         self.decided = threading.Event()
         self.completion: Completion | None = None
         self.is_taken_back = False
@@ -119,7 +119,7 @@ class Transfers:
     Args:
         backend: copies and orders; closed when the loop has ended.
         loop: runs the transfers and nothing else.
-        max_inflight_bytes: bytes of the copies that are issued at one time.
+        max_inflight_bytes: of the copies of one direction that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
         verifier: notes and compares checksums; closed when the loop has ended.
         tiers: run on this loop too, and close with it; None if there are none.
@@ -143,7 +143,7 @@ class Transfers:
         # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
-        self._turnstile = Turnstile(max_inflight_bytes)
+        self._turnstiles = {direction: Turnstile(max_inflight_bytes) for direction in Direction}
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._settled: deque[PendingTransfer] = deque()
@@ -156,7 +156,7 @@ class Transfers:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended.is_set() else "running"
-        return f"<Transfers {state}: {list(self._pending.values())}, {self._turnstile!r}>"
+        return f"<Transfers {state}: {list(self._pending.values())}, {self._turnstiles!r}>"
 
     def statistics(self) -> TransferStatistics:
         """Return what is held now."""
@@ -196,7 +196,7 @@ class Transfers:
         fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
         for pending in fenced:
             if not pending.decided.is_set():
-                self._loop.call(self._turnstile.hurry, pending.turn)
+                self._loop.call(self._turnstile_of(pending).hurry, pending.turn)
         deadline_s = self._loop.now_s() + FENCE_TIMEOUT_S
         for pending in fenced:
             if self._ended.is_set():
@@ -267,7 +267,8 @@ class Transfers:
             if self._tiers is not None:
                 self._group.create_task(self._tiers.run())
             await self._closing.wait()
-            self._turnstile.cancel_waiting()
+            for turnstile in self._turnstiles.values():
+                turnstile.cancel_waiting()
             if self._tiers is not None:
                 self._tiers.close()
 
@@ -307,7 +308,7 @@ class Transfers:
         failure: FailureReason | None = None
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            await self._enter(pending.turn, deadline_s)
+            await self._enter(pending, deadline_s)
             try:
                 pending.completion = self._backend.issue(pending.copy, pending.mark)
                 pending.decided.set()
@@ -315,7 +316,7 @@ class Transfers:
                 await self._wait_for_copy(pending, pending.completion, deadline_s)
                 self._note_copied(pending, issued_s)
             finally:
-                self._turnstile.leave(pending.turn)
+                self._turnstile_of(pending).leave(pending.turn)
             if self._verifier is not None:
                 bad = await self._verifier.check(pending.transfer_id, pending.copy)
                 self._bad_slot_ids.extend(bad)
@@ -338,11 +339,14 @@ class Transfers:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    async def _enter(self, turn: Turn, deadline_s: float) -> None:
+    def _turnstile_of(self, pending: PendingTransfer) -> Turnstile:
+        return self._turnstiles[pending.copy.direction]
+
+    async def _enter(self, pending: PendingTransfer, deadline_s: float) -> None:
         """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._turnstile.enter(turn)
+                await self._turnstile_of(pending).enter(pending.turn)
         except TimeoutError:
             raise TransferError(
                 FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
@@ -388,7 +392,7 @@ class Transfers:
         if pending.is_taken_back:
             return  # `wait` ends now, and the transfer with it
         self._num_overdue += 1
-        self._turnstile.leave(pending.turn)
+        self._turnstile_of(pending).leave(pending.turn)
         logger.error(
             "Transfer %d (%s, %d bytes) was started and has not ended within %g s. Until it ends, "
             "the request or the host memory that it belongs to waits for it. If it does not end, "

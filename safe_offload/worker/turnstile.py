@@ -1,11 +1,9 @@
-"""Where transfers wait for their turn: loads before stores, bounded bytes in flight."""
+"""Where the transfers of one direction wait for their turn: bytes in flight are bounded."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-
-from safe_offload.worker.backends.base import Direction
 
 
 class Turn:
@@ -17,10 +15,9 @@ class Turn:
         is_counted: its bytes are in flight.
     """
 
-    __slots__ = ("direction", "granted", "is_counted", "is_urgent", "size_bytes")
+    __slots__ = ("granted", "is_counted", "is_urgent", "size_bytes")
 
-    def __init__(self, direction: Direction, size_bytes: int) -> None:
-        self.direction = direction
+    def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.granted: asyncio.Future[None] | None = None
         self.is_urgent = False
@@ -28,7 +25,7 @@ class Turn:
 
 
 class Turnstile:
-    """Lets transfers through while their bytes are within bounds, loads before stores.
+    """Lets transfers through, in order, while their bytes are within bounds.
 
     One transfer is always let through, so that one larger than the bound still runs.
     """
@@ -37,24 +34,20 @@ class Turnstile:
         self._max_bytes = max_inflight_bytes
         # Both change on the loop's thread only.
         self._bytes = 0
-        self._waiting: dict[Direction, deque[Turn]] = {
-            Direction.LOAD: deque(),
-            Direction.STORE: deque(),
-        }
+        self._waiting: deque[Turn] = deque()
 
     def __repr__(self) -> str:
-        waiting = ", ".join(f"{len(turns)} {d.value}s" for d, turns in self._waiting.items())
-        return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, waiting: {waiting}>"
+        return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
 
     async def enter(self, turn: Turn) -> None:
         """Wait for a turn."""
         assert turn.granted is None
         assert not turn.is_counted
-        if turn.is_urgent or (self._fits(turn) and not any(self._waiting.values())):
+        if turn.is_urgent or (self._fits(turn) and not self._waiting):
             self._count(turn)
             return
         turn.granted = asyncio.get_running_loop().create_future()
-        self._waiting[turn.direction].append(turn)
+        self._waiting.append(turn)
         self._let_in()
         try:
             await turn.granted
@@ -78,7 +71,7 @@ class Turnstile:
 
     def cancel_waiting(self) -> None:
         """Cancel all that wait."""
-        for turn in [turn for waiting in self._waiting.values() for turn in waiting]:
+        for turn in list(self._waiting):
             if turn.granted is not None and not turn.granted.done():
                 turn.granted.cancel()
 
@@ -94,12 +87,11 @@ class Turnstile:
         return not self._bytes or self._bytes + turn.size_bytes <= self._max_bytes
 
     def _let_in(self) -> None:
-        for waiting in self._waiting.values():
-            while waiting:
-                turn = waiting[0]
-                assert turn.granted is not None
-                if not turn.granted.done():
-                    if not self._fits(turn):
-                        return
-                    self._grant(turn, turn.granted)
-                waiting.popleft()
+        while self._waiting:
+            turn = self._waiting[0]
+            assert turn.granted is not None
+            if not turn.granted.done():
+                if not self._fits(turn):
+                    return
+                self._grant(turn, turn.granted)
+            self._waiting.popleft()

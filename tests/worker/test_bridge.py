@@ -606,9 +606,7 @@ def test_the_deadline_that_was_set_is_kept(make_worker, monkeypatch):
     settings = {"transfer_timeout_s": 2.5, "max_inflight_bytes": 4096}
     worker = make_worker(extra=settings, make_event_loop=clock.new_event_loop)
     backend = faked(worker, monkeypatch)
-    worker.step(
-        StepPlan(loads=(transfer(1, num_blocks=40),), stores_after_forward=(transfer(2, 40),))
-    )
+    worker.step(StepPlan(loads=(transfer(1, num_blocks=40), transfer(2, 40))))
     backend.wait_for(1)
     clock.advance(worker.loop, 2.4)
     worker.step(EMPTY_PLAN)
@@ -722,8 +720,7 @@ def test_everything_after_shutdown_is_reported_as_not_running(worker):
 def test_what_settles_during_shutdown_is_reported(make_worker, monkeypatch):
     worker = make_worker(extra={"max_inflight_bytes": 4096})
     backend = faked(worker, monkeypatch)
-    plan = StepPlan(loads=(transfer(1, num_blocks=40),), stores_after_forward=(transfer(2, 40),))
-    worker.step(plan)
+    worker.step(StepPlan(loads=(transfer(1, num_blocks=40), transfer(2, 40))))
     backend.wait_for(1)
     transfers = worker.bridge.opened.transfers
     close = transfers.close

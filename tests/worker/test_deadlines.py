@@ -50,8 +50,7 @@ def test_a_transfer_whose_turn_does_not_come_in_time_fails_and_is_never_issued(
     backend, start, clock
 ):
     transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 2)
-    submit(transfers, LOAD, 3)
+    submit(transfers, STORE, 1, 2, 3)
     clock.advance(transfers.loop, 29.0)
     assert drained(transfers) == []
     clock.advance(transfers.loop, 2.0)
@@ -90,7 +89,7 @@ def test_the_deadline_counts_from_the_submission_not_from_the_issue(backend, sta
 def test_those_behind_one_that_timed_out_have_their_turn(backend, start, clock):
     transfers = start(2 * SLOT_BYTES)
     submit(transfers, STORE, 1)
-    submit(transfers, LOAD, 10, num_blocks=2)
+    submit(transfers, STORE, 10, num_blocks=2)
     clock.advance(transfers.loop, 20.0)
     submit(transfers, STORE, 20)
     flush(transfers)

@@ -53,8 +53,7 @@ DEATHS = {
 @pytest.mark.parametrize("death", DEATHS)
 def test_when_the_loop_dies_every_transfer_fails_once_and_nothing_hangs(backend, start, death):
     transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 100, 3)
-    submit(transfers, LOAD, 4)
+    submit(transfers, STORE, 1, 100, 3, 4)
     backend.wait_for(1)
     DEATHS[death](transfers, backend)
     assert backend.closing.wait(PATIENCE_S)
@@ -75,8 +74,7 @@ def test_when_the_loop_dies_every_transfer_fails_once_and_nothing_hangs(backend,
 @pytest.mark.parametrize("death", DEATHS)
 def test_no_transfer_is_reported_while_its_copy_still_runs_under_a_dead_loop(backend, start, death):
     transfers = start(ONE_COPY)
-    submit(transfers, LOAD, 1)
-    submit(transfers, STORE, 100)
+    submit(transfers, STORE, 1, 100)
     backend.wait_for(1)
     DEATHS[death](transfers, backend)
     assert backend.closing.wait(PATIENCE_S)
@@ -204,8 +202,7 @@ def test_what_a_closing_loop_takes_and_never_runs_fails(backend, start):
 
 def test_close_cancels_what_is_queued_and_waits_for_what_is_issued(backend, start):
     transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 2)
-    submit(transfers, LOAD, 3)
+    submit(transfers, STORE, 1, 2, 3)
     backend.wait_for(1)
     assert not transfers.close(timeout_s=0.0)
     assert sorted(drained(transfers)) == [

@@ -68,7 +68,11 @@ class Run:
             self.failed.add(name)
             raise self.refusals.pop()
         # A copy that was hurried may have got in between the turn of this one and its issue.
-        running = [c for c in self.backend.running if c.name not in self.urgent | self.overdue]
+        running = [
+            c
+            for c in self.backend.running
+            if c.copy.direction is copy.direction and c.name not in self.urgent | self.overdue
+        ]
         size_bytes = sum(c.size_bytes for c in running) + len(copy.block_ids) * SLOT_BYTES
         is_within = size_bytes <= MAX_BLOCKS * SLOT_BYTES or not running
         if not is_within and name not in self.urgent:
