@@ -301,6 +301,18 @@ def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     return math.gcd(num_same, int(parallel.local_world_size))
 
 
+def are_workers_here(parallel: Any) -> bool:
+    """Return whether the engine's workers take memory of this machine: Ray's may be elsewhere."""
+    is_here = parallel.distributed_executor_backend in ("mp", "uni")
+    return is_here and int(parallel.data_parallel_size_local) > 0
+
+
+def num_ranks_on_host(parallel: Any) -> int:
+    """Return how many workers take memory of this machine, of all data-parallel engines on it."""
+    num_ranks = getattr(parallel, "local_world_size", parallel.world_size)
+    return int(num_ranks) * max(1, int(parallel.data_parallel_size_local))
+
+
 def num_blocks_of_longest_request(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many GPU blocks a request of `max_model_len` holds at a time, in all groups."""
     num_requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)

@@ -163,11 +163,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         from safe_offload.worker.tiers.meaning import meaning_of
 
         parallel = self._vllm_config.parallel_config
+        # Those that were counted before the engine started may have taken their memory by now.
+        are_counted = self._config.num_slots is None and compat.are_workers_here(parallel)
         opening = Opening(
             config=self._config,
             kv_cache_config=self._kv_cache_config,
             rank=parallel.rank,
-            num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
+            num_ranks_on_host=1 if are_counted else compat.num_ranks_on_host(parallel),
             is_child=parallel.distributed_executor_backend == "mp",
             meaning_of=functools.partial(meaning_of, self._vllm_config, self._kv_cache_config),
         )

@@ -1,6 +1,6 @@
 """Checks in the process that a user starts, before it starts the engine's own processes.
 
-An error here is the last thing that is printed. Workers check the memory again when they take it.
+An error here is the last thing that is printed. Workers look at the memory again when they take it.
 """
 
 import logging
@@ -55,13 +55,9 @@ def prepare_start(config: Any) -> None:
     # If another API server has started this one, the engine may have taken the memory already.
     if not ours or last_words.is_another_listening():
         return
-    parallel = config.parallel_config
-    # Workers that Ray starts, or of an engine elsewhere, use another machine's memory.
-    is_here = parallel.distributed_executor_backend in ("mp", "uni") and (
-        parallel.data_parallel_size_local > 0
-    )
-    for written in ours if is_here and config.cache_config.enable_prefix_caching else ():
-        _require_memory(written, parallel)
+    if config.cache_config.enable_prefix_caching:
+        for written in ours:
+            _require_memory(written, config.parallel_config)
     last_words.listen()
 
 
@@ -99,16 +95,17 @@ def _settle_hashes(config: Any) -> None:
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
+    from safe_offload import compat
     from safe_offload.worker.host_memory import available_host_bytes, check_host_bytes
 
     config = OffloadConfig.from_extra_config(
         written.get("kv_connector_extra_config"), world_size=parallel.world_size
     )
-    if config.num_slots is not None:
-        return  # only a worker knows how many bytes that is
+    if config.num_slots is not None or not compat.are_workers_here(parallel):
+        return  # only a worker knows how many bytes that is, or which machine has them
     check_host_bytes(
         config,
         pool_bytes_per_rank=config.cpu_bytes_per_rank,
-        num_ranks_on_host=getattr(parallel, "local_world_size", parallel.world_size),
+        num_ranks_on_host=compat.num_ranks_on_host(parallel),
         available_bytes=available_host_bytes(),
     )

@@ -10,6 +10,7 @@ import pytest
 from safe_offload import engine_start
 from safe_offload.errors import ConfigError
 from safe_offload.transfer_config import CONNECTOR_NAME
+from safe_offload.worker import host_memory
 
 OURS = {"kv_connector": CONNECTOR_NAME, "kv_connector_extra_config": {}}
 OTHER = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {}}
@@ -76,6 +77,21 @@ def test_a_pool_that_the_machine_cannot_hold_is_refused_before_the_engine_starts
     with pytest.raises(ConfigError, match=r"needs 4096.00 TiB \(4 ranks on this machine"):
         engine_start.prepare_start(engine(written))
     assert not listening
+
+
+def test_all_data_parallel_engines_of_the_machine_are_counted(listening, monkeypatch):
+    """Each by itself would fit, and the kernel would end the server when they fill their pools."""
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 23 << 30)
+    with pytest.raises(ConfigError) as refused:
+        engine_start.prepare_start(engine(sized("11.3GiB"), data_parallel_size_local=8))
+    message = str(refused.value)
+    assert "needs 90.40 GiB (32 ranks on this machine, 2.82 GiB each)" in message
+    assert "23.00 GiB of host memory is available" in message
+    fit_mib = int(message.partition('at most "')[2].partition("MiB")[0])
+    engine_start.prepare_start(engine(sized(f"{fit_mib}MiB"), data_parallel_size_local=8))
+    assert 2 << 10 < fit_mib < 23 << 7, "for each engine its eighth, but for what must stay free"
+    engine_start.prepare_start(engine(sized("11.3GiB")))
+    assert listening == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ IMPORTS_VLLM = {
 """Files that import vLLM when they run, not only for types, and what for."""
 
 PROBES_VLLM = {
-    "connector.py": {"local_world_size"},
     "scheduler/blocks.py": {
         "_block_hash",
         "cached_block_hashes_by_block",

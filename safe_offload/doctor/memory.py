@@ -38,7 +38,7 @@ def pools_of(
     configs: Sequence[OffloadConfig], engine: EngineFacts | None, model: ModelFacts | None
 ) -> list[Pool]:
     """Return the pool of each connector, as far as engine and model are known."""
-    num_ranks = 1 if engine is None else engine.num_local_ranks * engine.num_local_engines
+    num_ranks = 1 if engine is None else engine.num_local_ranks
     pools = []
     for config in configs:
         rank_bytes: int | None = config.cpu_bytes_per_rank

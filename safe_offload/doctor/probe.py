@@ -107,23 +107,26 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "hash_algorithm": args.prefix_caching_hash_algo,
         "transfer_config": _fields_of(args.kv_transfer_config),
         "num_ranks": num_ranks,
-        "num_local_ranks": num_ranks // (args.nnodes or 1),
-        "num_local_engines": args.data_parallel_size_local or args.data_parallel_size,
+        "num_local_ranks": num_ranks
+        // (args.nnodes or 1)
+        * (args.data_parallel_size_local or args.data_parallel_size),
         "other_offloading_gib": args.kv_offloading_size,
         "has_hash_seed": compat.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 
 def _from_config(config: Any, args: Any) -> dict[str, Any]:
+    from safe_offload import compat
+
     parallel = config.parallel_config
-    is_here = parallel.distributed_executor_backend in ("mp", "uni")
     return _from_arguments(args) | {
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
         "transfer_config": _fields_of(config.kv_transfer_config),
         "num_ranks": parallel.world_size,
-        "num_local_ranks": parallel.local_world_size if is_here else 1,
-        "num_local_engines": max(1, parallel.data_parallel_size_local),
+        "num_local_ranks": compat.num_ranks_on_host(parallel)
+        if compat.are_workers_here(parallel)
+        else 1,
     }
 
 

@@ -26,8 +26,7 @@ class EngineFacts:
     Attributes:
         transfer_config: fields of its KVTransferConfig, as vLLM and we have completed them.
         num_ranks: workers of one engine.
-        num_local_ranks: of these on this machine.
-        num_local_engines: data-parallel replicas on this machine.
+        num_local_ranks: workers on this machine, of all data-parallel replicas here.
         other_offloading_gib: `--kv-offloading-size`; None if it is not set.
         has_hash_seed: hashes begin with the same seed in every process.
     """
@@ -37,7 +36,6 @@ class EngineFacts:
     transfer_config: dict[str, Any]
     num_ranks: int
     num_local_ranks: int
-    num_local_engines: int
     other_offloading_gib: float | None
     has_hash_seed: bool
 

@@ -75,7 +75,7 @@ class Opening:
         config: of the connector.
         kv_cache_config: of this rank.
         rank: from 0 to the number of ranks of this engine.
-        num_ranks_on_host: ranks that share this machine's memory.
+        num_ranks_on_host: whose memory is compared with this machine's.
         is_child: vLLM has started this process for the worker.
         open_backend: makes the copies for a KV cache.
         make_loop: makes the event loop of the transfers.
@@ -215,7 +215,7 @@ class Opening:
             self.config,
             # What several ranks share is there once.
             pool_bytes_per_rank=layout.size_bytes // share.count,
-            num_ranks_on_host=self.num_ranks_on_host,
+            num_ranks_on_host=max(self.num_ranks_on_host, share.count),
             available_bytes=available_host_bytes(),
         )
 

@@ -1,8 +1,12 @@
 """Page-locking host memory in place, slab by slab, on a thread of its own.
 
-Locking touches every page, which takes the better part of a minute for 128 GiB. So the first slab
-is locked at once and the others in the background. A driver that refuses the first slab leaves the
-memory pageable, which is slower and works; one that refuses a later slab leaves a smaller pool.
+Touching every page takes the better part of a minute for 128 GiB. So the first slab is locked at
+once and the others in the background. A driver that refuses the first slab leaves the memory
+pageable, which is slower and works; one that refuses a later slab, or a machine whose memory runs
+short, leaves a smaller pool.
+
+While a driver locks it lets other threads wait, and most of that time goes into touching pages. So
+they are touched before, and the driver is left alone for as long as it has been held.
 
 vLLM captures CUDA graphs meanwhile. Page-locking is unsafe in a capture: it fails and can end the
 engine (vllm#45850, #46933), unless the thread's capture mode is relaxed (`Device.bind_thread`).
@@ -11,11 +15,14 @@ Should the driver refuse because of a capture all the same, the slab is tried ag
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Final
 
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
@@ -23,13 +30,19 @@ from safe_offload.protocol import MemoryFacts, MemoryKind
 from safe_offload.units import format_bytes
 from safe_offload.worker import placement
 from safe_offload.worker.backends.device import Device
+from safe_offload.worker.host_memory import HEADROOM_BYTES_MIN, available_host_bytes
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SLAB_BYTES = 512 << 20  # locked in a fraction of a second, long enough for long runs
-PAUSE_S = 0.005  # between slabs: the driver lets other threads wait while it locks (vllm#54578)
+PAUSE_S = 0.005  # between slabs at least: the driver lets others wait meanwhile (vllm#54578)
 RETRY_S = 0.1  # until a slab is tried again that was refused because of a capture
 FIRST_SLAB_TIMEOUT_S = 60.0
+TOUCH_THREADS: Final = 4
+TOUCH_BYTES: Final = 32 << 20
+"""Touched in one call, which holds a lock that vLLM's own allocations wait for."""
+MADV_POPULATE_WRITE: Final = 23
+"""Source: Linux, madvise(2), from 5.14 on."""
 
 
 class PageLock:
@@ -50,6 +63,7 @@ class PageLock:
         self._address = address
         self._layout = layout
         self._num_locked = 0
+        self._is_held = False
         self.facts = MemoryFacts(MemoryKind.LOCKING, "unknown")
         self._has_begun = threading.Event()
         self._stopping = threading.Event()
@@ -83,11 +97,16 @@ class PageLock:
         finally:
             self._may_lock.set()
 
-    def close(self) -> None:
-        """Stop locking and unlock everything; nothing may copy any more. A second call is free."""
+    def close(self) -> bool:
+        """Stop locking and unlock everything; nothing may copy any more. A second call is free.
+
+        Returns:
+            Whether the memory may be unmapped: the driver has let go of all of it.
+        """
         self._stopping.set()
         self._may_lock.set()
         self._thread.join()
+        return not self._is_held
 
     def _run(self) -> None:
         try:
@@ -104,14 +123,22 @@ class PageLock:
         start_s = time.monotonic()
         node = placement.numa_node_of(self._device.pci_address)
         problem = "" if node is None else placement.move_thread_to(node)
+        locking_s = 0.0
         for index in range(self._layout.num_slabs):
+            if index:
+                self._may_lock.wait()
+                if self._stopping.wait(max(PAUSE_S, locking_s)):
+                    return
+                if available_host_bytes() < self._layout.slab_bytes + HEADROOM_BYTES_MIN:
+                    self._run_short()
+                    return
+            touch(self._slab(index), self._layout.slab_bytes)
+            begin_s = time.monotonic()
             if not self._lock(index):
                 return
+            locking_s = time.monotonic() - begin_s
             self._num_locked = index + 1
             self._has_begun.set()
-            self._may_lock.wait()
-            if self._stopping.wait(PAUSE_S):
-                return
         pages = placement.pages_of(self._address, self._layout.size_bytes)
         huge = "unknown" if pages.huge_percent is None else f"{pages.huge_percent} %"
         self.facts = MemoryFacts(MemoryKind.PAGE_LOCKED, huge, tuple(pages.node_percent))
@@ -143,10 +170,22 @@ class PageLock:
             try:
                 self._device.unlock(self._slab(self._num_locked))
             except DeviceError as error:
+                self._is_held = True
                 logger.warning("A slab of host memory stays page-locked until exit: %s", error)
 
     def _slab(self, index: int) -> int:
         return self._address + index * self._layout.slab_bytes
+
+    def _run_short(self) -> None:
+        self.facts = MemoryFacts(MemoryKind.PAGE_LOCKED, "unknown")
+        logger.warning(
+            "This machine, or the container's limit, has no memory left for the whole pool: %s of "
+            "%s are used, and %s are available. The cache is as large as that. Fix: set a smaller "
+            '"cpu_bytes_to_use", stop what else takes memory, or raise the limit.',
+            format_bytes(self._num_locked * self._layout.slab_bytes),
+            format_bytes(self._layout.size_bytes),
+            format_bytes(available_host_bytes()),
+        )
 
     def _give_up(self, error: Exception) -> None:
         kind = MemoryKind.PAGE_LOCKED if self._num_locked else MemoryKind.PAGEABLE
@@ -162,3 +201,20 @@ class PageLock:
             if self.is_pageable
             else "The cache is as large as what is locked.",
         )
+
+
+def touch(address: int, size_bytes: int) -> None:
+    """Let the system give all pages of a range, by several threads near the calling one.
+
+    Where the system cannot do that, the driver touches them when it locks.
+    """
+    libc = ctypes.CDLL(None)
+
+    def populate(offset: int) -> None:
+        length_bytes = min(TOUCH_BYTES, size_bytes - offset)
+        libc.madvise(
+            ctypes.c_void_p(address + offset), ctypes.c_size_t(length_bytes), MADV_POPULATE_WRITE
+        )
+
+    with ThreadPoolExecutor(TOUCH_THREADS, "safe-offload-touch") as threads:
+        list(threads.map(populate, range(0, size_bytes, TOUCH_BYTES)))

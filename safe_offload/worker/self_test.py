@@ -142,6 +142,14 @@ class SelfTest:
             slots: that may be written; None for all that are ready.
         """
         self._slots_allowed = range(self._backend.num_usable_slots) if slots is None else slots
+        if not self._slots_allowed:
+            logger.error(
+                "No host memory was ready in time to test the copies in. The connector goes on as "
+                "a cache that always misses, and vLLM serves without it. Fix: look for a device or "
+                "a machine that hangs (dmesg, nvidia-smi, vmstat), set a smaller "
+                '"cpu_bytes_to_use", and restart.'
+            )
+            return False
         start_s = time.monotonic()
         self._deadline_s = start_s + timeout_s
         # A thread of its own: it may hang with the device, and what it allocates on a GPU must not

@@ -394,13 +394,14 @@ class Transfers:
         self._num_overdue += 1
         self._turnstile_of(pending).leave(pending.turn)
         logger.error(
-            "Transfer %d (%s, %d bytes) was started and has not ended within %g s. Until it ends, "
-            "the request or the host memory that it belongs to waits for it. If it does not end, "
+            "Transfer %d (%s by %s, %d bytes) was started and has not ended within %g s. Until it "
+            "ends, the request or the host memory that it belongs to waits. If it does not end, "
             "look for a hanging device or a machine that swaps (dmesg, nvidia-smi, vmstat) and "
             'restart the server, on a GPU with another "copy_path"; if copies are only slow, raise '
             '"transfer_timeout_s".',
             pending.transfer_id,
             pending.copy.direction.value,
+            completion.path.value,
             pending.turn.size_bytes,
             self._timeout_s,
         )

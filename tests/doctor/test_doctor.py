@@ -35,7 +35,6 @@ ENGINE = EngineFacts(
     transfer_config={"kv_connector": NAME},
     num_ranks=2,
     num_local_ranks=2,
-    num_local_engines=1,
     other_offloading_gib=None,
     has_hash_seed=True,
 )
@@ -420,10 +419,7 @@ def test_a_role_without_effect(examine):
 
 
 def test_every_replica_on_this_machine_has_a_pool(examine):
-    found = wrong(examine(ours(cpu_bytes_to_use="16GiB"), with_engine(num_local_engines=4)))
-    found = wrong(
-        examine(ours(cpu_bytes_to_use="16GiB"), with_engine(num_local_engines=4, num_local_ranks=2))
-    )
+    found = wrong(examine(ours(cpu_bytes_to_use="16GiB"), with_engine(num_local_ranks=8)))
     assert "64.00 GiB (8 ranks on this machine" in found["memory.pool"].found
 
 

@@ -85,6 +85,7 @@ class SimCopy:
     take_back: Callable[[SimCopy], bool]
     has_ended: bool = False
     has_begun: bool = False
+    path: CopyPath = CopyPath.EACH
 
     async def wait(self) -> None:
         """See `Completion.wait`."""

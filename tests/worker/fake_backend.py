@@ -34,6 +34,8 @@ class LoopKilled(BaseException):
 class FakeCompletion:
     """A copy that the test ends; it has begun unless it is `queued`."""
 
+    path = CopyPath.EACH
+
     def __init__(self, copy: Copy, after: Any, *, queued: bool = False) -> None:
         self.copy = copy
         self.after = after

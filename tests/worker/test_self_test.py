@@ -106,6 +106,14 @@ def test_every_way_of_a_sound_device_passes_and_one_line_says_how_long_it_took(m
     assert torch.equal(bench.storage, before), "the blocks have got back what was in them"
 
 
+def test_without_a_slot_that_is_ready_nothing_passes(make, gpu, monkeypatch, caplog):
+    """The first slab was not page-locked in time."""
+    bench = make(gpu)
+    monkeypatch.setattr(type(bench.backend), "num_usable_slots", 0)
+    assert not bench.test.run()
+    assert "No host memory was ready in time" in caplog.text
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("path", CopyPath)
 def test_a_way_that_corrupts_one_word_in_one_direction_is_left_out_and_no_other(

@@ -78,9 +78,9 @@ def test_each_rank_stores_its_share_and_all_load_everything(make_ranks, monkeypa
         monkeypatch.setattr(
             transfers,
             "submit",
-            lambda direction, transfer, original=transfers.submit: (
+            lambda direction, transfer, mark=None, *, original=transfers.submit: (
                 copied.append((direction.value, len(transfer.slot_ids))),
-                original(direction, transfer),
+                original(direction, transfer, mark),
             ),
         )
     compute(ranks)

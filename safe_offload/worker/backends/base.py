@@ -50,7 +50,13 @@ class Copy:
 
 
 class Completion(Protocol):
-    """A copy that has been issued."""
+    """A copy that has been issued.
+
+    Attributes:
+        path: how it is copied.
+    """
+
+    path: CopyPath
 
     async def wait(self) -> None:
         """Return when all its bytes are in place.

@@ -44,7 +44,8 @@ MOVE_MODULE = "safe_offload.worker.backends._move"
 class CpuCompletion:
     """A copy that a thread runs."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, path: CopyPath, future: Future[None]) -> None:
+        self.path = path
         self.future = future
 
     async def wait(self) -> None:
@@ -114,7 +115,9 @@ class CpuBackend:
         if self._first_touch is not None and copy.direction is Direction.STORE:
             self._first_touch.note(copy.slot_ids)
         try:
-            return CpuCompletion(self._threads.submit(copy.direction, self._run, copy))
+            return CpuCompletion(
+                self.paths[0], self._threads.submit(copy.direction, self._run, copy)
+            )
         except RuntimeError as error:
             raise TransferError(FailureReason.NOT_RUNNING, str(error)) from error
 

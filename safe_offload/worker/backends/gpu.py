@@ -48,14 +48,18 @@ class GpuCompletion:
     """A copy that has been issued.
 
     Attributes:
+        path: how it is copied.
         event: passed when the copy has ended.
         failure: why it will not have copied everything, if that is known.
         used: memory that must stay until the copy has ended.
     """
 
-    __slots__ = ("event", "failure", "future", "used")
+    __slots__ = ("event", "failure", "future", "path", "used")
 
-    def __init__(self, event: Any, failure: TransferError | None, used: list[Any]) -> None:
+    def __init__(
+        self, path: CopyPath, event: Any, failure: TransferError | None, used: list[Any]
+    ) -> None:
+        self.path = path
         self.event = event
         self.failure = failure
         self.used = used
@@ -82,9 +86,11 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"safe-offload-{name}", daemon=True)
         self._thread.start()
 
-    def follow(self, failure: TransferError | None, used: list[Any]) -> GpuCompletion:
+    def follow(
+        self, path: CopyPath, failure: TransferError | None, used: list[Any]
+    ) -> GpuCompletion:
         """Wait for what the stream has been given so far."""
-        completion = GpuCompletion(self._device.record(self.stream), failure, used)
+        completion = GpuCompletion(path, self._device.record(self.stream), failure, used)
         self._issued.put(completion)
         return completion
 
@@ -191,7 +197,7 @@ class GpuBackend:
             # A part of it may be under way: it has failed when that has ended.
             failure = TransferError(FailureReason.COPY_FAILED, f"{path.value}: {error}")
             self._demote(path, error)
-        return lane.follow(failure, used)
+        return lane.follow(path, failure, used)
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         """Let the compute stream wait for the copy, on the device."""
@@ -213,8 +219,8 @@ class GpuBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.end_copies()
-        self._lock.close()
-        self.host.close()
+        if self._lock.close():
+            self.host.close()
 
     # ---- how to copy ---------------------------------------------------------------------------
 

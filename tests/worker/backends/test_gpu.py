@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from safe_offload.errors import TransferError
-from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
+from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
 from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends import gpu as gpu_backend
@@ -350,9 +353,71 @@ def test_a_driver_that_stops_locking_leaves_a_smaller_pool(make_gpu, caplog):
     gpu = FakeGpu()
     gpu.num_lockable = 2
     subject = make_gpu(gpu=gpu)
+    subject.wait_until(lambda: "and then refused" in caplog.text)
     subject.backend.close()
     assert "and then refused (cudaHostRegister: CUDA_ERROR_FAKE (2))" in caplog.text
     assert subject.is_host_memory_free()
+
+
+def test_a_machine_whose_memory_runs_short_has_a_smaller_pool(make_gpu, monkeypatch, caplog):
+    """Else the kernel ends the server."""
+    looks = iter([1 << 40, 0, 0])
+    monkeypatch.setattr(page_lock, "available_host_bytes", lambda: next(looks))
+    subject = make_gpu(waits=False)
+    subject.wait_until(lambda: subject.backend.memory.kind is MemoryKind.PAGE_LOCKED)
+    assert subject.backend.num_usable_slots == 2 * SLOTS_PER_SLAB
+    assert "no memory left for the whole pool" in caplog.text
+
+
+def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypatch):
+    """Captures of graphs and the first requests wait for it meanwhile."""
+    held: list[tuple[float, float]] = []
+    gpu, real_lock = FakeGpu(), page_lock.Device.lock
+    gpu.lock_delay_s = 0.03
+
+    def lock(device: Any, address: int, size_bytes: int) -> None:
+        begin_s = time.monotonic()
+        real_lock(device, address, size_bytes)
+        held.append((begin_s, time.monotonic()))
+
+    monkeypatch.setattr(page_lock.Device, "lock", lock)
+    make_gpu(gpu=gpu)
+    assert len(held) == 5
+    for (begin_s, end_s), (next_s, _) in itertools.pairwise(held):
+        assert next_s - end_s >= end_s - begin_s
+
+
+def test_pages_are_touched_before_the_driver_locks_them(make_gpu, monkeypatch):
+    touched: list[tuple[int, int]] = []
+    monkeypatch.setattr(page_lock, "touch", lambda *place: touched.append(place))
+    subject = make_gpu()
+    assert touched == list(subject.gpu.locked.items())
+
+
+def test_touching_gives_every_page_and_changes_none():
+    size_bytes = 3 * page_lock.TOUCH_BYTES + PAGE_BYTES
+    host = HostMemory.allocate(size_bytes)
+    memory = host.tensor.numpy()
+    memory[7 * PAGE_BYTES] = 5
+    page_lock.touch(memory.ctypes.data, size_bytes)
+    smaps = Path("/proc/self/smaps").read_text().split("VmFlags")
+    (mapped,) = [part for part in smaps if f"{memory.ctypes.data:x}-" in part]
+    resident_kib = int(mapped.partition("Rss:")[2].split()[0])
+    assert resident_kib << 10 >= size_bytes
+    assert memory[7 * PAGE_BYTES] == 5
+    del memory
+    host.close()
+
+
+def test_memory_that_the_driver_does_not_let_go_of_is_not_unmapped(make_gpu, caplog):
+    """It may still be written to."""
+    subject = make_gpu()
+    subject.gpu.refused["unlock"] = 1
+    subject.backend.close()
+    assert "stays page-locked until exit" in caplog.text
+    assert not is_closed(subject.host)
+    del subject.gpu.refused["unlock"]
+    subject.gpu.locked.clear()
 
 
 def test_closing_ends_the_locking(make_gpu):
