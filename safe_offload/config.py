@@ -271,8 +271,9 @@ def _require_known_keys(written: Mapping[Any, object]) -> None:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'
         others = ", ".join(map(shown_key, unknown[1:]))
+        as_well = f" Unknown as well: {others}." if others else ""
         raise ConfigError(
             f"kv_connector_extra_config[{shown_key(key)}] = {shown(NOT_SHOWN)}: this {problem}. "
             f"Allowed keys: {', '.join(VALID_KEYS)}. Fix: {fix}."
-            + (f" Unknown as well: {others}." if others else "")
+            f"{as_well}"
         )

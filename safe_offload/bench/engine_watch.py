@@ -69,7 +69,9 @@ class Recorder:
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.transfers import Transfers
 
-        def submitted(begin_s: float, _result: None, _self: Any, direction: Any, it: Any) -> None:
+        def submitted(
+            begin_s: float, _none: None, _self: Any, direction: Any, it: Any, *_: Any
+        ) -> None:
             self.submits.append((begin_s, direction.value, it.transfer_id))
 
         def issued(begin_s: float, completion: Any, backend: Any, copy: Any, _after: Any) -> None:
