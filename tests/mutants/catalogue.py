@@ -1229,9 +1229,9 @@ MUTANTS = (
     Mutant(
         "a buffer is freed before its upload is over",
         _GPU,
-        "GpuBackend._launch",
-        "used.append(buffer)",
-        "",
+        "GpuBackend._copy",
+        "*used",
+        "used.pop()",
         "I6",
         tests=(_GPU_TESTS, "-k", "stay_until_their_upload_is_over"),
     ),

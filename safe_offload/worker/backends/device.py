@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
+import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +17,9 @@ from safe_offload.worker.backends.driver import CudaDriver, Driver, HipDriver, l
 from safe_offload.worker.backends.row_kernel import RowArguments
 from safe_offload.worker.signal_handlers import keep_signal_handlers
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
+IN_MEMORY: Final = "CUPY_CACHE_IN_MEMORY"
 LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
 
 
@@ -98,15 +104,25 @@ class Device:
     def load_kernel(self, word_bytes: int) -> None:
         """Compile the row kernel for words of a size."""
         cupy = self._import_cupy()
+        source = row_kernel.make_source(word_bytes)
         with keep_signal_handlers(), cupy.cuda.Device(self._device.index):
-            self._kernel = cupy.RawKernel(
-                row_kernel.make_source(word_bytes), row_kernel.KERNEL_NAME
-            )
-            self._kernel.compile()
+            try:
+                self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
+                self._kernel.compile()
+            except OSError as error:
+                logger.info(
+                    "cupy cannot keep compiled kernels (%s), so each start compiles its own. Fix: "
+                    "set CUPY_CACHE_DIR to a directory that this user can write.",
+                    error,
+                )
+                with _cupy_keeps_no_files():
+                    self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
+                    self._kernel.compile()
 
     def launch(self, arguments: RowArguments, stream: Any) -> None:
         """Launch the row kernel."""
-        with self._import_cupy().cuda.Stream.from_external(stream):
+        cuda = self._import_cupy().cuda
+        with cuda.Device(self._device.index), cuda.Stream.from_external(stream):
             self._kernel(
                 (row_kernel.NUM_BLOCKS,), (row_kernel.THREADS_PER_BLOCK,), arguments.as_scalars()
             )
@@ -126,6 +142,20 @@ class Device:
         """Undo `lock`."""
         status = self._cuda.cudart().cudaHostUnregister(address)
         self.driver.check("cudaHostUnregister", int(status))
+
+
+@contextlib.contextmanager
+def _cupy_keeps_no_files() -> Iterator[None]:
+    """Source: cupy 13, reference/environment.html, CUPY_CACHE_IN_MEMORY; read at each compiling."""
+    before = os.environ.get(IN_MEMORY)
+    os.environ[IN_MEMORY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[IN_MEMORY]
+        else:
+            os.environ[IN_MEMORY] = before
 
 
 def _pci_address(properties: Any) -> str:

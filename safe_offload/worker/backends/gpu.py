@@ -191,6 +191,8 @@ class GpuBackend:
             raise TransferError(FailureReason.COPY_FAILED, str(error)) from error
         runs = self._table.runs(copy)
         path = self._choose(runs, len(copy.block_ids))
+        if path is CopyPath.KERNEL and not self._take_ids(copy, lane, used):
+            path = self._without_kernel()
         try:
             self._copy(path, copy, runs, used)
         except Exception as error:
@@ -268,13 +270,16 @@ class GpuBackend:
         is_short = range_bytes < KERNEL_RANGE_BYTES[runs.direction]
         if self._prefers_kernel or (is_short and num_ranges >= KERNEL_RANGES_MIN):
             return self.paths[0]
+        return self._without_kernel()
+
+    def _without_kernel(self) -> CopyPath:
         return next((path for path in self.paths if path is not CopyPath.KERNEL), self.paths[0])
 
     def _copy(self, path: CopyPath, copy: Copy, runs: Runs, used: list[Any]) -> None:
         """Give a copy to its stream; what must stay until it has ended is put into `used`."""
         lane, driver = self.lanes[copy.direction], self._device.driver
         if path is CopyPath.KERNEL:
-            self._launch(copy, lane, used)
+            self._launch(copy, lane, *used)
             return
         ranges = self._table.ranges(runs)
         if path is CopyPath.BATCH:
@@ -282,10 +287,17 @@ class GpuBackend:
         else:
             driver.copy_each(ranges, lane.stream.cuda_stream)
 
-    def _launch(self, copy: Copy, lane: Lane, used: list[Any]) -> None:
+    def _take_ids(self, copy: Copy, lane: Lane, used: list[Any]) -> bool:
+        """Put memory for the ids of a launch into `used`; return whether there is any now."""
+        try:
+            used.append(self._device.make_buffer(2 * len(copy.block_ids), lane.stream))
+        except Exception as error:
+            logger.debug("A copy goes without the kernel: %s", error)
+            return False
+        return True
+
+    def _launch(self, copy: Copy, lane: Lane, buffer: Any) -> None:
         num_pairs = len(copy.block_ids)
-        buffer = self._device.make_buffer(2 * num_pairs, lane.stream)
-        used.append(buffer)  # before anything is queued that reads or writes it
         host, partner = buffer
         np.concatenate((copy.block_ids, copy.slot_ids), out=host.numpy())
         self._device.upload(buffer, lane.stream)

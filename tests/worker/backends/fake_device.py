@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
+import os
 import queue
 import signal
 import subprocess
@@ -179,6 +181,7 @@ class ThreadState(threading.local):
     is_in_pool = False
     stream: FakeStream | None = None
     cupy_stream: FakeStream | None = None
+    cupy_device = 0
 
 
 class FakeGpu:
@@ -201,6 +204,7 @@ class FakeGpu:
         delay_s, lock_delay_s: how long every copy, and every lock, takes.
         corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
+        has_read_only_home: cupy cannot keep compiled kernels there.
         device_offset: between a host address and the one that kernels see.
         violations: what a real device would have taken for an access of freed or foreign memory,
             and waits that did not end and would have lasted for ever there.
@@ -226,6 +230,7 @@ class FakeGpu:
         self.is_broken = False
         self.delay_s = self.lock_delay_s = 0.0
         self.device_offset = 0
+        self.has_read_only_home = False
         self.violations: list[str] = []
         self.pooled: list[int] = []
         self.capture: Capture | None = None
@@ -333,6 +338,11 @@ class FakeGpu:
         weakref.finalize(tensor, self.allocations.pop, address)
         return tensor
 
+    def check_cupy_device(self, name: str) -> None:
+        """cupy works on the device that is current in its own eyes."""
+        if self.thread.cupy_device != INDEX:
+            self.violations.append(f"{name} on cupy's device {self.thread.cupy_device}")
+
     def is_allocated(self, address: int) -> bool:
         """Whether a buffer lies there."""
         return any(a <= address < a + size for a, (size, _) in list(self.allocations.items()))
@@ -389,10 +399,14 @@ class FakeGpu:
                 devicePointer=address + self.device_offset if self.locked else 0
             )
         )
-        cuda = SimpleNamespace(
-            Device=lambda index: contextlib.nullcontext(), Stream=stream, runtime=runtime
-        )
+        cuda = SimpleNamespace(Device=self._cupy_device, Stream=stream, runtime=runtime)
         return SimpleNamespace(RawKernel=functools.partial(FakeKernel, self), cuda=cuda)
+
+    @contextlib.contextmanager
+    def _cupy_device(self, index: int) -> Iterator[None]:
+        before, self.thread.cupy_device = self.thread.cupy_device, index
+        yield
+        self.thread.cupy_device = before
 
     @contextlib.contextmanager
     def _cupy_stream(self, stream: FakeStream) -> Iterator[None]:
@@ -410,7 +424,10 @@ class FakeKernel:
 
     def compile(self) -> None:
         """Compile; as NVRTC does, take signals and give them back another way."""
+        self._gpu.check_cupy_device("compile")
         self._gpu.runtime_call("compile", is_unsafe=True)
+        if self._gpu.has_read_only_home and os.environ.get("CUPY_CACHE_IN_MEMORY") != "1":
+            raise PermissionError(errno.EACCES, "Permission denied", "/home/nobody/.cupy")
         for number in (signal.SIGINT, signal.SIGTERM):
             LIBC.signal(number, LIBC.signal(number, ctypes.c_void_p(signal.SIG_IGN)))
         compile_kernel(self._source)
@@ -419,6 +436,7 @@ class FakeKernel:
         gpu, stream = self._gpu, self._gpu.thread.cupy_stream
         assert stream is not None
         gpu.calls.append("launch")
+        gpu.check_cupy_device("launch")
         gpu.runtime_call("launch")
         numbers = [int(argument) for argument in arguments]
         launch, ids = compile_kernel(self._source), numbers[1:3]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -578,6 +579,33 @@ async def test_a_path_that_fails_is_left_for_the_next_and_the_last_one_is_kept(m
     assert 'A copy by "kernel" failed (CUDA error 1 in launch). Copies go by "batch"' in caplog.text
     subject.gpu.refused.clear()
     await subject.copy(Direction.LOAD, [1], [1])
+
+
+async def test_a_moment_without_device_memory_is_no_reason_to_leave_the_kernel(make_gpu):
+    subject = make_gpu(path=CopyPath.KERNEL)
+    subject.gpu.refused["empty"] = 2
+    subject.gpu.calls.clear()
+    await subject.copy(Direction.LOAD, [1], [1])
+    assert set(subject.gpu.calls) == {"copy_batch"}
+    del subject.gpu.refused["empty"]
+    subject.gpu.calls.clear()
+    await subject.copy(Direction.LOAD, [1], [1])
+    assert "launch" in subject.gpu.calls
+    assert subject.backend.num_demotions == 0
+    assert subject.backend.paths == tuple(CopyPath)
+
+
+async def test_without_a_home_the_kernel_is_compiled_in_memory(make_gpu, caplog, monkeypatch):
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    gpu = FakeGpu()
+    gpu.has_read_only_home = True
+    with caplog.at_level("INFO"):
+        subject = make_gpu(gpu=gpu, path=CopyPath.KERNEL)
+    assert "cupy cannot keep compiled kernels" in caplog.text
+    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+    assert subject.backend.paths == tuple(CopyPath)
+    await subject.copy(Direction.LOAD, [1], [1])
+    assert "launch" in gpu.calls
 
 
 async def test_a_copy_that_is_refused_because_of_a_capture_leaves_its_path_in_use(make_gpu):
