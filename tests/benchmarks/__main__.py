@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
         ("seal", "what authenticating the objects of tiers costs"),
         ("valkey", "reading from a Valkey server: ours, redis-py, and a raw socket"),
-        ("buckets", "reading from an object store: by signed urls and our HTTP, and by obstore"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

@@ -19,21 +19,16 @@ import pytest
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers.base import Buffers, Result
 from safe_offload.worker.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES
-from safe_offload.worker.tiers.objects import connections
-from safe_offload.worker.tiers.objects.library import LibraryRequests
-from safe_offload.worker.tiers.objects.signed import SignedRequests, plain_url
-from safe_offload.worker.tiers.objects.tier import ObjectTier, open_requests
+from safe_offload.worker.tiers.objects.tier import ObjectTier
 from tests.valkey_server import Certificates
 from tests.worker.tiers.contract import (
     FACTS,
-    SPACE,
     bytes_of,
     fetch_one,
     filled,
     name_of,
     put,
     slot_of,
-    spill_one,
 )
 from tests.worker.tiers.given_up import (
     LOOPS,
@@ -127,13 +122,14 @@ def object_answer(slot: Buffers = SOURCE) -> bytes:
 def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(
     runner: asyncio.Runner, tls: Certificates | None, end: Ending
 ) -> None:
-    goes_on, is_over = threading.Event(), threading.Event()
+    has_begun, goes_on, is_over = threading.Event(), threading.Event(), threading.Event()
     data = object_answer()
 
     def script(peer: Peer) -> None:
         assert head_from(peer).startswith(b"GET ")
         try:
             peer.send(data[: HEADER_BYTES + (1 << 20)])
+            has_begun.set()
             goes_on.wait(PATIENCE_S)
             for _ in range(4):
                 peer.send(data[HEADER_BYTES + (1 << 20) :])
@@ -143,7 +139,7 @@ def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(
     async def fetch(tier: ObjectTier) -> Buffers:
         slot = slot_of((SLOT_BYTES,))
         call = asyncio.ensure_future(tier.fetch([name_of(1)], [slot]))
-        await until(lambda: slot[0][1 << 19] == SOURCE[0][1 << 19])
+        await until(has_begun.is_set)
         await end(call, tier)
         assert await call == [Result.CANCELLED]
         put(slot, PATTERN)
@@ -209,37 +205,10 @@ def test_a_connection_that_is_lost_in_the_middle_leaves_the_slot_alone(
     assert bytes_of(slot) == PATTERN
 
 
-def test_a_server_that_answers_before_it_has_read_is_not_sent_the_rest(
-    runner: asyncio.Runner,
-) -> None:
-    """With TLS it may be: what is encrypted has left the connection, as far as can be told."""
-    may_read = threading.Event()
-    read: list[bytes] = []
-
-    def script(peer: Peer) -> None:
-        take_description(peer)
-        assert head_from(peer).startswith(b"PUT ")
-        peer.send(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")
-        may_read.wait(PATIENCE_S)
-        read.append(peer.read_to_the_end())
-
-    async def spill(tier: ObjectTier) -> None:
-        assert await spill_one(tier, name_of(1), SOURCE) is Result.FAILED
-        may_read.set()
-        await until(lambda: bool(read))
-        await tier.close()
-
-    with tier_of(script) as (tier, _):
-        runner.run(spill(tier))
-    assert len(read[0]) < SLOT_BYTES
-
-
 # ---- connections --------------------------------------------------------------------------------
 
 
-def test_connections_are_used_again(
-    runner: asyncio.Runner, tls: Certificates | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_are_used_again(runner: asyncio.Runner, tls: Certificates | None) -> None:
     def script(peer: Peer) -> None:
         try:
             while head_from(peer).startswith(b"HEAD "):
@@ -253,11 +222,8 @@ def test_connections_are_used_again(
 
         assert [await is_there(number) for number in range(20)] == [True] * 20
         assert server.num_connections == 1
-        monkeypatch.setattr(connections, "IDLE_S", -1.0)
-        assert await is_there(21)
-        assert server.num_connections == 2, "one that was idle for long is not trusted"
         await tier.close()
-        await until(lambda: num_ended == [1, 1])
+        await until(lambda: num_ended == [1])
 
     num_ended: list[int] = []
     with tier_of(script, tls) as (tier, server):
@@ -278,22 +244,6 @@ def test_no_connection_is_made_once_the_tier_is_closed(runner: asyncio.Runner) -
     with tier_of(script) as (tier, server):
         runner.run(ask(tier))
     assert server.num_connections == 0
-
-
-async def test_redirects_are_not_followed() -> None:
-    """Else the other server would be sent a session token."""
-    async with ScriptedBucket() as other, ScriptedBucket() as bucket:
-        bucket.script = lambda request: answer(
-            "307 Temporary Redirect", b"there", Location=other.endpoint + request.path
-        )
-        tier = ObjectTier(TierConfig.at("s3://bucket/kv", endpoint=bucket.endpoint), FACTS)
-        assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.FAILED
-        assert await spill_one(tier, name_of(1), filled((512,))) is Result.FAILED
-        with pytest.raises(OSError, match="the request failed"):
-            await tier.probe([name_of(1)])
-        await tier.close()
-        assert len(bucket.requests) == 4
-        assert not other.requests
 
 
 # ---- TLS ----------------------------------------------------------------------------------------
@@ -320,99 +270,17 @@ def test_a_server_that_is_not_who_it_should_be_is_sent_nothing(
         assert runner.run(fetching) is Result.FAILED
         runner.run(tier.close())
     assert not heard
-    assert "failed to read: the request failed (SSLCertVerificationError). Fix" in caplog.text
+    assert "failed to read: the request failed (GenericError). Fix" in caplog.text
     assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
-# ---- what is sent -------------------------------------------------------------------------------
-
-
-def config_of(bucket: ScriptedBucket, path: str = "") -> TierConfig:
-    return TierConfig.at("s3://bucket/kv", endpoint=bucket.endpoint + path)
-
-
-async def requests_of(config: TierConfig, bucket: ScriptedBucket) -> list[str]:
-    """Write, read and delete something; return what was asked for."""
-    tier = ObjectTier(config, FACTS)
-    assert await spill_one(tier, name_of(1), filled((512,), 1)) is Result.DONE
-    assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.DONE
-    path = next(path for path in bucket.objects if not path.endswith("json"))
-    bucket.objects[path] = b"x"
-    assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.CORRUPT
-    await tier.close()
-    return [f"{request.method} {request.path}" for request in bucket.requests]
-
-
-async def test_urls_are_signed_and_have_the_session_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "session/token+")
-    async with ScriptedBucket() as bucket:
-        config = config_of(bucket, "/below")
-        lines = await requests_of(config, bucket)
-    assert [line.split()[0] for line in lines] == ["PUT", "PUT", "GET", "GET", "DELETE"]
-    for line in lines:
-        assert f" /below/bucket/kv/{SPACE.hex()}/" in line
-        assert "X-Amz-Credential=access%2F" in line
-        assert "&X-Amz-Security-Token=session%2Ftoken%2B&" in line
-        assert "&X-Amz-Expires=900&" in line
-    assert len({line.rpartition("&X-Amz-Signature=")[2] for line in lines}) == 4
-    hosts = {request.headers["host"] for request in bucket.requests}
-    assert hosts == {str(config.endpoint).removeprefix("http://").removesuffix("/below")}
-    assert {request.headers["accept-encoding"] for request in bucket.requests} == {"identity"}
-    assert not [request for request in bucket.requests if "authorization" in request.headers]
-
-
-async def test_nothing_is_signed_for_a_bucket_that_is_open_to_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    async with ScriptedBucket() as bucket:
-        lines = await requests_of(config_of(bucket), bucket)
-    key = name_of(1).block_hash.hex()
-    assert lines[1:] == [
-        f"{method} /bucket/kv/{SPACE.hex()}/{key[-2:]}/0000{key}"
-        for method in ("PUT", "GET", "GET", "DELETE")
-    ]
-
-
-def test_the_bucket_is_where_obstore_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TierConfig.at("s3://bucket/k=v")
-    assert plain_url(config) == "https://s3.us-east-1.amazonaws.com/bucket/k%3Dv/"
-    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
-    assert plain_url(config) == "https://bucket.s3.us-east-1.amazonaws.com/k%3Dv/"
-    monkeypatch.setenv("AWS_ENDPOINT", "http://10.0.0.1:9000")
-    assert plain_url(TierConfig.at("s3://bucket")) is not None
-
-
-@pytest.mark.parametrize(
-    ("given", "is_ours"),
-    [
-        ({}, True),
-        ({"https_proxy": "http://proxy:3128"}, False),
-        ({"ALL_PROXY": "socks5://proxy:1080"}, False),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": ".amazonaws.com"}, True),
-        ({"http_proxy": "http://proxy:3128"}, True),
-        ({"AWS_SERVER_SIDE_ENCRYPTION": "aws:kms"}, False),
-        ({"AWS_PROXY_URL": "http://proxy:3128"}, False),
-    ],
-)
-def test_obstore_sends_requests_where_only_it_knows_how(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], is_ours: bool
-) -> None:
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
-    config = TierConfig.at("s3://bucket/kv")
-    requests = open_requests(config)
-    assert isinstance(requests, SignedRequests if is_ours else LibraryRequests)
+# ---- credentials --------------------------------------------------------------------------------
 
 
 async def test_credentials_that_cannot_be_had_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are asked for when urls are signed: here, of a machine that has no role.
+    """They are asked for when they are needed: here, of a machine that has no role.
 
     That there is none (404) does not mean that there is no object.
     """

@@ -48,20 +48,6 @@ _CODE: Final = re.compile(
 _TEXT_MAX: Final = 1 << 16
 
 
-class AnswerError(Exception):
-    """A store has answered with an error.
-
-    Args:
-        status: of HTTP.
-        code: that the store gives, letters and digits; empty if there is none.
-    """
-
-    def __init__(self, status: int, code: str) -> None:
-        super().__init__(f"status {status} {code}".rstrip())
-        self.status = status
-        self.code = code
-
-
 class Problem(enum.Enum):
     """Why a request failed."""
 
@@ -74,12 +60,19 @@ class Problem(enum.Enum):
     OTHER = "the request failed"
 
 
+class StoreError(Exception):
+    """A request has met a problem. It has no cause, whose text might hold secrets."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.value)
+        self.problem = problem
+
+
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted")
 _FULL: Final = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull")
 _OF_STATUS: Final = {
     401: Problem.DENIED,
     403: Problem.DENIED,
-    404: Problem.NOT_FOUND,
     409: Problem.EXISTS,
     412: Problem.EXISTS,
     501: Problem.UNSUPPORTED,
@@ -95,18 +88,12 @@ _OF_TYPE: Final = {
 }
 
 
-def open_store(
-    config: TierConfig,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    more: Mapping[str, Any] | None = None,
-) -> Store:
+def open_store(config: TierConfig, environment: Mapping[str, str] = os.environ) -> Store:
     """Return the bucket of a tier, as obstore knows it; nothing is asked of it yet.
 
     Args:
         config: of the tier; its path is ahead of all names.
         environment: only to see whether credentials are in it; obstore reads the process's own.
-        more: settings of obstore's, in place of those that it finds; credentials, that is.
 
     Raises:
         ConfigError: obstore is missing or cannot use what it was given, or a profile is named that
@@ -123,7 +110,7 @@ def open_store(
     settings: dict[str, Any] = {}
     if scheme == "s3":
         settings["disable_bulk_delete"] = True  # one object at a time, as every store knows it
-    provider = _provider_of_files(config, environment) if scheme == "s3" and not more else None
+    provider = _provider_of_files(config, environment) if scheme == "s3" else None
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.timeout_s),
         "connect_timeout": timedelta(seconds=config.timeout_s),
@@ -136,7 +123,7 @@ def open_store(
     try:
         return from_url(
             config.location.label,
-            config={**settings, **(more or {})},
+            config=settings,
             client_options=client,
             retry_config=retries,
             credential_provider=provider,
@@ -203,7 +190,7 @@ def fix_for(problem: Problem, scheme: str) -> str:
 def shown(error: BaseException) -> str:
     """Return what may be said of an error: its type, the status and the code of the answer."""
     status, code = _answer_of(error)
-    parts = [] if isinstance(error, AnswerError) else [type(error).__name__]
+    parts = [type(error).__name__]
     if status:
         parts.append(f"status {status}")
     if code:
@@ -213,8 +200,6 @@ def shown(error: BaseException) -> str:
 
 def _answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return the HTTP status in an error and the code that the store gives, as far as there are."""
-    if isinstance(error, AnswerError):
-        return error.status, error.code
     text = str(error)[:_TEXT_MAX]
     status, code = _STATUS.search(text), _CODE.search(text)
     return int(status[1]) if status else None, (code[1] or code[2] or code[3] if code else "")

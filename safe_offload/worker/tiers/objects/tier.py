@@ -1,7 +1,11 @@
 """A bucket of an object store as a tier: S3 and what speaks like it, Google's and Azure's.
 
-An object is put in one request, so that it is there whole or not at all. What is written is copied
-from the slot before. Nothing is tried a second time.
+obstore sends the requests, on threads of its own. An object is put in one request, so that it is
+there whole or not at all. What is written is copied from the slot before; what is read is copied
+into it when all has come, in the loop's thread. Nothing is tried a second time.
+
+A bucket is trusted as far as its certificate says who it is: obstore follows redirects, and reads
+the text of an error whole, however long that is.
 """
 
 from __future__ import annotations
@@ -13,23 +17,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from safe_offload.tier_config import TierConfig
 from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.objects.library import LibraryRequests
-from safe_offload.worker.tiers.objects.requests import Method, Requests
 from safe_offload.worker.tiers.objects.search import find_present
-from safe_offload.worker.tiers.objects.signed import SignedRequests, plain_url
 from safe_offload.worker.tiers.objects.store import (
     Problem,
+    StoreError,
     fix_for,
     open_store,
     problem_of,
     shown,
 )
-from safe_offload.worker.tiers.objects.turns import Rank, Turns
 from safe_offload.worker.tiers.rare_log import RareLog
 from safe_offload.worker.tiers.seal import PLAIN, Seal
 
@@ -44,14 +45,12 @@ ABSENT_S: Final = 60.0
 _NAMES_MAX: Final = 1 << 16
 
 _ABSENT: Final = (Problem.NOT_FOUND,)
-_WORDS: Final[dict[Method, str]] = {
-    "GET": "read",
-    "HEAD": "ask",
-    "PUT": "write",
-    "DELETE": "delete",
-}
+_NEW: Final = (Problem.EXISTS, Problem.UNSUPPORTED)
 
-Work = Callable[[Name, Buffers, str], Awaitable[Result]]
+T = TypeVar("T")
+Work = Callable[[Name, Buffers], Awaitable[Result]]
+DoNext = Callable[[], Awaitable[bool]]
+Connection = Callable[[int, DoNext], Coroutine[Any, Any, None]]
 
 
 class ObjectTier:
@@ -61,7 +60,6 @@ class ObjectTier:
         config: of the tier; the store is not asked for anything before the tier is first used.
         facts: what its namespaces are made of (naming.py), written down beside the objects.
         seal: makes and checks the headers of objects.
-        requests: of the bucket, where they are not to be opened here.
 
     Raises:
         ConfigError: see `open_store`.
@@ -72,19 +70,16 @@ class ObjectTier:
         config: TierConfig,
         facts: Mapping[str, object] | None = None,
         seal: Seal = PLAIN,
-        requests: Requests | None = None,
     ) -> None:
         self.label = config.location.label
         self.used_bytes = -1
         self.num_evicted = 0
         self._scheme = config.location.scheme
-        self._requests = requests or open_requests(config)
+        self._store = open_store(config)
         self._facts = {} if facts is None else facts
         self._seal = seal
         self._log = RareLog()
-        self._num_connections = config.num_connections
-        self._moves = Turns(config.num_connections)
-        self._num_batches = 0
+        self._connections = _Connections(config.num_connections)
         self._looks = asyncio.Semaphore(config.num_connections)
         self._knows_create = True
         # Objects that were there when they were last read, written or asked for.
@@ -109,11 +104,11 @@ class ObjectTier:
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.fetch`."""
-        return await self._run("GET", self._read, names, slots)
+        return await self._run(self._read, names, slots, self._connections.for_fetch)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.spill`."""
-        return await self._run("PUT", self._write, names, slots)
+        return await self._run(self._write, names, slots, self._connections.for_spill)
 
     async def close(self) -> None:
         """See `Tier.close`."""
@@ -125,44 +120,35 @@ class ObjectTier:
         while self._batches:
             await asyncio.wait([worker for batch in self._batches for worker in batch.workers])
             await asyncio.sleep(0)  # whoever waits for them goes on
-        self._requests.close()
-        await asyncio.sleep(0)  # connections are closed
+        self._store = None
 
     async def _run(
-        self, method: Method, work: Work, names: Sequence[Name], slots: Sequence[Buffers]
+        self, work: Work, names: Sequence[Name], slots: Sequence[Buffers], connection: Connection
     ) -> list[Result]:
-        batch = _Batch(names, slots, self._num_connections)
+        batch = _Batch(names, slots, self._connections.number)
         if self._is_closed or not names:
             return batch.results
         self._batches.add(batch)
-        self._num_batches += 1
-        rank = Rank(method == "PUT", self._num_batches)
         try:
-            await batch.run(self._moves, rank, self._prepare(method, batch), work)
+            await batch.run(work, connection)
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
         finally:
             self._batches.discard(batch)
         return batch.results
 
-    async def _prepare(self, method: Method, batch: _Batch) -> None:
-        tickets = await self._tickets(method, [_path_of(name) for name in batch.names])
-        if isinstance(tickets, Problem):
-            batch.fail()
-        else:
-            batch.tickets = tickets
-
     # ---- one object ---------------------------------------------------------------------------
 
-    async def _read(self, name: Name, slot: Buffers, ticket: str) -> Result:
+    async def _read(self, name: Name, slot: Buffers) -> Result:
         header = bytearray(naming.HEADER_BYTES)
-        into = (memoryview(header), *slot)
-        fits = await self._request("read", self._requests.get(ticket, into), _ABSENT)
-        if fits is Problem.NOT_FOUND:
+        reading = self._get(_path_of(name), (memoryview(header), *slot))
+        try:
+            fits = await self._request("read", reading, _ABSENT)
+        except StoreError as error:
+            if error.problem is not Problem.NOT_FOUND:
+                return Result.FAILED
             self._withhold(name, time.monotonic() + ABSENT_S)
             return Result.ABSENT
-        if isinstance(fits, Problem):
-            return Result.FAILED
         if not fits:
             return await self._reject(name, Result.CORRUPT)
         result = await self._seal.judge_async(bytes(header), name, slot)
@@ -179,39 +165,49 @@ class ObjectTier:
                 "An object of tier %s cannot be used, it is %s: %s",
                 *(self.label, result.value, _path_of(name)),
             )
-        deleted = await self._delete(_path_of(name))
-        if isinstance(deleted, Problem):
+        try:
+            await self._request("delete", self._store.delete_async(_path_of(name)))
+        except StoreError:
             self._withhold(name, math.inf)
         return result
 
-    async def _write(self, name: Name, slot: Buffers, ticket: str) -> Result:
+    async def _write(self, name: Name, slot: Buffers) -> Result:
         if name.namespace not in self._described:
             await self._describe(name.namespace)
         is_bad = self._withheld_until_s.get(name) == math.inf
         if not (is_bad or self._knows_create) and (await self._ask([name]))[0]:
             return Result.PRESENT
-        only_new = self._knows_create and not is_bad
-        data = (await self._seal.header_async(name, slot), *map(bytes, slot))
-        answer = await self._put(ticket, data, only_new=only_new)
-        if answer is Problem.UNSUPPORTED and only_new:
-            self._knows_create = False
-            answer = await self._put(ticket, data, only_new=False)
-        if answer is Problem.FULL:
-            return Result.FULL
-        if isinstance(answer, Problem) and answer is not Problem.EXISTS:
-            return Result.FAILED
+        data = b"".join((await self._seal.header_async(name, slot), *slot))
+        try:
+            result = await self._put_new(name, data, may_replace=is_bad)
+        except StoreError as error:
+            return Result.FULL if error.problem is Problem.FULL else Result.FAILED
         self._note_seen(name)
-        return Result.PRESENT if answer is Problem.EXISTS else Result.DONE
+        return result
+
+    async def _put_new(self, name: Name, data: bytes, *, may_replace: bool) -> Result:
+        """Put an object if there is none, as far as the store knows how."""
+        if self._knows_create and not may_replace:
+            try:
+                await self._request("write", self._put(_path_of(name), data, "create"), _NEW)
+                return Result.DONE
+            except StoreError as error:
+                if error.problem is Problem.EXISTS:
+                    return Result.PRESENT
+                if error.problem is not Problem.UNSUPPORTED:
+                    raise
+                self._knows_create = False
+        await self._request("write", self._put(_path_of(name), data, "overwrite"))
+        return Result.DONE
 
     async def _describe(self, namespace: bytes) -> None:
         """Write down what a namespace is, beside its objects."""
         self._described.add(namespace)
         path = f"{naming.namespace_folder(namespace)}/{naming.DESCRIPTION_FILE}"
-        answer = await self._tickets("PUT", [path])
-        if not isinstance(answer, Problem):
-            data = naming.description(namespace, self._facts)
-            answer = await self._put(answer[0], (data,), only_new=False)
-        if isinstance(answer, Problem):
+        data = naming.description(namespace, self._facts)
+        try:
+            await self._request("write", self._put(path, data, "overwrite"))
+        except StoreError:
             self._described.discard(namespace)
 
     # ---- requests -----------------------------------------------------------------------------
@@ -224,13 +220,7 @@ class ObjectTier:
         """
         if self._is_closed:
             raise OSError(errno.ESHUTDOWN, "the tier is closed")
-        tickets = await self._tickets("HEAD", [_path_of(name) for name in names])
-        if isinstance(tickets, Problem):
-            raise OSError(errno.EIO, tickets.value)
-        asking = [
-            asyncio.ensure_future(self._look(name, ticket))
-            for name, ticket in zip(names, tickets, strict=True)
-        ]
+        asking = [asyncio.ensure_future(self._look(name)) for name in names]
         self._looking.update(asking)
         try:
             return await asyncio.gather(*asking)
@@ -244,58 +234,67 @@ class ObjectTier:
                 task.cancel()
             self._looking.difference_update(asking)
 
-    async def _look(self, name: Name, ticket: str) -> bool:
+    async def _look(self, name: Name) -> bool:
         if self._withheld_until_s.get(name) == math.inf:
             return False
         async with self._looks:
-            found = await self._request("ask", self._requests.head(ticket), _ABSENT)
-        if found is Problem.NOT_FOUND:
-            return False
-        if isinstance(found, Problem):
-            raise OSError(errno.EIO, found.value)
+            try:
+                await self._request("ask", self._store.head_async(_path_of(name)), _ABSENT)
+            except StoreError as error:
+                if error.problem is Problem.NOT_FOUND:
+                    return False
+                raise OSError(errno.EIO, error.problem.value) from None
         self._note_seen(name)
         return True
 
-    async def _put(self, ticket: str, data: Sequence[bytes], *, only_new: bool) -> Any:
-        answers = (Problem.EXISTS, Problem.UNSUPPORTED) if only_new else ()
-        putting = self._requests.put(ticket, data, only_new=only_new)
-        return await self._request("write", putting, answers)
+    async def _get(self, path: str, into: Sequence[memoryview]) -> bool:
+        """Read an object; return whether it is as long as the memory that it is read into."""
+        size_bytes = sum(buffer.nbytes for buffer in into)
+        found = await self._store.get_async(path)
+        if found.meta["size"] != size_bytes:
+            return False
+        chunks: list[bytes] = []
+        num_bytes = 0
+        async for chunk in found.stream(size_bytes):
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+            if num_bytes > size_bytes:
+                return False
+        if num_bytes != size_bytes:
+            return False
+        data = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        for buffer in into:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
+        return True
 
-    async def _delete(self, path: str) -> Any:
-        tickets = await self._tickets("DELETE", [path])
-        if isinstance(tickets, Problem):
-            return tickets
-        return await self._request("delete", self._requests.delete(tickets[0]), _ABSENT)
-
-    async def _tickets(self, method: Method, paths: Sequence[str]) -> Any:
-        """Return what requests are made with, or the problem that there was."""
-        try:
-            return await self._requests.tickets(method, paths)
-        except Exception as error:  # of whoever gives credentials: it says nothing of an object
-            return self._note_problem(_WORDS[method], Problem.OTHER, error)
+    async def _put(self, path: str, data: bytes, mode: str) -> None:
+        await self._store.put_async(path, data, use_multipart=False, mode=mode)
 
     async def _request(
-        self, what: str, request: Awaitable[Any], answers: Sequence[Problem] = ()
-    ) -> Any:
-        """Return what a request brings, or the problem that it met; `answers` are none to log."""
+        self, what: str, request: Awaitable[T], answers: Sequence[Problem] = ()
+    ) -> T:
+        """Return what a request brings.
+
+        Args:
+            answers: problems that are not worth a line in the log.
+
+        Raises:
+            StoreError: the problem that it met.
+        """
         try:
             return await request
         except Exception as error:
             problem = problem_of(error)
             if what == "write" and problem is Problem.NOT_FOUND:
                 problem = Problem.NO_BUCKET
-            if problem in answers:
-                return problem
-            return self._note_problem(what, problem, error)
-
-    def _note_problem(self, what: str, problem: Problem, error: Exception) -> Problem:
-        if self._log.is_due((what, problem)):
-            logger.warning(
-                "Tier %s failed to %s: %s (%s). %s",
-                *(self.label, what, problem.value, shown(error)),
-                fix_for(problem, self._scheme),
-            )
-        return problem
+            if problem not in answers and self._log.is_due((what, problem)):
+                logger.warning(
+                    "Tier %s failed to %s: %s (%s). %s",
+                    *(self.label, what, problem.value, shown(error)),
+                    fix_for(problem, self._scheme),
+                )
+            raise StoreError(problem) from None
 
     # ---- what is known -------------------------------------------------------------------------
 
@@ -316,17 +315,35 @@ class ObjectTier:
         return until_s is not None and time.monotonic() < until_s
 
 
-def open_requests(config: TierConfig) -> Requests:
-    """Return how requests of a tier are sent; nothing is asked of the store yet.
+class _Connections:
+    """So many requests at a time of fetches, and of spills.
 
-    Raises:
-        ConfigError: see `open_store`.
+    A request waits for its blocks in the order of its tokens: so a fetch that came before another
+    has all connections before it. While there are fetches, spills go on with a quarter as many.
     """
-    store = open_store(config)
-    url = plain_url(config) if config.location.scheme == "s3" else None
-    if url is None:
-        return LibraryRequests(store)
-    return SignedRequests(store, url, config.timeout_s)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._fetches = asyncio.Semaphore(number)
+        self._spills = asyncio.Semaphore(number)
+        self._num_fetching = 0
+
+    async def for_fetch(self, _worker_idx: int, work: DoNext) -> None:
+        """Do one object after another."""
+        self._num_fetching += 1
+        try:
+            async with self._fetches:
+                while await work():
+                    pass
+        finally:
+            self._num_fetching -= 1
+
+    async def for_spill(self, worker_idx: int, work: DoNext) -> None:
+        """Do one object after another; leave them to the first workers when there are fetches."""
+        async with self._spills:
+            while worker_idx < max(1, self.number // 4) or not self._num_fetching:
+                if not await work():
+                    return
 
 
 class _Batch:
@@ -337,33 +354,34 @@ class _Batch:
     """
 
     def __init__(self, names: Sequence[Name], slots: Sequence[Buffers], num_workers: int) -> None:
-        self.names = names
         self.results = [Result.CANCELLED] * len(names)
-        self.tickets: Sequence[str] = ()
         self.workers: list[asyncio.Task[None]] = []
+        self._names = names
         self._slots = slots
         self._left = deque(range(len(names)))
         self._num_workers = num_workers
         self._num_failed = 0
         self._leaving: asyncio.TimerHandle | None = None
 
-    async def run(
-        self, moves: Turns, rank: Rank, prepare: Coroutine[Any, Any, None], work: Work
-    ) -> None:
+    async def run(self, work: Work, connection: Connection) -> None:
         """Do all; however often it is cancelled, nothing goes on when it returns.
-
-        Args:
-            prepare: runs first, and sets `tickets`.
 
         Raises:
             Exception: of `work`.
         """
-        await self._outlast([prepare])
-        count = min(self._num_workers, len(self._left))
-        await self._outlast([self._work_off(moves, rank, work) for _ in range(count)])
 
-    async def _outlast(self, work: Sequence[Coroutine[Any, Any, None]]) -> None:
-        self.workers = [asyncio.ensure_future(each) for each in work]
+        async def do_next() -> bool:
+            if not self._left:
+                return False
+            index = self._left.popleft()
+            result = self.results[index] = await work(self._names[index], self._slots[index])
+            self._num_failed += result is Result.FAILED
+            if self._num_failed > self._num_workers:
+                self._fail()
+            return True
+
+        count = min(self._num_workers, len(self._left))
+        self.workers = [asyncio.ensure_future(connection(n, do_next)) for n in range(count)]
         while not all(worker.done() for worker in self.workers):
             try:
                 await asyncio.wait(self.workers)
@@ -371,11 +389,11 @@ class _Batch:
                 self.give_up()
         if self._leaving is not None:
             self._leaving.cancel()
-        errors = [worker.exception() for worker in self.workers if not worker.cancelled()]
-        for error in filter(None, errors):
-            raise error
+        for worker in self.workers:
+            if not worker.cancelled():
+                worker.result()
 
-    def fail(self) -> None:
+    def _fail(self) -> None:
         """Begin no more objects: those that are left have failed."""
         for index in self._left:
             self.results[index] = Result.FAILED
@@ -390,25 +408,6 @@ class _Batch:
     def _leave(self) -> None:
         for worker in self.workers:
             worker.cancel()
-
-    async def _work_off(self, moves: Turns, rank: Rank, work: Work) -> None:
-        while self._left:
-            await moves.take(rank)
-            try:
-                while self._left:
-                    await self._do_next(work)
-                    if moves.is_wanted(rank):
-                        break
-            finally:
-                moves.give(rank)
-
-    async def _do_next(self, work: Work) -> None:
-        index = self._left.popleft()
-        result = await work(self.names[index], self._slots[index], self.tickets[index])
-        self.results[index] = result
-        self._num_failed += result is Result.FAILED
-        if self._num_failed > self._num_workers:
-            self.fail()
 
 
 def _path_of(name: Name) -> str:

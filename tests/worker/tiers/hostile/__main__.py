@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from tests.worker.tiers.hostile.fuzz import run
-from tests.worker.tiers.hostile.http_answers import KINDS as HTTP_KINDS
-from tests.worker.tiers.hostile.resp_answers import KINDS as RESP_KINDS
-from tests.worker.tiers.hostile.server import HTTP, PROTOCOLS
+from tests.worker.tiers.hostile.resp_answers import KINDS
+from tests.worker.tiers.hostile.server import PROTOCOLS
 
 
 def main() -> int:
@@ -41,7 +40,7 @@ def main() -> int:
     arguments = parser.parse_args()
     num_findings = 0
     for protocol in arguments.protocol or PROTOCOLS:
-        every = list(HTTP_KINDS if protocol == HTTP else RESP_KINDS)
+        every = list(KINDS)
         left_out = set(arguments.without)
         kinds = [kind for kind in arguments.only or every if kind not in left_out]
         if arguments.list:

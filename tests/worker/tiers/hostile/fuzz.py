@@ -23,7 +23,7 @@ from safe_offload.worker.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.worker.tiers.valkey import servers as valkey_servers
 from tests.worker.tiers.contract import bytes_of, filled, put
 from tests.worker.tiers.hostile.answers import PASSWORD
-from tests.worker.tiers.hostile.server import HTTP, HostileServer
+from tests.worker.tiers.hostile.server import HostileServer
 from tests.worker.tiers.hostile.watch import (
     Findings,
     Held,
@@ -55,7 +55,6 @@ PAUSE_CPU_S_MAX = 1.0
 RECOVERY_ROUNDS = 20
 NUM_FILES_OF_LIBRARIES = 6
 """Of their event loops, which stay until the process ends."""
-SECRETS = (PASSWORD, "secret-77aa-key", "token-90ef-session")
 FACTS = {"model": "hostile"}
 GRACE_S = 5.0
 PAUSE_FACTOR = -0.5
@@ -121,10 +120,8 @@ def open_network_tier(config: TierConfig) -> Tier:
 
 def config_of(server: HostileServer) -> TierConfig:
     """Return the settings of a tier on a hostile server."""
-    common = {"timeout_s": TIMEOUT_S, "num_connections": NUM_CONNECTIONS}
-    if server.protocol == HTTP:
-        return TierConfig.at("s3://kv/fleet", endpoint=f"http://127.0.0.1:{server.port}", **common)
-    return TierConfig.at(f"redis://:{SECRETS[0]}@127.0.0.1:{server.port}", **common)
+    url = f"redis://:{PASSWORD}@127.0.0.1:{server.port}"
+    return TierConfig.at(url, timeout_s=TIMEOUT_S, num_connections=NUM_CONNECTIONS)
 
 
 class Fuzz:
@@ -157,8 +154,8 @@ class Fuzz:
     ) -> Report:
         """Take so many answers; return what happened."""
         give_back_large_blocks()
-        log = LogWatch(self._findings, SECRETS)
-        with _heard_by(log), _credentials(), _short_pauses():
+        log = LogWatch(self._findings, (PASSWORD,))
+        with _heard_by(log), _short_pauses():
             runner = asyncio.Runner(loop_factory=new_event_loop)
             with runner:
                 runner.run(self._run(num_answers, only, num_good_of_100))
@@ -200,8 +197,6 @@ class Fuzz:
         watching.cancel()
         report.answers = server.status()["counts"]
         report.trapped, report.proofs = (server.status()[key] for key in ("trapped", "proofs"))
-        if server.protocol == HTTP and report.trapped:
-            self._findings.add(f"redirects were followed, with {report.proofs or 'nothing'}")
         server.be_good()
         await self._be_served("afterwards")
         after = Held()
@@ -373,27 +368,6 @@ def _short_pauses() -> Iterator[None]:
     pauses = patch.multiple(valkey_servers, PAUSE_S=0.02, PAUSE_S_MAX=0.02)
     with pauses, patch.object(circuits, "GRACE_S", GRACE_S):
         yield
-
-
-@contextmanager
-def _credentials() -> Iterator[None]:
-    """Give clients of object stores something to hide."""
-    given = {
-        "AWS_ACCESS_KEY_ID": "AKIAHOSTILE",
-        "AWS_SECRET_ACCESS_KEY": SECRETS[1],
-        "AWS_SESSION_TOKEN": SECRETS[2],
-        "AWS_REGION": "us-east-1",
-    }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _name_of(number: int, group_idx: int) -> Name:

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.worker.tiers.hostile.answers import PASSWORD, Places, play
-from tests.worker.tiers.hostile.http import LIMIT_BYTES, HttpServer, read_request
-from tests.worker.tiers.hostile.resp import RespServer
+from tests.worker.tiers.hostile.resp import LIMIT_BYTES, RespServer
 
 ROOT = Path(__file__).parents[4]
 PATIENCE_S = 20.0
-RESP, CLUSTER, HTTP = "resp", "cluster", "http"
-PROTOCOLS = (RESP, CLUSTER, HTTP)
+PROTOCOLS = RESP, CLUSTER = "resp", "cluster"
 
 
 # ---- the handle -------------------------------------------------------------------------------
@@ -113,14 +111,6 @@ class Trap:
                 if word in rest.upper():
                     self._note(word.decode())
             await play([b"-ERR this is a trap\r\n"], reader, writer)
-        elif first:
-            fed = asyncio.StreamReader()
-            fed.feed_data(first + await reader.read(1 << 16))
-            fed.feed_eof()
-            request = await read_request(fed)
-            for proof in request.proofs() if request is not None else ():
-                self._note(proof)
-            await play([b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n"], reader, writer)
 
     def _note(self, proof: str) -> None:
         self.proofs[proof] = self.proofs.get(proof, 0) + 1
@@ -202,13 +192,8 @@ async def _run(protocol: str, folder: Path) -> None:
         own_port = listening.getsockname()[1]
         reserved.bind(("127.0.0.1", 0))  # and not listened on
         dead_port = reserved.getsockname()[1]
-        valkey = None
-        server: HttpServer | RespServer
-        if protocol == HTTP:
-            server = HttpServer()
-        else:
-            valkey, where = _start_valkey(folder, own_port, is_cluster=protocol == CLUSTER)
-            server = RespServer(where)
+        valkey, where = _start_valkey(folder, own_port, is_cluster=protocol == CLUSTER)
+        server = RespServer(where)
         trap, serving = Trap(), set[Any]()
         try:
             trapping = await asyncio.start_server(_contained(trap.serve, serving), "127.0.0.1", 0)
@@ -218,12 +203,11 @@ async def _run(protocol: str, folder: Path) -> None:
             )
             await _obey(server, trap, own_port)
         finally:
-            if valkey is not None:
-                valkey.kill()
-                valkey.wait()
+            valkey.kill()
+            valkey.wait()
 
 
-async def _obey(server: HttpServer | RespServer, trap: Trap, own_port: int) -> None:
+async def _obey(server: RespServer, trap: Trap, own_port: int) -> None:
     """Do what comes on the standard input until it ends."""
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader()
