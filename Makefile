@@ -47,7 +47,7 @@ QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.p
 	$(addprefix tests/worker/test_,bridge.py deadlines.py shared_ranks.py transfers.py transfers_end.py verify.py) \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.
-GPU_TESTS := tests/gpu tests/bench/test_transfer.py
+GPU_TESTS := tests/gpu tests/benchmarks/test_transfer.py
 # In two processes: tests/conftest.py says which runs what.
 IN_TWO := -n 2
 

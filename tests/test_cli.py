@@ -39,7 +39,7 @@ def test_the_help_of_a_group_names_its_subcommands(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "--help"])
     words = capsys.readouterr().out.split()
-    assert {"engine", "transfer"} <= set(words)
+    assert "engine" in words
 
 
 def test_help_names_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

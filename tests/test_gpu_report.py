@@ -165,7 +165,7 @@ def test_tests_that_were_all_skipped_have_not_passed(tmp_path):
 
 def test_every_file_with_tests_of_a_gpu_is_a_part(tmp_path):
     names = {str(file.relative_to(report.ROOT)) for file in find_gpu_tests()}
-    assert "tests/bench/test_transfer.py" in names
+    assert "tests/benchmarks/test_transfer.py" in names
     assert {file.name for file in (report.ROOT / "tests/gpu").glob("test_*.py")} <= {
         Path(name).name for name in names
     }

@@ -1,8 +1,6 @@
 """Measure what only developers measure: `python -m tests.benchmarks NAME`.
 
-docs/benchmarks/method.md says how.
-
-`safe-offload bench` has what users run on machines of their own.
+docs/benchmarks/method.md says how; `safe-offload bench engine` is for users.
 """
 
 import argparse
@@ -21,8 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
+        ("serve", "requests a second of a vLLM server with many users, with and without us"),
+        ("tiers", "a tier against its device, network or store; engines that use it"),
+        ("transfer", "rate of the copies, against what the hardware gives"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
-        ("copies", "`bench transfer` with vLLM's own copies and with latencies"),
+        ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
         ("first_pass", "`bench engine`, with what every thread uses while a prompt is stored"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),

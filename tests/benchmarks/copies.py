@@ -1,4 +1,4 @@
-"""`safe-offload bench transfer`, with vLLM's own copies and what a copy costs beside its bytes.
+"""`transfer`, with vLLM's own copies and what a copy costs beside its bytes.
 
 The latter is the time of submitting, of describing the ranges, and of being told of the end; on a
 GPU, of a fence on a store under way.
@@ -15,9 +15,15 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from safe_offload.bench import transfer
 from safe_offload.bench.report import Report, describe_machine, publish, table
-from safe_offload.bench.transfer import (
+from safe_offload.bench.transfer_cases import Case, Traffic
+from safe_offload.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
+from safe_offload.worker.backends.base import Copy, Direction
+from safe_offload.worker.backends.ranges import Runs
+from safe_offload.worker.loop_thread import new_event_loop
+from tests.benchmarks import transfer
+from tests.benchmarks.plots import add_plot_argument, save_plot
+from tests.benchmarks.transfer import (
     LARGE_BYTES,
     ROUNDS_FACTOR,
     Measurement,
@@ -28,12 +34,6 @@ from safe_offload.bench.transfer import (
     measure,
     shares_by_range,
 )
-from safe_offload.bench.transfer_cases import Case, Traffic
-from safe_offload.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
-from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.backends.ranges import Runs
-from safe_offload.worker.loop_thread import new_event_loop
-from tests.benchmarks.plots import add_plot_argument, save_plot
 
 VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
 WORD_BYTES = 16
@@ -76,7 +76,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def with_more(report: Report, latencies: Sequence[Latency], missing: dict[str, str]) -> Report:
-    """Return the report of `bench transfer` with latencies, and the ways that do not work."""
+    """Return the report of `transfer` with latencies, and the ways that do not work."""
     lines = [f"not measured: {name} ({reason})" for name, reason in missing.items()]
     more = {
         "latencies": [asdict(one) | {"median_us": one.median_us} for one in latencies],

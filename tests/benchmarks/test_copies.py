@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from safe_offload.bench.report import Report
-from safe_offload.bench.transfer import TransferOptions, make_report, measure
 from safe_offload.bench.transfer_cases import Case
 from safe_offload.worker.backends.base import Direction
 from tests.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
 from tests.benchmarks import copies
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.transfer import TransferOptions, make_report, measure
 
 VLLM_COPIES = "tests.benchmarks.vllm_copies"
 TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]

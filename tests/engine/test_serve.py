@@ -1,4 +1,4 @@
-"""`safe-offload bench serve` with real servers, very small."""
+"""`python -m tests.benchmarks serve` with real servers, very small."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from safe_offload.bench import serve
 from safe_offload.bench.engine import OURS
 from safe_offload.bench.engine_breakdown import BASELINE
-from safe_offload.bench.serve_workload import GROWING, ONE_OFF
-from safe_offload.cli import main
+from tests.benchmarks import serve
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.serve_workload import GROWING, ONE_OFF
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,7 @@ def test_servers_with_and_without_the_connector_give_the_same_tokens(tmp_path, c
 
     monkeypatch.setattr(serve, "server_options", without_limit)  # a third server takes ten seconds
     options = ["--kv-transfer-config", json.dumps(CONFIG), "--json", str(tmp_path / "found.json")]
-    assert main(["bench", "serve", *SIZES.split(), *options]) == 0
+    assert main(["serve", *SIZES.split(), *options]) == 0
     text = capsys.readouterr().out
     assert text.count("answers: all 6 equal, 4 greedy tokens each") == 2
     samples = json.loads((tmp_path / "found.json").read_text())["samples"]

@@ -27,7 +27,7 @@ OWN_LINES_CHARS_MAX = 8_000
 TAIL_CHARS_MIN, TAIL_CHARS_MAX = 300, 6_000
 READ_CHARS_MAX = 4 << 20
 LARGE_BYTES = 16 << 20
-"""Smaller copies are mostly submitting and waiting; as in bench/transfer.py."""
+"""Smaller copies are mostly submitting and waiting; as in tests/benchmarks/transfer.py."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARS_MIN = 6
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

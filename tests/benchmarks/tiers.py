@@ -35,19 +35,6 @@ from safe_offload.bench.report import (
     publish,
     table,
 )
-from safe_offload.bench.tiers_engine import (
-    EngineBenchOptions,
-    EngineFound,
-    measure_engines,
-    render,
-)
-from safe_offload.bench.tiers_limits import (
-    DeviceLimit,
-    Limit,
-    SocketLimit,
-    StoreLimit,
-    delete_all,
-)
 from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.settings import size
 from safe_offload.tier_config import TIER_SETTINGS, TierConfig, tiers
@@ -56,6 +43,19 @@ from safe_offload.units import format_bytes
 from safe_offload.worker.loop_thread import new_event_loop
 from safe_offload.worker.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.worker.tiers.choice import open_tier
+from tests.benchmarks.tiers_engine import (
+    EngineBenchOptions,
+    EngineFound,
+    measure_engines,
+    render,
+)
+from tests.benchmarks.tiers_limits import (
+    DeviceLimit,
+    Limit,
+    SocketLimit,
+    StoreLimit,
+    delete_all,
+)
 
 GIB = 1 << 30
 SIZE_BYTES_MAX = 64 * GIB
@@ -141,7 +141,7 @@ class SizeFound:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `safe-offload bench tiers`."""
+    """Declare the options of `python -m tests.benchmarks tiers`."""
     add = parser.add_argument
     add(
         "place",
@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run `safe-offload bench tiers`."""
+    """Run `python -m tests.benchmarks tiers`."""
     options = read_options(arguments)
     machine = describe_machine()
     with _place_of_ours(options) as written:

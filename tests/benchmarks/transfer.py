@@ -91,7 +91,7 @@ class Measurement:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `safe-offload bench transfer`."""
+    """Declare the options of `python -m tests.benchmarks transfer`."""
     add = parser.add_argument
     add("--device", choices=SIZE_BYTES_MAX, help="(default: cuda if torch sees a GPU, else cpu)")
     add("--quick", action="store_true", help="fewer sizes")
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run `safe-offload bench transfer`."""
+    """Run `python -m tests.benchmarks transfer`."""
     machine = describe_machine()
     options = read_options(arguments)
     publish(make_report(options, measure(options, print), machine), arguments)

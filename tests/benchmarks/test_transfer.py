@@ -1,4 +1,4 @@
-"""`safe-offload bench transfer`: for real on the CPU, over a device of threads for the GPU."""
+"""The benchmark of the copies: for real on the CPU, over a device of threads for the GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from safe_offload.bench import transfer
 from safe_offload.bench.report import Report
-from safe_offload.bench.transfer import (
+from safe_offload.bench.transfer_cases import Case, Traffic
+from safe_offload.bench.transfer_rigs import LIMIT, LOOP, OURS, CpuRig
+from safe_offload.errors import SafeOffloadError
+from tests.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
+from tests.benchmarks import transfer
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.transfer import (
     Measurement,
     TransferOptions,
     make_report,
@@ -19,11 +24,6 @@ from safe_offload.bench.transfer import (
     shares_by_range,
     time_in_turn,
 )
-from safe_offload.bench.transfer_cases import Case, Traffic
-from safe_offload.bench.transfer_rigs import LIMIT, LOOP, OURS, CpuRig
-from safe_offload.cli import main
-from safe_offload.errors import SafeOffloadError
-from tests.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
 
 TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]
 LARGE = Case(64 << 10, 256, 1)
@@ -41,7 +41,7 @@ def make_gpu_rig() -> Iterator[MakeGpuRig]:
 
 def test_a_tiny_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "transfer.json"
-    command = ["bench", "transfer", "--device", "cpu", "--blocks", "1", "6", *TINY]
+    command = ["transfer", "--device", "cpu", "--blocks", "1", "6", *TINY]
     assert main([*command, "--json", str(file)]) == 0
     output = capsys.readouterr().out
     assert "4 KiB 6 2 48 KiB both" in " ".join(output.split())
@@ -59,7 +59,7 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_a_tiny_run_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "transfer", "--device", "cuda", "--blocks", "1", "6", *TINY]) == 0
+    assert main(["transfer", "--device", "cuda", "--blocks", "1", "6", *TINY]) == 0
     assert "4 KiB 6 2 48 KiB both" in " ".join(capsys.readouterr().out.split())
 
 
@@ -75,13 +75,13 @@ def test_a_tiny_run_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_measured_is_an_error_with_a_fix(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "transfer", "--device", "cpu", *arguments]) == 1
+    assert main(["transfer", "--device", "cpu", *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_none_is_pretended(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "transfer", "--device", "cuda", "--quick"]) == 1
+    assert main(["transfer", "--device", "cuda", "--quick"]) == 1
     assert "torch sees no GPU" in capsys.readouterr().err
 
 

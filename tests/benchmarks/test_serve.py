@@ -1,4 +1,4 @@
-"""`safe-offload bench serve` without a vLLM: its prompts, its users, its figures."""
+"""`python -m tests.benchmarks serve` without a vLLM: its prompts, its users, its figures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from safe_offload.bench import engine_process, serve
+from safe_offload.bench import engine_process
 from safe_offload.bench.report import describe_machine
-from safe_offload.bench.serve_report import ServeFound, make_report, summarise
-from safe_offload.bench.serve_workload import (
+from safe_offload.errors import SafeOffloadError
+from tests.benchmarks import serve
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.serve_report import ServeFound, make_report, summarise
+from tests.benchmarks.serve_workload import (
     GROWING,
     ONE_OFF,
     Reply,
@@ -25,8 +28,6 @@ from safe_offload.bench.serve_workload import (
     make_prompts,
     serve_users,
 )
-from safe_offload.cli import main
-from safe_offload.errors import SafeOffloadError
 
 SIZES = Sizes(users=3, turns=4, context_tokens=100, turn_tokens=40, answer_tokens=5, rounds=2)
 
@@ -220,7 +221,7 @@ def test_two_running_servers_take_turns(
 ) -> None:
     first, second = start(), start()
     json_file = tmp_path / "found.json"
-    command = ["bench", "serve", *OPTIONS.split(), "--url", first.url, second.url]
+    command = ["serve", *OPTIONS.split(), "--url", first.url, second.url]
     assert main([*command, "--json", str(json_file)]) == 0
     text = capsys.readouterr().out
     assert text.count("answers: all 24 equal, 5 greedy tokens each") == 2
@@ -237,7 +238,7 @@ def test_prompts_of_an_earlier_run_are_not_sent_to_a_running_server_again(
     start: Callable[..., Server],
 ) -> None:
     server = start()
-    command = ["bench", "serve", *OPTIONS.split(), "--url", server.url]
+    command = ["serve", *OPTIONS.split(), "--url", server.url]
     assert main(command) == main(command) == 0
     assert len({tuple(prompt[:16]) for prompt in server.prompts}) == 2 * 3 * (3 + 12)
 
@@ -251,7 +252,7 @@ def test_a_wrong_token_is_reported(
         return [*tokens[:-1], tokens[-1] + (tokens == wrong[-5:])]
 
     urls = [start().url, start(spoil).url]
-    command = ["bench", "serve", *OPTIONS.split(), "--seed", "7", "--url", *urls]
+    command = ["serve", *OPTIONS.split(), "--seed", "7", "--url", *urls]
     assert main(command) == 1
     text = capsys.readouterr().out
     assert "answers: all 24 equal" in text
@@ -259,7 +260,7 @@ def test_a_wrong_token_is_reported(
 
 
 def test_a_server_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--url", "http://a", "http://a"]) == 1
+    assert main(["serve", "--url", "http://a", "http://a"]) == 1
     assert "two different ones" in capsys.readouterr().err
 
 

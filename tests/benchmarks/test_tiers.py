@@ -1,4 +1,4 @@
-"""`safe-offload bench tiers`: what is measured, what is told, and what is refused."""
+"""`python -m tests.benchmarks tiers`: what is measured, what is told, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from safe_offload.bench import tiers, tiers_engine
 from safe_offload.bench.engine_process import EngineProcess, answer
-from safe_offload.bench.tiers_engine import (
+from safe_offload.errors import SafeOffloadError
+from safe_offload.tier_config import TierConfig
+from safe_offload.worker.tiers.base import Buffers, Result
+from safe_offload.worker.tiers.files.tier import FileTier
+from tests.benchmarks import tiers, tiers_engine
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.tiers_engine import (
     ALONE,
     BESIDE,
     COLD,
@@ -25,18 +30,13 @@ from safe_offload.bench.tiers_engine import (
     render,
     wait_until_spilled,
 )
-from safe_offload.bench.tiers_limits import SocketLimit, StoreLimit, delete_all
-from safe_offload.cli import main
-from safe_offload.errors import SafeOffloadError
-from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers.base import Buffers, Result
-from safe_offload.worker.tiers.files.tier import FileTier
+from tests.benchmarks.tiers_limits import SocketLimit, StoreLimit, delete_all
 
 SMALL = ("--object-bytes", "8KiB", "64KiB", "--round-bytes", "256KiB", "--rounds", "2")
 
 
 def bench(*arguments: str) -> int:
-    return main(["bench", "tiers", *arguments])
+    return main(["tiers", *arguments])
 
 
 def test_every_way_of_every_size_is_told_and_nothing_is_left(tmp_path, capsys, monkeypatch):

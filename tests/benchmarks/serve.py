@@ -29,8 +29,9 @@ from safe_offload.bench.engine import BenchOptions, engine_options
 from safe_offload.bench.engine_breakdown import BASELINE
 from safe_offload.bench.engine_process import EngineOptions, EngineProcess, Turns
 from safe_offload.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.bench.serve_report import ServeFound, make_report
-from safe_offload.bench.serve_workload import (
+from safe_offload.errors import ConfigError, SafeOffloadError
+from tests.benchmarks.serve_report import ServeFound, make_report
+from tests.benchmarks.serve_workload import (
     GROWING,
     ONE_OFF,
     QUICK,
@@ -39,7 +40,6 @@ from safe_offload.bench.serve_workload import (
     make_prompts,
     serve_users,
 )
-from safe_offload.errors import ConfigError, SafeOffloadError
 
 LIMIT = "no connector, KV pool for all"
 POOL_SHARE = 3  # the KV pool holds one part in so many of what the users' contexts need
@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `safe-offload bench serve`."""
+    """Declare the options of `python -m tests.benchmarks serve`."""
     what = {
         "users": "that ask at once",
         "turns": "of each user",
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run `safe-offload bench serve`; return 1 if two servers disagree on a token."""
+    """Run `python -m tests.benchmarks serve`; return 1 if two servers disagree on a token."""
     sizes = read_sizes(arguments)
     if len(set(arguments.url)) != len(arguments.url) or len(arguments.url) > 2:
         raise ConfigError("--url: expected one server, or two different ones")
