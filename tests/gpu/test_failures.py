@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
+import torch
 
 from safe_offload.errors import DeviceError, TransferError
+from safe_offload.layout import Segment, make_geometry
 from safe_offload.protocol import FailureReason, MemoryKind, Transfer
 from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.backends.device import Device
@@ -77,6 +80,47 @@ async def test_a_call_that_is_refused_fails_one_copy_and_leaves_its_path(monkeyp
     assert caught.value.reason is FailureReason.COPY_FAILED
     assert subject.backend.paths == (CopyPath.EACH,)
     await subject.copy(Direction.STORE, [1], [1])
+    subject.end()
+
+
+async def test_a_moment_without_device_memory_is_no_reason_to_leave_the_kernel():
+    subject = TorchSubject(LAYERS, NUM_SLOTS, CopyPath.KERNEL)
+    storage, host = subject.fill(1)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.0)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0")
+        await subject.copy(Direction.STORE, [1], [2])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    await subject.copy(Direction.STORE, [5], [9])
+    assert subject.backend.paths[0] is CopyPath.KERNEL
+    assert subject.backend.num_demotions == 0
+    for block, slot in ((1, 2), (5, 9)):
+        for in_storage, in_host in subject.ranges(block, slot):
+            host[in_host] = storage[in_storage]
+    np.testing.assert_array_equal(subject.read_host(), host)
+    subject.end()
+
+
+def test_the_driver_is_held_for_a_part_of_the_time_only_while_memory_is_locked(monkeypatch):
+    """Pages are touched before, and each pause is as long as the lock before it."""
+    held: list[tuple[float, float]] = []
+    lock = Device.lock
+
+    def timed(self: Device, address: int, size_bytes: int) -> None:
+        begin_s = time.monotonic()
+        lock(self, address, size_bytes)
+        held.append((begin_s, time.monotonic()))
+
+    monkeypatch.setattr(Device, "lock", timed)
+    row_bytes = 64 << 20
+    geometry = make_geometry([Segment(row_bytes, 0, row_bytes)], 1, row_bytes)
+    subject = TorchSubject(geometry, 16, slots_per_slab=4)
+    total_s = held[-1][1] - held[0][0]
+    assert len(held) == 4
+    assert sum(end_s - begin_s for begin_s, end_s in held) < 0.6 * total_s
     subject.end()
 
 

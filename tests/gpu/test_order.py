@@ -12,6 +12,7 @@ import torch
 from safe_offload.layout import Segment, make_geometry
 from safe_offload.worker.backends.base import CopyPath, Direction
 from tests.gpu.torch_gpu import TorchSubject, sleep_on
+from tests.worker.backends.contract import PATIENCE_S
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS, ROW_BYTES = 64, 64, 4, 16 << 10
 PATHS = [CopyPath.BATCH, CopyPath.KERNEL]
@@ -73,6 +74,20 @@ async def test_a_load_lands_behind_what_zeroes_its_blocks(subject):
         blocks[:, block] = 0
         await subject.copy(Direction.LOAD, [block], [index % NUM_SLOTS])
         assert blocks[:, block].unique().tolist() == [7]
+
+
+async def test_a_load_runs_beside_what_came_after_its_mark(subject):
+    """As the forward of the step that the load belongs to."""
+    blocks, forward = blocks_of(subject), torch.cuda.current_stream()
+    subject.write_host(np.full(subject.layout.size_bytes, 7, np.uint8))
+    blocks[:, 1] = 0
+    mark = subject.backend.mark()
+    end_forward = subject.hold_stream(forward)
+    loading = subject.issue(Direction.LOAD, [1], [1], mark)
+    await asyncio.wait_for(loading.wait(), PATIENCE_S)
+    assert not forward.query(), "the forward is still held"
+    end_forward()
+    assert blocks[:, 1].unique().tolist() == [7]
 
 
 async def test_loads_and_stores_at_once_keep_to_their_own_bytes(subject):

@@ -95,7 +95,11 @@ class TorchSubject(Subject):
         self.host.tensor.numpy()[:] = content
 
     def hold(self, direction: Direction) -> Callable[[], None]:
-        self._gates.append(Gate(self.stream(direction)))
+        return self.hold_stream(self.stream(direction))
+
+    def hold_stream(self, stream: torch.cuda.Stream) -> Callable[[], None]:
+        """Keep what comes on a stream from running until the returned function is called."""
+        self._gates.append(Gate(stream))
         return self._gates[-1].open
 
     def is_host_memory_free(self) -> bool:

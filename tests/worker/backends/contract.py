@@ -104,10 +104,12 @@ class Subject(ABC):
 
     # ---- the same for all ----------------------------------------------------------------------
 
-    def issue(self, direction: Direction, blocks: list[int], slots: list[int]) -> Any:
-        """Issue a copy behind what the compute stream has been given."""
+    def issue(
+        self, direction: Direction, blocks: list[int], slots: list[int], mark: Any = None
+    ) -> Any:
+        """Issue a copy behind a mark, or behind what the compute stream has been given."""
         copy = Copy(direction, np.array(blocks, np.int64), np.array(slots, np.int64))
-        return self.backend.issue(copy, self.backend.mark())
+        return self.backend.issue(copy, mark or self.backend.mark())
 
     async def copy(self, direction: Direction, blocks: list[int], slots: list[int]) -> None:
         """Issue a copy and wait until it has ended."""
