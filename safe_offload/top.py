@@ -316,12 +316,13 @@ class View:
 def worth(view: View) -> list[Row]:
     """Is it worth it?"""
     computed, loaded = (view.now.total(f"{what}_tokens_per_second") for what in ("compute", "load"))
-    speeds = f"computed {_number(computed)}, loaded {_number(loaded)}" if loaded else NOTHING
+    computed_text = _number(computed) if computed else NOTHING
+    speeds = f"computed {computed_text}, loaded {_number(loaded)}" if loaded else NOTHING
     return [
         view.share("prompt tokens from the host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
         view.counter("tokens from the host", "loaded_tokens_total"),
         (
-            "computing saved",
+            "computing saved, at least",
             _seconds(view.now.total("saved_seconds_total")),
             _unless(view.rate("saved_seconds_total"), lambda s: f"{_seconds(s)}/s"),
         ),
