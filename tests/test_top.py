@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -329,6 +333,42 @@ def test_the_live_view_ends_when_the_user_interrupts(server, capsys, monkeypatch
     assert main(["top", server.url, "--interval", "7"]) == 0
     assert intervals == [7, 7, 7]
     assert "Is it worth it?" in capsys.readouterr().out
+
+
+ON_ITS_TERMINAL = """
+import fcntl, sys, termios
+from safe_offload.cli import main
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("key", [b"q", b"Q", b"\x03"])
+def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(
+    server: Server, key: bytes
+) -> None:
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    child = subprocess.Popen(
+        [sys.executable, "-c", ON_ITS_TERMINAL, "top", server.url, "--interval", "100000"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    try:
+        shown = b""
+        while b"worth it?" not in shown:
+            shown += os.read(ours, 65536)
+        os.write(ours, b"x" + key)
+        assert child.wait() == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_without_a_terminal_one_frame_is_printed(server, capsys):
