@@ -12,6 +12,7 @@ import torch
 from safe_offload.layout import Segment, make_geometry
 from safe_offload.worker.backends.base import CopyPath, Direction
 from tests.gpu.torch_gpu import TorchSubject, sleep_on
+from tests.worker.backends.contract import PATIENCE_S
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS, ROW_BYTES = 64, 64, 4, 16 << 10
 PATHS = [CopyPath.BATCH, CopyPath.KERNEL]
@@ -48,7 +49,7 @@ async def count_torn_stores(subject: TorchSubject, num_rounds: int, *, is_fenced
         sleep_on(subject.stream(Direction.STORE), (index % 4) / 10)
         completion = subject.issue(Direction.STORE, [block], [block])
         if is_fenced:
-            assert subject.backend.fence(completion, 0.0)
+            assert subject.backend.fence(completion, PATIENCE_S)
         blocks[:, block] = 255
         await completion.wait()
         num_torn += row_values(subject, block) != {value}

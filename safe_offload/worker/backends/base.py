@@ -68,8 +68,11 @@ class Completion(Protocol):
     def cancel(self) -> bool:
         """Take the copy back, if it has not begun. Called on the loop's thread.
 
+        Of one that has begun, the rest may be given up: `wait` raises TransferError when what has
+        begun has ended.
+
         Returns:
-            True if it has moved nothing and never will: `wait` then raises TransferError.
+            True if it has moved nothing and never will: `wait` then raises TransferError at once.
         """
 
 
@@ -89,7 +92,8 @@ class Backend(Protocol):
     def issue(self, copy: Copy, after: Any) -> Completion:
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
 
-        Called on the loop's thread. Copies of the two directions do not wait for one another.
+        Called on the loop's thread, which does not wait for the device's driver either. Copies of
+        the two directions do not wait for one another.
 
         Raises:
             TransferError: an id lies outside the memory; nothing was started.
@@ -98,7 +102,8 @@ class Backend(Protocol):
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         """Order everything that vLLM does next after the reads of a copy.
 
-        Called on vLLM's thread. A backend with streams makes them wait; one without waits.
+        Called on vLLM's thread. A backend with streams makes them wait, when the driver has been
+        given the copy; one without waits itself.
 
         Returns:
             False if the copy may still be reading: its source is about to change under it.

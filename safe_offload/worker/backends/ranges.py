@@ -33,6 +33,10 @@ class Ranges:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def part(self, start: int, stop: int) -> Ranges:
+        """Return some of them, of the same memory."""
+        return Ranges(self.targets[start:stop], self.sources[start:stop], self.lengths[start:stop])
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:

@@ -209,6 +209,7 @@ class FakeGpu:
         violations: what a real device would have taken for an access of freed or foreign memory,
             and waits that did not end and would have lasted for ever there.
         pooled: sizes of device memory that was allocated from the pool of a caller (`pool`).
+        on_give: called with the stream by a thread that gives it a copy, before the driver answers.
     """
 
     def __init__(
@@ -233,6 +234,7 @@ class FakeGpu:
         self.has_read_only_home = False
         self.violations: list[str] = []
         self.pooled: list[int] = []
+        self.on_give: Callable[[FakeStream], None] = lambda stream: None
         self.capture: Capture | None = None
         self.streams: dict[int, FakeStream] = {}
         self.missing = missing
@@ -437,6 +439,7 @@ class FakeKernel:
         assert stream is not None
         gpu.calls.append("launch")
         gpu.check_cupy_device("launch")
+        gpu.on_give(stream)
         gpu.runtime_call("launch")
         numbers = [int(argument) for argument in arguments]
         launch, ids = compile_kernel(self._source), numbers[1:3]
@@ -479,6 +482,8 @@ class FakeLibrary:
             return status
         numbers = value(target), value(source), value(size_bytes)
         is_upload = gpu.is_allocated(numbers[0]) or gpu.is_allocated(numbers[1])
+        if not is_upload:
+            gpu.on_give(lane)
 
         def run() -> None:
             time.sleep(gpu.delay_s)
@@ -495,6 +500,7 @@ class FakeLibrary:
     def batch(self, targets, sources, sizes, count, attributes, firsts, num, failed, stream) -> int:
         gpu = self._gpu
         gpu.calls.append("copy_batch")
+        gpu.on_give(gpu.streams[value(stream)])
         if status := gpu.driver_call("copy_batch"):
             return status
         assert value(num) == 1
