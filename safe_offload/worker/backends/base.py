@@ -7,6 +7,7 @@ backend passes the same contract suite (tests/worker/backends/contract.py).
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,15 @@ class Copy:
     direction: Direction
     block_ids: npt.NDArray[np.int64]
     slot_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCopy:
+    """What a copy took by a path, from its submission until the loop knew its end."""
+
+    path: CopyPath
+    copy: Copy
+    seconds: float
 
 
 class Completion(Protocol):
@@ -134,11 +144,20 @@ class ProvableBackend(Backend, Protocol):
     num_demotions: int
 
     @property
+    def choices(self) -> tuple[CopyPath, ...]:
+        """Those of its paths between which each copy chooses; empty if all go the same way."""
+
+    @property
     def memory(self) -> MemoryFacts:
         """What is known of the host memory; another object once something has changed."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return what keeps the backend from preparing memory in the background meanwhile."""
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
-        """Copy by some of its paths only; called while nothing is being copied."""
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
+        """Copy by some of its paths only; called while nothing is being copied.
+
+        Args:
+            paths: from the one that is wanted first.
+            timed: what copies took; without them it chooses by what others have measured.
+        """

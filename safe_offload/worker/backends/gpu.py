@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,7 +24,8 @@ from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts
 from safe_offload.worker.backends import row_kernel
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction, TimedCopy
+from safe_offload.worker.backends.cost import Cost, Timed
 from safe_offload.worker.backends.device import Device
 from safe_offload.worker.backends.lane import GpuCompletion, Lane
 from safe_offload.worker.backends.ranges import RangeTable, Runs
@@ -38,10 +39,14 @@ logger = logging.getLogger(f"vllm.{__name__}")
 KERNEL_RANGE_BYTES = {Direction.LOAD: 128 * 1024, Direction.STORE: 0}
 """Ranges shorter than this on average are copied by the kernel, if there are `KERNEL_RANGES_MIN`.
 
-Measured on an H100: docs/benchmarks/gpu.md. Nobody waits for a store, and copy engines take no
-multiprocessors from the forward.
+Measured on an H100: docs/benchmarks/gpu.md. They count where nothing was timed on this machine.
 """
 KERNEL_RANGES_MIN = 16
+KERNEL_WEIGHT = {Direction.LOAD: 1.0, Direction.STORE: 2.0}
+"""By how much the kernel must be faster than copy engines, where both were timed.
+
+Nobody waits for a store, and copy engines take no multiprocessors from the forward.
+"""
 
 
 class GpuBackend:
@@ -83,6 +88,7 @@ class GpuBackend:
         self.lanes = {Direction.LOAD: load, Direction.STORE: store}
         self._demoting = threading.Lock()
         self._segments: Any = None
+        self._costs: dict[tuple[CopyPath, Direction], Cost | None] = {}
         with ThreadPoolExecutor(1) as own_thread:
             self.paths = own_thread.submit(self._find_paths, path, base_address).result()
 
@@ -103,9 +109,24 @@ class GpuBackend:
         """See `ProvableBackend.undisturbed`: page-locking pauses."""
         return self._lock.paused()
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
+    @property
+    def choices(self) -> tuple[CopyPath, ...]:
+        """See `ProvableBackend.choices`."""
+        other = self._without_kernel()
+        has_choice = CopyPath.KERNEL in self.paths and other is not CopyPath.KERNEL
+        return (CopyPath.KERNEL, other) if has_choice and not self._prefers_kernel else ()
+
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """See `ProvableBackend.use`."""
         self.paths = paths
+        by_way: dict[tuple[CopyPath, Direction], list[Timed]] = {}
+        for one in timed:
+            num_ranges = self._num_ranges(self._table.runs(one.copy))
+            size_bytes = len(one.copy.block_ids) * self.slot_bytes
+            by_way.setdefault((one.path, one.copy.direction), []).append(
+                Timed(num_ranges, size_bytes, one.seconds)
+            )
+        self._costs = {way: Cost.learn(copies) for way, copies in by_way.items()}
 
     def mark(self) -> Any:
         """See `Backend.mark`."""
@@ -188,13 +209,23 @@ class GpuBackend:
         return True
 
     def _choose(self, runs: Runs, num_blocks: int) -> CopyPath:
-        """Return the path for a copy: the kernel for many short ranges, else the first other."""
-        num_ranges = len(runs) * len(self._layout.geometry.segments)
-        range_bytes = num_blocks * self.slot_bytes / num_ranges
-        is_short = range_bytes < KERNEL_RANGE_BYTES[runs.direction]
-        if self._prefers_kernel or (is_short and num_ranges >= KERNEL_RANGES_MIN):
+        """Return the path for a copy: the kernel or the first other, by what they take."""
+        other, size_bytes = self._without_kernel(), num_blocks * self.slot_bytes
+        if self._prefers_kernel:
             return self.paths[0]
-        return self._without_kernel()
+        num_ranges, direction = self._num_ranges(runs), runs.direction
+        of_kernel = self._costs.get((CopyPath.KERNEL, direction))
+        of_other = self._costs.get((other, direction))
+        if of_kernel is None or of_other is None:
+            is_short = size_bytes / num_ranges < KERNEL_RANGE_BYTES[direction]
+            takes_kernel = is_short and num_ranges >= KERNEL_RANGES_MIN
+        else:
+            kernel_s = of_kernel.of(num_ranges, size_bytes) * KERNEL_WEIGHT[direction]
+            takes_kernel = kernel_s < of_other.of(num_ranges, size_bytes)
+        return self.paths[0] if takes_kernel else other
+
+    def _num_ranges(self, runs: Runs) -> int:
+        return len(runs) * len(self._layout.geometry.segments)
 
     def _without_kernel(self) -> CopyPath:
         return next((path for path in self.paths if path is not CopyPath.KERNEL), self.paths[0])

@@ -202,6 +202,7 @@ class FakeGpu:
         locked: address and size of what is locked.
         may_lock, may_unlock: held back while they are not set, the first lock excepted.
         delay_s, lock_delay_s: how long every copy, and every lock, takes.
+        call_delays_s: how much longer calls of a name take, on the stream.
         corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
         has_read_only_home: cupy cannot keep compiled kernels there.
@@ -230,6 +231,7 @@ class FakeGpu:
         self.corrupted: set[tuple[str, bool]] = set()
         self.is_broken = False
         self.delay_s = self.lock_delay_s = 0.0
+        self.call_delays_s: dict[str, float] = {}
         self.device_offset = 0
         self.has_read_only_home = False
         self.violations: list[str] = []
@@ -445,7 +447,7 @@ class FakeKernel:
         launch, ids = compile_kernel(self._source), numbers[1:3]
 
         def run() -> None:
-            time.sleep(gpu.delay_s)
+            time.sleep(gpu.delay_s + gpu.call_delays_s.get("launch", 0.0))
             for address in ids:
                 gpu.check_use(address, stream)
             launch(grid[0], block[0], *numbers)
@@ -514,7 +516,7 @@ class FakeLibrary:
         ]
 
         def run() -> None:
-            time.sleep(gpu.delay_s)
+            time.sleep(gpu.delay_s + gpu.call_delays_s.get("copy_batch", 0.0))
             for numbers in zip(*words, strict=True):
                 ctypes.memmove(*numbers)
             gpu.finish("copy_batch", is_store, words[0][0])
