@@ -121,7 +121,7 @@ class OffloadConfig:
         choice(["auto", "batch", "kernel", "each"]),
         "auto",
         "How a GPU copies: one batched driver call, one kernel launch, or one call for each range; "
-        "`auto` chooses by the lengths of the ranges.",
+        "`auto` chooses by what both took in the self-test.",
     )
     self_test: bool = setting(
         choice({"on": True, "off": False}),
