@@ -107,6 +107,15 @@ def children_of(written: Mapping[str, object]) -> list[Mapping[str, object]]:
     return children
 
 
+def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
+    """Return every configuration of our connector in a KVTransferConfig, a mapping or None."""
+    if transfer_config is None:
+        return []
+    is_mapping = isinstance(transfer_config, Mapping)
+    written = transfer_config if is_mapping else vars(transfer_config)
+    return [each for each in (written, *children_of(written)) if is_ours(each)]
+
+
 def _require_spelling(written: Mapping[str, object]) -> None:
     """Refuse a name that no connector has and that is nearly ours."""
     name = written.get("kv_connector")
