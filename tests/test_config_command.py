@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +264,28 @@ def test_passwords_are_not_shown(run: Any) -> None:
     assert "hunter2" not in shown
     assert '"redis://***@kv"' in shown
     assert '"wait_s": 3' in shown
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
+    command, shown = page.partition("## Check a configuration\n")[2].split("\n\nprints\n")
+    program, *arguments = shlex.split(command)
+    assert (program, main(arguments)) == ("safe-offload", 0)
+    printed = textwrap.indent(capsys.readouterr().out, "    ")
+    assert shown.startswith(f"\n{printed}\n"), f"docs/reference/cli.md should show\n{printed}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--kv-transfer-config", json.dumps(OURS)], 0),
+        (["--kv-transfer-config", "{"], 1),
+        (["--kv-transfer-config", json.dumps(ours(cpu_bytes_to_uze=1))], 1),
+        (["--kv-transfer"], 2),
+        (["--kv-transfer-config", json.dumps(OURS), "--nothing"], 2),
+    ],
+)
+def test_the_exit_status_is_that_of_the_page(arguments: list[str], expected: int) -> None:
+    command = [sys.executable, "-m", "safe_offload", "config", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True)
+    assert done.returncode == expected, done.stderr
