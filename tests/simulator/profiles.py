@@ -142,14 +142,14 @@ _TOGETHER = Workload(
 _MANY_IDS: FaultCounts = {FaultKind.FOREIGN_IDS: 60, CopyFault.FAIL: 6, CopyFault.STALL: 40}
 
 PROFILES: dict[str, Profile] = {
-    "plain": Profile("one rank, full attention, no faults, copies in time", copy_ticks_max=0),
-    "late-copies": Profile("copies that end many steps after their issue", copy_ticks_max=40),
+    "plain": Profile("one rank, full attention, no faults", copy_ticks_max=0),
+    "late-copies": Profile("copies end many steps later", copy_ticks_max=40),
     "hybrid-gpu": Profile(
         "two windows and full attention on a GPU",
         replace(_GPU, groups=("full", "window:10", "window:5"), num_blocks=80, num_slots=120),
     ),
     "mla-shared": Profile(
-        "MLA on three ranks that keep one copy and store a share of it each",
+        "MLA on three ranks that share one copy",
         EngineShape(
             groups=("mla",),
             tensor_ranks=3,
@@ -166,7 +166,7 @@ PROFILES: dict[str, Profile] = {
         replace(_GPU, groups=("full", "mamba@8"), num_blocks=60, num_slots=90, has_events=False),
     ),
     "mamba-large-lazy": Profile(
-        "Mamba and full attention in large blocks, hits inside both, lazy_offload, few blocks",
+        "Mamba and full attention in large blocks, hits inside both, lazy_offload",
         EngineShape(
             groups=("full@16", "mamba@16"),
             num_blocks=22,
@@ -177,20 +177,20 @@ PROFILES: dict[str, Profile] = {
         ),
     ),
     "host-pressure": Profile(
-        "a host pool that must evict all the time, a GPU pool that makes matched requests wait",
+        "a host pool that evicts all the time, a small GPU pool",
         EngineShape(num_slots=26, num_blocks=26, has_events=True),
         Workload(num_stems=8),
         faults=SQUEEZES,
     ),
     "foreign-ids": Profile(
-        "many ids where they do not belong, few requests",
+        "many foreign ids, few requests",
         _FEW_BLOCKS,
         _FEW_REQUESTS,
         copy_ticks_max=40,
         faults=_MANY_IDS,
     ),
     "repeats": Profile(
-        "one prompt again and again, in a pool that it fills, zeroed before it is written",
+        "one prompt repeated in a pool that it fills",
         EngineShape(groups=("full", "full"), is_zeroed=True, num_blocks=9, has_streams=True),
         Workload(
             num_stems=1,
@@ -203,18 +203,18 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=60,
     ),
     "hybrid-pressure": Profile(
-        "a window and full attention, both pools small: preemptions without a free slot",
+        "window and full attention: preemptions without a free slot",
         replace(_HYBRID, num_blocks=36, num_slots=24),
         Workload(output_tokens=40),
     ),
     "lazy-pressure": Profile(
-        "lazy_offload with a window and full attention, a small GPU pool: preemptions",
+        "lazy_offload with a window: preemptions",
         replace(_HYBRID, num_blocks=36, extra={"lazy_offload": True}, has_streams=True),
         Workload(num_requests=32, num_stems=2, num_tails=2, output_tokens=40),
         copy_ticks_max=24,
     ),
     "lazy-priority": Profile(
-        "lazy_offload, scheduling by priority: preempted in the step that was to fill a block",
+        "lazy_offload, priorities: preempted in the step that fills a block",
         replace(
             _HYBRID,
             groups=("full", "window:10"),
@@ -232,30 +232,30 @@ PROFILES: dict[str, Profile] = {
         ),
     ),
     "shared-stalls": Profile(
-        "many requests at once with one prefix, which wait for one load; copies that stand still",
+        "many requests wait for one load; copies stand still",
         replace(_HYBRID, has_streams=True, max_seqs=12),
         _TOGETHER,
         copy_ticks_max=40,
         faults={CopyFault.STALL: 60},
     ),
     "failing": Profile(
-        "copies that fail, are refused, stand still, on three ranks",
+        "copies fail, are refused, stand still, on three ranks",
         EngineShape(tensor_ranks=3, has_events=True),
         faults=COPY_FAULTS,
     ),
     "overdue": Profile(
-        "copies that stand still for longer than the deadline, on vLLM's CPU engine",
+        "copies miss the deadline, on vLLM's CPU engine",
         EngineShape(num_blocks=30, extra={"transfer_timeout_s": 2, "max_inflight_bytes": 12288}),
         copy_ticks_max=30,
         faults={CopyFault.STALL: 40, CopyFault.FAIL: 4},
     ),
     "flips": Profile(
-        "bits that flip in host memory, with verify on",
+        "bits flip in host memory, with verify",
         EngineShape(tensor_ranks=2, num_slots=40, extra={"verify": "load"}, has_events=True),
         faults={FaultKind.FLIP: 40},
     ),
     "loads-fail": Profile(
-        "every load fails, in a pool so small that requests are preempted again and again",
+        "every load fails, in a small GPU pool",
         EngineShape(num_blocks=18, max_seqs=4, num_slots=100),
         Workload(num_requests=24, num_stems=2, stem_tokens=24, tail_tokens=4, output_tokens=36),
         copy_ticks_max=0,
@@ -269,14 +269,14 @@ PROFILES: dict[str, Profile] = {
         faults=ALL_FAULTS,
     ),
     "tiers": Profile(
-        "a host pool that evicts and a tier that keeps: two engines, one after the other",
+        "a host pool that evicts, a tier that keeps: one engine after another",
         EngineShape(num_slots=60, num_blocks=26, has_events=True, extra=tier_settings()),
         Workload(num_requests=32, num_stems=8, num_steps=120),
         tiers=(TierOptions(),),
         num_lives=2,
     ),
     "tiers-hybrid-lazy": Profile(
-        "lazy_offload with a window and full attention, two ranks on a GPU, two tiers that evict",
+        "lazy_offload with a window, two ranks on a GPU, two tiers that evict",
         replace(
             _HYBRID,
             num_blocks=40,
@@ -290,7 +290,7 @@ PROFILES: dict[str, Profile] = {
         num_lives=2,
     ),
     "tiers-faults": Profile(
-        "tiers that fail, lie, tear, stall and hang, on two ranks, with resets and aborts",
+        "tiers fail, lie, tear, stall and hang, with resets and aborts",
         EngineShape(
             num_blocks=26,
             num_slots=40,
@@ -306,7 +306,7 @@ PROFILES: dict[str, Profile] = {
         num_lives=2,
     ),
     "tiers-shared": Profile(
-        "two engines at the same time, one store that evicts between a probe and its fetch",
+        "two engines, one store that evicts between probe and fetch",
         EngineShape(
             num_slots=70,
             num_blocks=26,
@@ -318,8 +318,7 @@ PROFILES: dict[str, Profile] = {
         num_engines=2,
     ),
     "tiers-far": Profile(
-        "two engines on two ranks, each with a near tier that keeps; a far one with latency, whose "
-        "connections are lost",
+        "two engines, each with a near tier; a far one with latency, whose connections are lost",
         EngineShape(
             num_blocks=32,
             num_slots=90,
