@@ -40,7 +40,7 @@ COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
 COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/worker/tiers/test_engine_facts.py \
-	tests/test_connector.py tests/test_layout.py tests/test_plugin.py
+	tests/test_connector.py tests/test_layout.py tests/test_plugin.py tests/test_whole_blocks.py
 
 # What matters most, within two minutes on two cores.
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/test_config.py tests/test_connector.py \
@@ -67,8 +67,8 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-servers: venv ## Prometheus and Redis, for the tests of examples/observability and of TLS to a server (seconds, once)
-	@.ci/get-servers '$(BIN)'
+servers: venv ## Prometheus, Redis and Dynamo's indexer, for tests of alerts, of TLS to a server and of KV events (seconds, once)
+	@PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh

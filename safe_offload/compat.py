@@ -68,6 +68,8 @@ __all__ = [
 EVENT_MEDIUM, EVENT_LOCALITY = "CPU", "LOCAL"
 """Of a KV event: in what the blocks are, and whether that is on the publisher's own machine."""
 
+_GO_BY_STRIDES = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
+
 TESTED_VERSIONS = ((0, 31), (0, 32), (0, 33))
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -118,12 +120,47 @@ def make_serve_parser() -> Any:
 def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
     """Give an engine that is not started a KV cache layout, where vLLM asks for one.
 
-    The bytes of a block are the same in all of them. Source: vLLM 0.32.0, EngineCore, which asks
-    its workers; 0.31 has no such field.
+    The bytes of a block are the same in all of them. Source: vLLM 0.31 to 0.33, EngineCore, which
+    asks its workers.
     """
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "kv_cache_layout", "") is None:
         cache_config.kv_cache_layout = "LBNHC"
+
+
+def kv_cache_layout(vllm_config: VllmConfig) -> str:
+    """Return vLLM's name for the order of the KV cache; empty while it is not known."""
+    return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+
+
+def reads_whole_blocks(vllm_config: VllmConfig) -> bool:
+    """Return whether the attention of a loaded model takes blocks that lie in one piece.
+
+    A backend that names no layouts claims all, and yet some cannot read these (CPU_MLA, AMX_MLA and
+    ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array): of such backends only
+    those are believed that were found to go by strides. States lie beside each other in any layout.
+    No block may be one that vLLM splits for a kernel, which it refuses to do with these.
+    """
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.worker.utils import select_common_block_size
+
+    takes_specs = len(inspect.signature(select_common_block_size).parameters) > 2  # not in 0.31
+
+    def reads(layer: Any) -> bool:
+        backend, spec = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
+        names = backend.supported_kv_cache_layouts()
+        if names is None and not (backend.is_ssm() or backend.get_name() in _GO_BY_STRIDES):
+            return False
+        if not isinstance(spec, AttentionSpec):
+            return True
+        specs = ([spec],) if takes_specs else ()
+        return bool(select_common_block_size(spec.block_size, [backend], *specs) == spec.block_size)
+
+    layers: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    with set_current_vllm_config(vllm_config):
+        return bool(layers) and all(map(reads, layers.values()))
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

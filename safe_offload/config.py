@@ -121,7 +121,14 @@ class OffloadConfig:
         choice(["auto", "batch", "kernel", "each"]),
         "auto",
         "How a GPU copies: one batched driver call, one kernel launch, or one call for each range; "
-        "`auto` chooses by the lengths of the ranges.",
+        "`auto` chooses by what both took in the self-test.",
+    )
+    # The name and the words are those of vLLM's other connectors.
+    enable_cross_layers_blocks: bool = setting(
+        switch(takes_words=True),
+        False,
+        "Ask vLLM for a KV cache in which a block lies in one piece, not in one for each layer, "
+        "where the model's attention can read it.",
     )
     self_test: bool = setting(
         choice({"on": True, "off": False}),

@@ -11,7 +11,7 @@ from safe_offload import last_words
 from safe_offload.config import OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tier_config import SHARED_HASH
-from safe_offload.transfer_config import CONNECTOR_NAME, children_of, is_ours
+from safe_offload.transfer_config import CONNECTOR_NAME, ours_of
 
 DEFAULT_HASH: Final = "sha256"
 """As safe as the one that takes its place: both end in SHA-256."""
@@ -31,7 +31,7 @@ def require_no_other_offloading(arguments: Any) -> None:
     Source: vLLM 0.32.0, VllmConfig._post_init_kv_transfer_config.
     """
     size_gib = getattr(arguments, "kv_offloading_size", None)
-    if size_gib is None or not _ours(getattr(arguments, "kv_transfer_config", None)):
+    if size_gib is None or not ours_of(getattr(arguments, "kv_transfer_config", None)):
         return
     raise ConfigError(
         f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place of "
@@ -49,7 +49,7 @@ def prepare_start(config: Any) -> None:
     Raises:
         ConfigError: this machine cannot hold the pool, or no tier can be used with these hashes.
     """
-    ours = _ours(config.kv_transfer_config)
+    ours = ours_of(config.kv_transfer_config)
     if any(_has_tiers(written) for written in ours):
         _settle_hashes(config)
     # If another API server has started this one, the engine may have taken the memory already.
@@ -59,15 +59,6 @@ def prepare_start(config: Any) -> None:
         for written in ours:
             _require_memory(written, config.parallel_config)
     last_words.listen()
-
-
-def _ours(transfer_config: Any) -> list[Mapping[str, Any]]:
-    """Return every configuration of our connector in a KVTransferConfig, a mapping or None."""
-    if transfer_config is None:
-        return []
-    is_mapping = isinstance(transfer_config, Mapping)
-    written = transfer_config if is_mapping else vars(transfer_config)
-    return [each for each in (written, *children_of(written)) if is_ours(each)]
 
 
 def _has_tiers(written: Mapping[str, Any]) -> bool:

@@ -27,11 +27,13 @@ from safe_offload.engine_start import prepare_start, require_no_other_offloading
 from safe_offload.errors import ConfigError
 from safe_offload.media_ids import wrap_hashes, wrap_requests
 from safe_offload.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
+from safe_offload.whole_blocks import wrap_worker
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
 _MEDIA_MODULE: Final = "vllm.multimodal.processing.inputs"
 _REQUESTS_MODULE: Final = "vllm.v1.engine.input_processor"
+_WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
 _BUILT_BY_PYDANTIC: Final = (
     "__pydantic_core_schema__",
     "__pydantic_validator__",
@@ -55,6 +57,7 @@ def register() -> None:
         _wrap_engine_arguments()
         _when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
         _when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
+        _when_imported(_WORKER_MODULE, lambda module: wrap_worker(module.WorkerBase))
     except Exception:
         _logger.exception(
             "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
@@ -120,7 +123,7 @@ def _try(wrap: Callable[[Any], None], module: ModuleType) -> None:
         wrap(module)
     except Exception:
         # Of KVTransferConfig, register() meets the same failure and reports it. Without the others,
-        # what has media in it stays out of tiers.
+        # what has media in it stays out of tiers, and the KV cache layout is left to vLLM.
         _logger.debug("A class of vLLM is not wrapped: %s", module, exc_info=True)
 
 

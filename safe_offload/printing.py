@@ -23,7 +23,7 @@ _WORD_LENGTH_MAX: Final = 20
 _KEY_LENGTH_MAX: Final = 32
 
 _NOT_IN_PATHS: Final = r"?#@=&;,{}\"'"
-_MACHINE: Final = r"[A-Za-z0-9._-]*(?::\d{0,5})?|\[[0-9A-Fa-f:.]*\](?::\d{0,5})?"
+_MACHINE: Final = r"[A-Za-z0-9._-]*(?::\d{1,5})?|\[[0-9A-Fa-f:.]*\](?::\d{1,5})?"
 _PLACE: Final = re.compile(
     rf"/[^{_NOT_IN_PATHS}]*|(?:{_MACHINE})(?=[/?#]|$)(?:/[^{_NOT_IN_PATHS}\s]*)?", re.ASCII
 )

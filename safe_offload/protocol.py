@@ -47,7 +47,7 @@ class FailureReason(enum.Enum):
     NOT_RUNNING = "not_running"
     """The transfer loop of this rank has died or was shut down."""
     CANCELLED = "cancelled"
-    """The transfer was cancelled before it was issued."""
+    """The transfer was cancelled before all of it was issued."""
     TIMED_OUT = "timed_out"
     """The copy had not begun at the deadline of the transfer, and never will."""
     CHECKSUM_MISMATCH = "checksum_mismatch"

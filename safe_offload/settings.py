@@ -228,12 +228,15 @@ def choice(
     return Kind(allowed, read)
 
 
-def switch() -> Kind:
-    """Return the kind of a boolean."""
+def switch(*, takes_words: bool = False) -> Kind:
+    """Return the kind of a boolean, which may also be written as a word."""
+    words = {"true": True, "false": False} if takes_words else {}
 
     def read(key: str, value: object) -> bool:
         if isinstance(value, bool):
             return value
+        if isinstance(value, str) and value.lower() in words:
+            return words[value.lower()]
         problem = f"this is {_type_name(value)}, not a boolean"
         allowed = "true or false (True or False in Python), without quotes"
         refuse(key, value, problem, allowed, f'write "{key}": true or "{key}": false')

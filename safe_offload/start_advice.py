@@ -43,6 +43,7 @@ def advise(
         _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
         _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
         _advise_on_copies(kv_cache_config, config)
+        _advise_on_layout(vllm_config, config)
         return _introduce(vllm_config, kv_cache_config, config, num_slots)
     except Exception:
         logger.debug("The set-up could not be described", exc_info=True)
@@ -172,6 +173,17 @@ def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> 
             'one machine, with distributed_executor_backend "mp" and without prefill context '
             "parallelism.",
             num_same,
+        )
+
+
+def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    layout = compat.kv_cache_layout(vllm_config)
+    if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
+        logger.info(
+            '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '
+            "an attention backend of this model reads no other, or another connector or "
+            "VLLM_KV_CACHE_LAYOUT asks for it. Each layer of a block is copied by itself.",
+            layout,
         )
 
 

@@ -3,17 +3,24 @@
     safe-offload top http://localhost:8000
     safe-offload top http://localhost:8000 --once
 
-It reads /metrics of a vLLM server every few seconds. Several engines of one server are added up.
+It reads /metrics of a vLLM server every few seconds, until q is pressed. Several engines of one
+server are added up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import sys
+import termios
 import time
+import tty
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib.util import find_spec
@@ -29,6 +36,7 @@ PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 TIMEOUT_S: Final = 5.0
 INTERVAL_S: Final = 2.0
 NOTHING: Final = "-"
+_KEYS_MAX: Final = 64
 
 Labels = Mapping[str, str]
 Row = tuple[str, str, str]
@@ -54,7 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Show the metrics until the user interrupts; return the exit status.
+    """Show the metrics until the user presses q or interrupts; return the exit status.
 
     Raises:
         TopError: nothing can be shown: there is no server, or it has no metrics of ours.
@@ -316,12 +324,13 @@ class View:
 def worth(view: View) -> list[Row]:
     """Is it worth it?"""
     computed, loaded = (view.now.total(f"{what}_tokens_per_second") for what in ("compute", "load"))
-    speeds = f"computed {_number(computed)}, loaded {_number(loaded)}" if loaded else NOTHING
+    computed_text = _number(computed) if computed else NOTHING
+    speeds = f"computed {computed_text}, loaded {_number(loaded)}" if loaded else NOTHING
     return [
         view.share("prompt tokens from the host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
         view.counter("tokens from the host", "loaded_tokens_total"),
         (
-            "computing saved",
+            "computing saved, at least",
             _seconds(view.now.total("saved_seconds_total")),
             _unless(view.rate("saved_seconds_total"), lambda s: f"{_seconds(s)}/s"),
         ),
@@ -485,11 +494,41 @@ def _console() -> Any:
 def _show(console: Any, watch: Watch, interval_s: float) -> None:
     from rich.live import Live
 
-    with Live(frame(watch), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
+    with (
+        _keyboard() as keyboard,
+        Live(frame(watch), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not _is_ended(keyboard, interval_s):
             watch.read()
             live.update(frame(watch), refresh=True)
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[int | None]:
+    """Let keys be read as they are pressed; None without a terminal to read them from."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard)
+        yield keyboard
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _is_ended(keyboard: int | None, wait_s: float) -> bool:
+    """Wait so long; return whether the user has pressed q meanwhile, or the terminal is gone."""
+    if keyboard is None:
+        time.sleep(wait_s)
+        return False
+    end_s = time.monotonic() + wait_s
+    while select.select([keyboard], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        pressed = os.read(keyboard, _KEYS_MAX)
+        if not pressed or b"q" in pressed.lower():
+            return True
+    return False
 
 
 # ---- words ------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ Source: vLLM 0.32.0, vllm/config/kv_transfer.py, v1/core/sched/scheduler.py and
 distributed/kv_transfer/kv_connector/v1/multi_connector.py.
 """
 
+import contextlib
 import difflib
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any, Final
@@ -24,6 +26,7 @@ DEFAULT_FAILURE_POLICY: Final = "recompute"
 
 _MULTI_CONNECTOR: Final = "MultiConnector"
 _POLICY_KEY: Final = "kv_load_failure_policy"
+_MODULE_KEY: Final = "kv_connector_module_path"
 _EXTRA_KEY: Final = "kv_connector_extra_config"
 # Above what vLLM's SimpleCPUOffloadConnector has in common with our name, 0.88.
 _SPELLING_CUTOFF: Final = 0.9
@@ -36,11 +39,12 @@ def complete(written: Mapping[str, object]) -> dict[str, object]:
     too, so under MultiConnector it is filled in if all connectors are ours.
 
     Raises:
-        ConfigError: our name is misspelt, or a setting of ours stands beside it.
+        ConfigError: our name or that of its module is misspelt, or a setting stands beside it.
     """
     completed = dict(written)
     _require_spelling(written)
     if is_ours(written):
+        _require_module(written.get(_MODULE_KEY))
         _require_settings_inside(written)
     connectors = children_of(written) or [written]
     if all(is_ours(connector) for connector in connectors):
@@ -103,19 +107,46 @@ def children_of(written: Mapping[str, object]) -> list[Mapping[str, object]]:
     return children
 
 
+def ours_of(transfer_config: Any) -> list[Mapping[str, Any]]:
+    """Return every configuration of our connector in a KVTransferConfig, a mapping or None."""
+    if transfer_config is None:
+        return []
+    is_mapping = isinstance(transfer_config, Mapping)
+    written = transfer_config if is_mapping else vars(transfer_config)
+    return [each for each in (written, *children_of(written)) if is_ours(each)]
+
+
 def _require_spelling(written: Mapping[str, object]) -> None:
     """Refuse a name that no connector has and that is nearly ours."""
     name = written.get("kv_connector")
     if not isinstance(name, str) or name == CONNECTOR_NAME:
         return
-    if written.get("kv_connector_module_path") not in (None, CONNECTOR_MODULE):
+    if written.get(_MODULE_KEY) not in (None, CONNECTOR_MODULE):
         return
+    is_of_our_module = written.get(_MODULE_KEY) == CONNECTOR_MODULE
     ratio = difflib.SequenceMatcher(None, name.casefold(), CONNECTOR_NAME.casefold()).ratio()
-    if ratio < _SPELLING_CUTOFF:
+    if ratio < _SPELLING_CUTOFF and not is_of_our_module:
         return
     raise ConfigError(
         f"kv_connector = {shown(name)}: there is no such connector. "
         f'Fix: write "kv_connector": "{CONNECTOR_NAME}".'
+    )
+
+
+def _require_module(path: object) -> None:
+    """Refuse a module that is not there, or another one of ours: vLLM would end with a traceback.
+
+    One that is there may have a class of our name; vLLM imports it.
+    """
+    if not isinstance(path, str) or path == CONNECTOR_MODULE:
+        return
+    with contextlib.suppress(ImportError, ValueError):
+        package = CONNECTOR_MODULE.partition(".")[0]
+        if path.partition(".")[0] != package and importlib.util.find_spec(path) is not None:
+            return
+    raise ConfigError(
+        f"{_MODULE_KEY} = {shown(path)}: no {CONNECTOR_NAME} is there. "
+        f'Fix: write "{_MODULE_KEY}": "{CONNECTOR_MODULE}", or leave it out.'
     )
 
 

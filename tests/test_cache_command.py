@@ -224,6 +224,41 @@ def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
     assert not orphan.exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prune", "--to", 5 * STORED_BYTES),
+        ("prune", "--older-than", "7d"),
+        ("prune", "--to", 3 * STORED_BYTES, "--older-than", "7d"),
+        ("rm", namespace_folder(FIRST)),
+        ("rm", "--all"),
+    ],
+)
+def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(
+    call: Call, root: Path, arguments: tuple[object, ...]
+) -> None:
+    for number in range(10):
+        at_s = time.time() - (8 * 86400 if number < 4 else 1000 - 10 * number)
+        os.utime(path_in(root, number), (at_s, at_s))
+    for name, at_s in (("tmp-1-2-ab", 0.0), ("tmp-1-2-cd", time.time())):
+        path_in(root, 0).with_name(name).write_bytes(b"x")
+        os.utime(path_in(root, 0).with_name(name), (at_s, at_s))
+
+    def everything() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in root.rglob("*")}
+
+    before = everything()
+    action, *options = arguments
+    status, text = call(action, root, *options, "--dry-run")
+    assert status == 0
+    assert text.startswith("Would delete ")
+    would = read(call, action, root, *options, "--dry-run")[1]
+    assert everything() == before
+    did = read(call, action, root, *options)[1]
+    assert {**would, "dry_run": False} == did
+    assert len(everything()) < len(before)
+
+
 def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
     async def fill_up() -> None:
         limit = 20 * STORED_BYTES

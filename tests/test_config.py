@@ -322,6 +322,16 @@ def test_a_switch_must_be_a_boolean(key, written):
     assert "without quotes" in message
 
 
+def test_the_switch_that_others_read_as_a_word_may_be_one():
+    key = "enable_cross_layers_blocks"
+    for written in (True, "true", "True", "TRUE"):
+        assert read(**{key: written}).enable_cross_layers_blocks is True
+    for written in (False, "false", "False"):
+        assert read(**{key: written}).enable_cross_layers_blocks is False
+    for wrong in ("yes", "1", "", 1, None, "\u0442rue"):
+        assert f'"{key}": true' in refusal(key, wrong)
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +144,68 @@ def test_a_failure_policy_that_the_user_wrote_is_kept(run: Any, policy: str) -> 
         ),
         (multi(OTHER, ours(verify="on"), kv_role="kv_both"), 'Fix: write "verify": "load"'),
         (multi(OURS, {**OURS, "x": 1}, kv_role="kv_both"), '"x" is no field'),
+        (ours(cpu_bytes_to_use="lots"), '["cpu_bytes_to_use"] = "lots": this is not a size'),
+        (ours(num_cpu_blocks=1.5), '["num_cpu_blocks"] = 1.5: it has a fraction'),
+        (ours(transfer_timeout_s="30"), '"30": this is a value of type str, not a number'),
+        (ours(check_invariants="true"), '"true": this is a value of type str, not a boolean'),
+        (ours(eviction_policy="fifo"), '["eviction_policy"] = "fifo": there is no such choice'),
+        (ours(min_load_tokens="often"), '["min_load_tokens"] = "often": this is a string'),
+        (ours(tiers={"url": "file:///kv"}), 'Fix: write "tiers": [{"url":'),
+        (ours(tiers=[{}]), '["tiers"][0] = {}: it has no "url"'),
+        (ours(tiers=[{"url": "/mnt/kv"}]), 'Fix: write "url": "file:///mnt/kv"'),
+        (ours(tiers=[{"url": "file://kv"}]), "three slashes are needed"),
+        (ours(tiers=[{"url": "redis://kv", "capacity": "1GiB"}]), "redis:// has no such setting"),
+        (ours(tiers=[{"url": "redis://kv", "password": "hunter2"}]), '"password_file" if that'),
+        (ours(tiers=[{"url": "redis://me:hunter2"}]), '"redis://***": the machine or its port'),
+        ({**OURS, "kv_connector_extra_config": []}, "kv_connector_extra_config is []"),
+        *[
+            (
+                {**written, "kv_connector_module_path": path},
+                f'kv_connector_module_path = "{path}": no {name} is there. '
+                'Fix: write "kv_connector_module_path": "safe_offload.connector", or leave it out',
+            )
+            for written, name, path in (
+                (OURS, "SafeCPUOffloadConnector", "safe_offload.conector"),
+                (OURS, "SafeCPUOffloadConnector", "safe_offload"),
+                (OURS, "SafeCPUOffloadConnector", "safe_offlod.connector"),
+                (OURS, "SafeCPUOffloadConnector", "json.decoder.connector"),
+                (OURS, "SafeCPUOffloadConnector", ""),
+            )
+        ],
+        (
+            {"kv_connector": "Offload", "kv_connector_module_path": "safe_offload.connector"},
+            'kv_connector = "Offload": there is no such connector',
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused_with_the_fix(
     written: object, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(written, capsys)
+    """All is in one line, the only one; and vLLM says it, too, where it is a configuration."""
+    (said,) = refusal(written, capsys).splitlines()
+    assert said.startswith("safe-offload: ")
     assert message in said
     assert "Fix: " in said
+    assert "hunter2" not in said
+    if isinstance(written, dict) and "kv_connector_module_path" in written:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_vllms(written)
+
+
+def make_vllms(written: dict[str, Any]) -> None:
+    from vllm.config import KVTransferConfig
+
+    from safe_offload import plugin
+
+    plugin.register()
+    KVTransferConfig(**written)
+
+
+def test_the_module_of_another_connector_is_left_alone() -> None:
+    for written in (OTHER, {**OURS, "kv_connector_module_path": "safe_offload.connector"}):
+        make_vllms({**written})
+    make_vllms({**OTHER, "kv_connector_module_path": "nowhere.at.all"})
+    make_vllms({**OURS, "kv_connector_module_path": "tests.test_config_command"})
 
 
 @pytest.mark.parametrize(
@@ -207,3 +264,28 @@ def test_passwords_are_not_shown(run: Any) -> None:
     assert "hunter2" not in shown
     assert '"redis://***@kv"' in shown
     assert '"wait_s": 3' in shown
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
+    command, shown = page.partition("## Check a configuration\n")[2].split("\n\nprints\n")
+    program, *arguments = shlex.split(command)
+    assert (program, main(arguments)) == ("safe-offload", 0)
+    printed = textwrap.indent(capsys.readouterr().out, "    ")
+    assert shown.startswith(f"\n{printed}\n"), f"docs/reference/cli.md should show\n{printed}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--kv-transfer-config", json.dumps(OURS)], 0),
+        (["--kv-transfer-config", "{"], 1),
+        (["--kv-transfer-config", json.dumps(ours(cpu_bytes_to_uze=1))], 1),
+        (["--kv-transfer"], 2),
+        (["--kv-transfer-config", json.dumps(OURS), "--nothing"], 2),
+    ],
+)
+def test_the_exit_status_is_that_of_the_page(arguments: list[str], expected: int) -> None:
+    command = [sys.executable, "-m", "safe_offload", "config", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True)
+    assert done.returncode == expected, done.stderr

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from safe_offload import cli
+from safe_offload.tier_url import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,3 +103,34 @@ def test_source_files_that_the_pages_name_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
             assert any(path.endswith(f"/{name}") for path in paths), f"{page}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "end"),
+    [
+        ("configuration.md", "### Tiers\n", "```"),
+        ("guides/coming-from.md", "## LMCache\n", "What you lose"),
+    ],
+)
+def test_a_page_names_every_kind_of_tier(page: str, start: str, end: str) -> None:
+    text = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
+    assert [scheme for scheme in EXAMPLES if f"{scheme}://" not in text] == []
+
+
+def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured() -> None:
+    pages = [
+        (ROOT / "docs" / name).read_text()
+        for name in ("benchmarks/gpu.md", "reference/versions.md")
+    ]
+    measured, told = (
+        re.search(start, page, re.MULTILINE)
+        for start, page in zip(
+            (r"^\| software \| (.*) \|$", r"^\| CUDA \| (.*) \|$"), pages, strict=True
+        )
+    )
+    assert measured
+    assert told
+    for program in ("Python", "torch", "vLLM"):
+        (version,) = re.findall(rf"{program} (\d+\.\d+)", measured[1])
+        assert f"{program} {version}" in told[1]
+    assert ("## An engine\n" in pages[0]) == ("engine" in told[1] and "no engine" not in told[1])

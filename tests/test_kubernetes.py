@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+from safe_offload.compat import make_serve_parser
 from safe_offload.config import OffloadConfig
 from tests.kubernetes_api import VERSIONS, check, manifests
 from tests.prometheus_rule import ALERTS, RULE, rule
@@ -102,6 +104,29 @@ def test_the_pool_fits_into_the_memory_of_the_container() -> None:
 def test_probes_ask_for_health_and_wait_for_nothing_else() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        assert container()[probe]["timeoutSeconds"] == 5, "one second is short on a busy machine"
+
+
+def test_vllm_takes_the_arguments() -> None:
+    arguments = vllm_arguments()
+    assert arguments.model_tag == "Qwen/Qwen3-32B"
+    assert arguments.kv_transfer_config.kv_connector == "SafeCPUOffloadConnector"
+
+
+def test_a_rollout_leaves_time_for_the_answers_that_run() -> None:
+    """`tests/engine/test_lifecycle.py` sends the signal."""
+    pod = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
+    leave_s = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_s = vllm_arguments().shutdown_timeout
+    assert leave_s >= 10, "until endpoints and load balancers have followed"
+    assert drain_s > 0, "vLLM's default cuts answers off"
+    assert pod["terminationGracePeriodSeconds"] >= leave_s + drain_s + 120
+
+
+def vllm_arguments() -> argparse.Namespace:
+    command, *arguments = container()["command"] + container()["args"]
+    assert (command, arguments.pop(0)) == ("vllm", "serve")
+    return make_serve_parser().parse_args(arguments)
 
 
 def test_what_the_image_is_made_of_exists() -> None:

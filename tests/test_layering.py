@@ -222,6 +222,7 @@ def test_what_vllm_loads_in_every_process_is_light():
     loaded = _loaded_with("plugin.py")
     assert loaded <= {
         *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py", "media_ids.py"),
+        "whole_blocks.py",
         *(
             "__init__.py",
             "config.py",

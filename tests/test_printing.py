@@ -16,6 +16,7 @@ from safe_offload.printing import masked, printable, secret_file, without_argume
         ("rediss://[::1]:7/3", "rediss://[::1]:7/3"),
         ("redis://me:a@b/c@kv", "redis://***@kv"),
         ("redis://me:hunter2", "redis://***"),
+        ("redis://me:/hunter2", "redis://***"),
         ("redis://me%3Ahunter2%40kv", "redis://***"),
         ("redis://kv?password=a@b", "redis://***"),
         ("s3://bucket/kv?sig=x", "s3://bucket/kv***"),

@@ -17,14 +17,21 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.retry import Retry
 
+from safe_offload.doctor.findings import Severity
+from safe_offload.doctor.tiers import check_tier
 from safe_offload.tier_config import TierConfig, tiers
 from safe_offload.worker.tiers.base import Result
+from safe_offload.worker.tiers.valkey import commands
+from safe_offload.worker.tiers.valkey.commands import allowing
 from safe_offload.worker.tiers.valkey.names import key_of
 from safe_offload.worker.tiers.valkey.tier import ValkeyTier
 from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
 from tests.worker.tiers.contract import FACTS, filled, name_of, slot_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "security.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "guides" / "security.md").read_text()
+CLI_PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()
+SECRET = (ROOT / "examples" / "kubernetes" / "fleet" / "secret.yaml").read_text()
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = [name_of(number) for number in range(4)]
 ADMIN = "user admin on nopass ~* &* +@all\n"
@@ -86,6 +93,33 @@ def server(running: ServerOfThePage) -> ServerOfThePage:
     return running
 
 
+def rights_of(user: str) -> set[str]:
+    (line,) = re.findall(rf"^user {user} .*", ACLS, re.MULTILINE)
+    return {word[1:] for word in line.split() if word.startswith("+")}
+
+
+def test_the_users_of_the_page_may_do_what_is_sent() -> None:
+    of_redis_py = {"client|setinfo"}
+    assert rights_of("vllm") == {*commands.EVERY, *of_redis_py}
+    reading = (*commands.READING, *commands.LOGIN, commands.SLOTS)
+    assert rights_of("vllm-reader") == {*reading, *of_redis_py}
+    operators = {*commands.LOOKING, *commands.DELETING}
+    assert rights_of("kv-operator") == {*operators, *of_redis_py, "client|no-touch"}
+    assert f"{allowing(commands.LOOKING)}`, and `{allowing(commands.DELETING)}`" in CLI_PAGE
+    secret = set(re.findall(r"\+([a-z|-]+)", SECRET))
+    assert secret >= {*commands.EVERY, *operators, *of_redis_py, "client|no-touch"}
+
+
+@pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
+def test_doctor_finds_nothing_missing_for_the_user_of_the_page(
+    server: ServerOfThePage, values: dict[str, Any]
+) -> None:
+    url = f"redis://vllm:PASSWORD@{server.host_port}"
+    found = {one.id: one for one in check_tier(TierConfig.at(url, **values), [])}
+    assert found["tiers.access"].severity is Severity.OK, found["tiers.access"]
+    assert "read at" in found["tiers.rate"].found
+
+
 def test_there_are_users_on_the_page() -> None:
     assert re.findall(r"^user (\S+)", ACLS, re.MULTILINE) == [
         *("default", "vllm", "vllm-reader", "kv-operator")
@@ -113,6 +147,18 @@ async def test_an_engine_needs_no_other_right(
         assert not client.exists(key_of(NAMES[0])), "it was deleted"
     await tier.close()
     assert server.refused() == set()
+
+
+async def test_a_user_that_may_not_choose_a_database_is_told_so(
+    server: ServerOfThePage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.client() as client:
+        rights = f"other on nopass ~safe-offload:* {allowing(commands.EVERY)} -select".split()
+        client.execute_command("ACL", "SETUSER", *rights)
+    tier = ValkeyTier(TierConfig.at(f"redis://other@{server.host_port}/1"), FACTS)
+    assert await tier.fetch(NAMES[:1], [slot_of((4096,))]) == [Result.FAILED]
+    await tier.close()
+    assert "Give the user +select, or remove the number from the url" in caplog.text
 
 
 async def test_a_reader_reads_and_does_not_write(server: ServerOfThePage) -> None:

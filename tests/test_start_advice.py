@@ -133,6 +133,27 @@ def test_a_sliding_window_needs_no_more_than_its_window(said):
     assert f"needs {num_blocks} blocks" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("layout", "is_said"), [("LBHNC", True), ("BHLNC", True), ("BLNHC", False), (None, False)]
+)
+def test_a_layout_that_is_not_as_wished_is_said_but_not_warned_of(
+    caplog, monkeypatch, layout, is_said
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config, cache = make_config(FULL), make_kv_cache_config(FULL)
+    config.cache_config.kv_cache_layout = layout
+    for is_wanted in (False, True):
+        caplog.clear()
+        extra = {"enable_cross_layers_blocks": is_wanted}
+        with caplog.at_level(logging.INFO, "vllm"):
+            settings = OffloadConfig.from_extra_config(extra, world_size=4)
+            start_advice.advise(config, cache, settings, 100)
+        messages = {r.message for r in caplog.records if "layout" in r.message}
+        assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+        assert len(messages) == (is_wanted and is_said)
+        assert all(f"the KV cache layout is {layout}" in message for message in messages)
+
+
 def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
     monkeypatch.setattr(start_advice, "_advise_on_role", None)
     advise(1)

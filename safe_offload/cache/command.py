@@ -3,7 +3,7 @@
 safe-offload cache ls /mnt/nvme/kv
 safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
 safe-offload cache prune s3://bucket/kv --to 200GiB --older-than 7d
-safe-offload cache rm /mnt/nvme/kv --all
+safe-offload cache rm /mnt/nvme/kv --all --dry-run
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from safe_offload.cache import places
 from safe_offload.cache.check import problem_of, seal_for
+from safe_offload.cache.dry_run import DryRun
 from safe_offload.cache.prune import batches
 from safe_offload.cache.store import CacheError, Item, Store
 from safe_offload.printing import printable
@@ -56,6 +57,10 @@ def add_arguments(parser: ArgumentParser) -> None:
                 "namespace", nargs="?", help="as `ls` shows it; its beginning is enough"
             )
             command.add_argument("--all", action="store_true", help="every namespace")
+        if name in ("prune", "rm"):
+            command.add_argument(
+                "--dry-run", action="store_true", help="say what would be deleted, and delete none"
+            )
         command.add_argument("--json", action="store_true", help="print JSON")
         for option, setting in places.OPTIONS.items():
             metavar = setting.rpartition("_")[2].upper()
@@ -255,16 +260,18 @@ def _prune(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
     if arguments.to is None and arguments.older_than is None:
         raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
     _require_cache(store)
+    store, deleted, are = _store_to_change(arguments, store)
     to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
     before_s = 0.0
     if arguments.older_than is not None:
         before_s = time.time() - _age_s(arguments.older_than)
     kept = store.prune(to_bytes, before_s)
     text = (
-        f"Deleted {kept.num_evicted:,} objects, {format_bytes(kept.evicted_bytes)}, and "
-        f"{kept.num_orphans} orphaned temporary files. {format_bytes(kept.held_bytes)} are left."
+        f"{deleted} {kept.num_evicted:,} objects, {format_bytes(kept.evicted_bytes)}, and "
+        f"{kept.num_orphans} orphaned temporary files. {format_bytes(kept.held_bytes)} {are} left."
     )
-    return {"tier": store.label, **asdict(kept)}, text, 0
+    document = {"tier": store.label, "dry_run": arguments.dry_run, **asdict(kept)}
+    return document, text, 0
 
 
 def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
@@ -281,6 +288,7 @@ def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
                 f"{arguments.namespace!r}. Fix: run `safe-offload cache ls {store.label}` and "
                 "write one of them."
             )
+    store, deleted, _ = _store_to_change(arguments, store)
     num_objects, size_bytes = 0, 0
     for namespace in chosen:
         for batch in batches(store.items(namespace)):
@@ -290,12 +298,20 @@ def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
     store.forget(chosen)
     document = {
         "tier": store.label,
+        "dry_run": arguments.dry_run,
         "namespaces": chosen,
         "num_objects": num_objects,
         "size_bytes": size_bytes,
     }
     names = ", ".join(chosen) or "nothing"
-    return document, f"Deleted {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
+    return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
+
+
+def _store_to_change(arguments: Namespace, store: Store) -> tuple[Store, str, str]:
+    """Return the store that is changed, and what is said of that."""
+    if arguments.dry_run:
+        return DryRun(store), "Would delete", "would be"
+    return store, "Deleted", "are"
 
 
 def _require_cache(store: Store) -> None:

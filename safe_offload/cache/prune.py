@@ -51,7 +51,8 @@ def prune(store: Store, to_bytes: int | None, used_before_s: float) -> Kept:
             for item in batch:
                 is_excess = evicted_bytes + due_bytes < excess_bytes
                 is_old = item.used_at_s <= until_s + _CLOCK_S
-                if (is_excess and is_old) or item.used_at_s < used_before_s:
+                is_due = (is_excess and is_old) or item.used_at_s < used_before_s
+                if is_due and not item.is_temporary:
                     due.append(item)
                     due_bytes += item.size_bytes
             deleted = store.delete(due)

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 from safe_offload.cache.store import CacheError
 from safe_offload.errors import ConfigError
 from safe_offload.tier_config import TierConfig
+from safe_offload.worker.tiers.valkey.commands import (
+    DELETING,
+    LOOKING,
+    SELECT,
+    SLOTS,
+    allowing,
+    words_of,
+)
 from safe_offload.worker.tiers.valkey.login import LoginError, read_password, tls_context
+from safe_offload.worker.tiers.valkey.names import ALL_KEYS
 
 if TYPE_CHECKING:
     from redis import Connection, Redis
@@ -38,6 +47,7 @@ class Server:
         label: of the tier; no secret is in it.
         nodes: clients of all nodes that have keys.
         keeps_use: asking for a key does not make it one that was used lately.
+        tells_nodes: this user may ask whether it is a cluster; it is taken for none otherwise.
 
     Raises:
         CacheError: it cannot be used, with the fix.
@@ -51,13 +61,13 @@ class Server:
         self.label = config.location.label
         options = _options(config, timeout_s)
         self._cluster: Any = None
-        self.keeps_use = True
+        self.keeps_use = self.tells_nodes = True
         with self.errors():
             options["redis_connect_func"] = self._log_in
             client = redis.Redis(connection_pool=redis.ConnectionPool(**options))
             self.nodes: list[Redis] = [client]
-            client.ping()
-            if _is_cluster(client):
+            self._try_login(client)
+            if self._is_cluster(client):
                 self.close()
                 for key in ("db", "host", "port", "path"):
                     options.pop(key, None)
@@ -98,6 +108,30 @@ class Server:
             yield
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             raise CacheError(f"{self.label} {_problem_of(error)}") from error
+
+    def _try_login(self, client: Redis) -> None:
+        """Connect: what is refused then, to one with the right password, is the database."""
+        from redis.exceptions import NoPermissionError
+
+        try:
+            client.connection_pool.release(client.connection_pool.get_connection())
+        except NoPermissionError as error:
+            raise CacheError(
+                f"{self.label} does not let this user choose a database. Fix: give the user "
+                f"{allowing([SELECT])}, or remove the number from the url."
+            ) from error
+
+    def _is_cluster(self, client: Any) -> bool:
+        """Return whether a server is a node of a cluster."""
+        from redis.exceptions import NoPermissionError, ResponseError
+
+        try:
+            client.execute_command(*words_of(SLOTS))
+        except NoPermissionError:
+            self.tells_nodes = False
+        except ResponseError:
+            return False
+        return self.tells_nodes
 
     def _log_in(self, connection: Any) -> None:
         connection.on_connect()
@@ -174,17 +208,6 @@ def _tls_connection(context: ssl.SSLContext) -> type[Connection]:
     return TlsConnection
 
 
-def _is_cluster(client: Any) -> bool:
-    """Return whether a server is a node of a cluster; one that does not tell is taken for none."""
-    from redis.exceptions import ResponseError
-
-    try:
-        client.execute_command("CLUSTER", "SLOTS")
-    except ResponseError:
-        return False
-    return True
-
-
 def _problem_of(error: Exception) -> str:
     """Return what is wrong and the fix, without a word of the server's beside its code."""
     from redis import exceptions
@@ -208,9 +231,8 @@ def _problem_of(error: Exception) -> str:
         )
     if any(isinstance(one, exceptions.NoPermissionError) for one in causes):
         return (
-            "does not allow this user what is needed. Fix: log in as one whose ACL has "
-            "~safe-offload:* +@connection +scan +strlen +getrange +exists +object|idletime "
-            "+cluster|slots, and +unlink to delete."
+            f"does not allow this user what is needed. Fix: log in as one whose ACL has "
+            f"~{ALL_KEYS} {allowing(LOOKING)}, and {allowing(DELETING)} to delete."
         )
     if isinstance(error, exceptions.BusyLoadingError):
         return "is still loading its data. Fix: try again when it has."

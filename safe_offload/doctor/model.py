@@ -9,7 +9,7 @@ from typing import Final
 from safe_offload.config import OffloadConfig
 from safe_offload.doctor.findings import Finding, error, info, ok, warning
 from safe_offload.doctor.vllm_facts import EngineFacts, ModelFacts, VllmFacts
-from safe_offload.scheduler.cost import Costs, Offer
+from safe_offload.scheduler.cost import Costs, Offer, rate
 from safe_offload.units import MIB, format_bytes
 
 TURNS_PER_LOAD: Final = 2
@@ -119,8 +119,7 @@ def break_even(
         offer = Offer(num_tokens, num_tokens_left=1)
         return costs.load_s(offer) <= costs.compute_s(offer)
 
-    gauges = costs.gauges()
-    rates = [round(gauges[f"{what}_tokens_per_second"]) for what in ("compute", "load")]
+    rates = rate(costs.steps.points), rate(costs.loads.points)
     low, high = 0, 1
     while not pays(high):
         low, high = high, high * 2

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.cache.valkey_client import Server, code_of
@@ -29,7 +30,23 @@ from safe_offload.printing import printable
 from safe_offload.tier_config import TierConfig
 from safe_offload.units import format_bytes
 from safe_offload.worker.tiers.naming import namespace
-from safe_offload.worker.tiers.valkey.names import PREFIX, description_key, key_of
+from safe_offload.worker.tiers.valkey.commands import (
+    DEL,
+    EXISTS,
+    GET,
+    GETEX,
+    NOT_NEEDED,
+    PEXPIRE,
+    SET,
+    SETNAME,
+    SLOTS,
+    WITH_TTL,
+    allowing,
+    sent_by,
+    words_of,
+)
+from safe_offload.worker.tiers.valkey.login import CLIENT_NAME
+from safe_offload.worker.tiers.valkey.names import ALL_KEYS, description_key, key_of
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -39,11 +56,6 @@ NUM_PINGS: Final = 21
 TTL_S: Final = 300
 _LRU: Final = "allkeys-lru"
 _WORD_LENGTH_MAX: Final = 40
-COMMANDS: Final = (
-    *("SET", "GET", "GETEX", "EXISTS", "PEXPIRE", "DEL", "CLUSTER|SLOTS", "CLIENT|SETNAME"),
-    *("PING", "SELECT"),
-)
-"""What the tier sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +73,8 @@ class ServerTrial:
         policies: what nodes evict.
         persistence: what is written to disk.
         num_evicted: keys, since the nodes started.
-        denied: commands of the tier that are not allowed, or fail, with the code of the answer.
+        denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
+            the code of the answer.
         unseen: what could not be asked.
         ttl_s: what the server says of a key that lives TTL_S.
         latency_s: of one round trip.
@@ -98,10 +111,14 @@ def _try(config: TierConfig) -> ServerTrial:
     server = Server(config, ANSWER_S)
     try:
         with server.errors():
-            latency_s = max(round_trip(node.ping, NUM_PINGS) for node in server.nodes)
+            latency_s = max(round_trip(partial(_name, node), NUM_PINGS) for node in server.nodes)
             seen = [look(node) for node in server.nodes]
-            denied, ttl_s = _denied(server)
-            rates = (0.0, 0.0) if {"SET", "GET"} & set(denied) else _rates(config, server)
+            refused, is_cluster, ttl_s = _refusals(server)
+            sent = *sent_by(config), *([GET] if GETEX in refused else [])
+            denied = {name: refused[name] for name in sent if name in refused}
+            rates = 0.0, 0.0
+            if not _without_use(denied, is_cluster):
+                rates = _rates(config, server, refused)
     finally:
         with contextlib.suppress(Exception):
             server.close()
@@ -109,7 +126,7 @@ def _try(config: TierConfig) -> ServerTrial:
         label=server.label,
         version=next((each["version"] for each in seen if "version" in each), ""),
         num_nodes=len(server.nodes),
-        is_cluster=server.is_cluster,
+        is_cluster=is_cluster,
         maxmemory_bytes=_sum(seen, "maxmemory"),
         used_bytes=_sum(seen, "used_memory"),
         policies=tuple(sorted({each["policy"] for each in seen if "policy" in each})),
@@ -165,37 +182,62 @@ def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
     return tuple(kind for kind in kinds if any(each.get(kind) for each in seen))
 
 
-def _denied(server: Server) -> tuple[dict[str, str], float | None]:
-    """Return which commands of the tier fail, with the code, and the time to live that is kept."""
+def _name(node: Redis) -> str:
+    """Give a connection the name that the tier gives it; return the code of an error."""
+    return _code_of_answer(node, SETNAME, CLIENT_NAME)
+
+
+def _code_of_answer(node: Redis, name: str, *arguments: object) -> str:
     from redis.exceptions import ResponseError
 
-    key = key_of(trial_names(namespace(trial_facts()))[0]).decode()
-    execute: Any = server.node_of(key).execute_command
-    denied: dict[str, str] = {}
-    ttl_s = None
-    for command, *arguments in (
-        ("SET", b"x", "PX", TTL_S * 1000),
-        ("GET",),
-        ("EXISTS",),
-        ("PTTL",),
-        ("DEL",),
+    execute: Any = node.execute_command
+    try:
+        execute(*words_of(name), *arguments)
+    except ResponseError as problem:
+        return code_of(problem)
+    return ""
+
+
+def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
+    """Try what tiers send.
+
+    Returns:
+        The codes of what is refused, by command; whether keys are spread over nodes; and how long
+        a key lives that was to live TTL_S, None if that is not told.
+    """
+    from redis.exceptions import ResponseError
+
+    keys = [key_of(name).decode() for name in trial_names(namespace(trial_facts()))]
+    node, expiry = server.node_of(keys[0]), ("PX", TTL_S * 1000)
+    codes = {SETNAME: _name(node), SLOTS: "" if server.tells_nodes else "NOPERM"}
+    for name, *arguments in (
+        *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, TTL_S * 1000)),
     ):
-        try:
-            answer = execute(command, key, *arguments)
-        except ResponseError as problem:
-            denied[command] = code_of(problem)
-        else:
-            if command == "PTTL":
-                ttl_s = answer / 1000
-    denied.pop("PTTL", None)
-    return denied, ttl_s
+        codes[name] = _code_of_answer(node, name, keys[0], *arguments)
+    ttl_s = None
+    with contextlib.suppress(ResponseError):
+        ttl_s = node.pttl(keys[0]) / 1000
+    codes[DEL] = _code_of_answer(node, DEL, keys[0])
+    is_cluster = server.is_cluster
+    if not server.tells_nodes:  # then MOVED is all that tells a node of a cluster
+        is_cluster = any(_code_of_answer(node, EXISTS, key) == "MOVED" for key in keys)
+    is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
+    return is_told, is_cluster, ttl_s
 
 
-def _rates(config: TierConfig, server: Server) -> tuple[float, float]:
+def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
+    """Return whether a tier does not work without what is refused."""
+    return not NOT_NEEDED.issuperset(refused) or (is_cluster and SLOTS in refused)
+
+
+def _rates(config: TierConfig, server: Server, refused: Collection[str]) -> tuple[float, float]:
     def keys(space: bytes) -> list[str]:
         return [key.decode() for key in (*map(key_of, trial_names(space)), description_key(space))]
 
-    config = dataclasses.replace(config, ttl_s=TTL_S)
+    may_expire = not set(WITH_TTL).intersection(refused)
+    if DEL in refused and not may_expire:
+        return 0.0, 0.0  # it would stay
+    config = dataclasses.replace(config, ttl_s=TTL_S if may_expire else None)
     return try_rates(config, keys, lambda key: server.node_of(key).delete(key))
 
 
@@ -215,7 +257,7 @@ def check_server(
         expected = "a server that can be reached and logged in to"
         yield refusal("tiers.server", trial.problem, expected, "look whether the server hangs")
         return
-    nodes = f", a cluster of {trial.num_nodes} nodes with keys" if trial.is_cluster else ""
+    nodes = f", a cluster of {trial.num_nodes} nodes with keys" if trial.num_nodes > 1 else ""
     yield ok(
         "tiers.server",
         f"{label} can be reached and logged in to: {trial.version or 'a server'}{nodes}",
@@ -250,15 +292,17 @@ def _access(trial: ServerTrial) -> Finding:
     id, codes = "tiers.access", set(trial.denied.values())
     if not trial.denied:
         return ok(id, f"{trial.label} lets this user read, write and delete")
-    denied = ", ".join(f"{command} ({code})" for command, code in trial.denied.items())
+    denied = ", ".join(f"{name.upper()} ({code})" for name, code in trial.denied.items())
     fix = "look at the log of the server"
     if "NOPERM" in codes:
-        fix = f"give the user of the url ~{PREFIX}* +{' +'.join(map(str.lower, COMMANDS))}"
+        denied_to_user = [name for name, code in trial.denied.items() if code == "NOPERM"]
+        fix = f"give the user of the url ~{ALL_KEYS} {allowing(denied_to_user)}"
     elif "OOM" in codes:
         fix = f"raise maxmemory, and set maxmemory-policy {_LRU}, so that it makes room itself"
     elif "READONLY" in codes:
         fix = "name the primary in the url, not a replica"
-    return error(id, f"{trial.label} refuses {denied}", "all that the tier sends", fix)
+    kind = error if _without_use(trial.denied, trial.is_cluster) else warning
+    return kind(id, f"{trial.label} refuses {denied}", "all that the tier sends", fix)
 
 
 def _memory(trial: ServerTrial) -> Iterator[Finding]:

@@ -52,6 +52,7 @@ class Count(Series, enum.ReprEnum):
 
     HIT_TOKENS = "hit_tokens", "Tokens found on the host whose load was begun, however it ended."
     LOADED_TOKENS = "loaded_tokens", "Tokens that came from the host: their load ended well."
+    SAVED_SECONDS = "saved_seconds", "Time that computing loaded_tokens would have taken at least."
     LOADED_BLOCKS = "loaded_blocks", "Blocks loaded from the host, of all KV cache groups."
     STORED_BLOCKS = "stored_blocks", "Blocks that were stored on the host and can be hit."
     RESCUED_BLOCKS = "rescued_blocks", "Blocks of preempted requests stored before their reuse."

@@ -25,7 +25,6 @@ from safe_offload.observe.counters import (
     STORE_SIZE_BYTES,
     TIER_SERIES,
     TIERS_NOT_READY,
-    Count,
     Counters,
     Observed,
     Series,
@@ -34,6 +33,7 @@ from safe_offload.sides import Side
 
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
+    "configured_slots": "Host slots that there will be when all memory is ready.",
     "used_slots": "Host slots that hold something or are being filled.",
     "capacity_bytes": "Bytes that all host slots hold together, of all ranks.",
     "leased_slots": "Host slots that may not be evicted now.",
@@ -50,8 +50,6 @@ GAUGES = {
     "fetch_latency_seconds": "Time of the smallest fetches, as measured.",
     TIERS_NOT_READY: "1 while the files of the model are read, before tiers are used.",
 }
-SAVED_SECONDS = "saved_seconds_total"
-SAVED_SECONDS_DOC = "Time that computing loaded_tokens would have taken at the measured speed."
 
 INFO = (
     *("version", "stores", "eviction_policy", "load_failure_policy", "copy_path", "self_test"),
@@ -211,8 +209,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         own = [series for series in HISTOGRAMS.values() if series.buckets is not BYTES]
         own += [series for tier in tiers for series in tier.seconds.values()]
         self._histograms = self._make_series(self._histogram_cls, own)
-        saved = self._make(self._counter_cls, SAVED_SECONDS, SAVED_SECONDS_DOC)
-        self._saved_seconds = self._per_engine(saved)
         self._gauges: dict[str, Any] = {
             name: self._per_engine(
                 self._make(self._gauge_cls, name, doc, multiprocess_mode="mostrecent")
@@ -270,9 +266,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for name, cells in observed.items():
             if name in self._histograms:
                 _observe(self._histograms[name][engine_idx], cells)
-        if speed := gauges.get("compute_tokens_per_second"):
-            saved_s = counts.get(Count.LOADED_TOKENS, 0) / speed
-            self._saved_seconds[engine_idx].inc(saved_s)
         # Old labels are set to 0, not removed: another process may still have them.
         for part, value in ((_OLD_INFO, 0), (_INFO, 1)):
             if info := transfer_stats_data.get(part):

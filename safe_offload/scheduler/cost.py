@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ SAMPLES_MIN = 4
 """Of each kind; before that every hit is offered."""
 PROBE_EVERY = 32
 """So many hits are refused, then one is offered all the same, to measure how loads fare now; and
-the other way round where computing is expected to take at most `PROBE_REACH` times as long."""
+the other way round unless computing is known to take more than `PROBE_REACH` times as long."""
 PROBE_REACH = 2.0
 REFRESH_EVERY_MAX = 7
 """Samples that may come before what follows from them is worked out again; fewer at first."""
@@ -81,6 +81,13 @@ class Curve:
         self._sizes = [size for size, _, _ in medians]
         self._seconds = _never_falling([(seconds, count) for _, seconds, count in medians])
 
+    def measured_at(self, size: float) -> float:
+        """Seconds as in `at`, of the nearest size that was measured."""
+        points = self.points
+        if size <= 0 or not points:
+            return 0.0
+        return self.at(min(max(size, points[0][0]), points[-1][0]))
+
     @property
     def points(self) -> list[tuple[float, float]]:
         """Sizes and seconds, the smallest first."""
@@ -88,7 +95,7 @@ class Curve:
             self._refresh()
         return list(zip(self._sizes, self._seconds, strict=True))
 
-    def at(self, size: int) -> float:
+    def at(self, size: float) -> float:
         """Seconds that something of a size is expected to take, as of a few samples ago."""
         if self.num_samples >= self._refresh_due:
             self._refresh()
@@ -192,11 +199,11 @@ class Costs:
             return offer.num_tokens >= self._min_load_tokens
         if min(self.steps.num_samples, self.loads.num_samples) < SAMPLES_MIN:
             return True
-        load_s, compute_s = self.load_s(offer), self.compute_s(offer)
-        if load_s > compute_s:
+        load_s = self.load_s(offer)
+        if load_s > self.compute_s(offer):
             self._num_refused += 1
             return self._num_refused % PROBE_EVERY == 0
-        if offer.loading_s is None and compute_s <= PROBE_REACH * load_s:
+        if offer.loading_s is None and self.saved_s(offer) <= PROBE_REACH * load_s:
             self._num_close += 1
             return self._num_close % PROBE_EVERY != 0
         return True
@@ -211,12 +218,23 @@ class Costs:
 
     def compute_s(self, offer: Offer) -> float:
         """Seconds that computing them would add to what is computed in any case."""
-        num_rest = offer.num_tokens_left + len(self.scheduled)
-        return self._steps_s(num_rest + offer.num_tokens) - self._steps_s(num_rest)
+        return self._added_s(offer, self.steps.at)
 
-    def _steps_s(self, num_tokens: int) -> float:
+    def saved_s(self, offer: Offer) -> float:
+        """Seconds that computing them would have added at least.
+
+        Nothing is expected beyond what was measured: a larger step takes as long as the largest
+        that was.
+        """
+        return self._added_s(offer, self.steps.measured_at)
+
+    def _added_s(self, offer: Offer, step_s: Callable[[int], float]) -> float:
+        num_rest = offer.num_tokens_left + len(self.scheduled)
+        return self._steps_s(num_rest + offer.num_tokens, step_s) - self._steps_s(num_rest, step_s)
+
+    def _steps_s(self, num_tokens: int, step_s: Callable[[int], float]) -> float:
         num_full, num_rest = divmod(num_tokens, self._num_step_tokens_max)
-        return num_full * self.steps.at(self._num_step_tokens_max) + self.steps.at(num_rest)
+        return num_full * step_s(self._num_step_tokens_max) + step_s(num_rest)
 
     def gauges(self) -> dict[str, float]:
         """What was measured, a few samples ago; see `observe.metrics.GAUGES`.
@@ -228,14 +246,24 @@ class Costs:
             self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
             steps, loads = self.steps.points, self.loads.points
             self._gauges = {
-                "compute_tokens_per_second": _rate(steps),
-                "load_tokens_per_second": _rate(loads),
+                "compute_tokens_per_second": rate(steps) if self._knows_speed else 0,
+                "load_tokens_per_second": rate(loads),
                 "load_latency_seconds": round(loads[0][1], 6) if loads else 0,
             }
         return self._gauges
 
+    @property
+    def _knows_speed(self) -> bool:
+        """Whether the largest steps tell how fast what is loaded would be computed.
 
-def _rate(points: list[tuple[float, float]]) -> int:
+        Where only the tails of hits are computed, a token of theirs takes many times as long.
+        """
+        steps, loads = self.steps.points, self.loads.points
+        needed = min(loads[-1][0], self._num_step_tokens_max) if loads else 0
+        return bool(steps) and FAR * steps[-1][0] >= needed
+
+
+def rate(points: list[tuple[float, float]]) -> int:
     """Tokens a second at the largest size that was measured."""
     return round(points[-1][0] / points[-1][1]) if points and points[-1][1] > 0 else 0
 
@@ -351,7 +379,7 @@ class TierCosts:
             self._gauges_of = num_samples
             points = [curve.points for curve in self._fetches if curve.num_samples]
             self._gauges = {
-                "fetch_bytes_per_second": slot_bytes * min(map(_rate, points)),
+                "fetch_bytes_per_second": slot_bytes * min(map(rate, points)),
                 "fetch_latency_seconds": max(round(p[0][1], 6) for p in points),
             }
         return self._gauges

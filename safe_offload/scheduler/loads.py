@@ -398,6 +398,9 @@ class Loads:
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if load.sent_s is not None and not state.finished:
             self._costs.landed.append((load.num_tokens, load.sent_s))
+            num_left = state.request.num_tokens - load.end_hash * self._hits.hash_block_size
+            saved_s = self._costs.saved_s(Offer(load.num_tokens, max(1, num_left)))
+            self._counters.add_seconds(Count.SAVED_SECONDS, saved_s)
         state.end_load(has_failed=False)
         return True
 

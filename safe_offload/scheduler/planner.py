@@ -613,6 +613,7 @@ class Planner(Side):
         slots = self.hits.slots
         return {
             "slots": slots.num_usable,
+            "configured_slots": slots.num_slots,
             "used_slots": slots.num_used,
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,

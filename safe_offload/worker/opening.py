@@ -124,13 +124,14 @@ class Opening:
                 transfers.close()
                 return None
         logger.info(
-            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes, %d of them "
+            "Rank %d keeps KV cache in %s of host memory%s: %d slots of %d bytes in %s, %d of them "
             "ready. Copies by %s.",
             self.rank,
             format_bytes(host.size_bytes),
             f", one copy for {share.count} ranks" if share.count > 1 else "",
             backend.num_slots,
             backend.slot_bytes,
+            f"{num_ranges} ranges" if (num_ranges := len(geometry.segments)) > 1 else "one range",
             backend.num_usable_slots,
             ", ".join(path.value for path in backend.paths),
         )

@@ -2,12 +2,14 @@
 
 Each way to copy is tried on the real memory: patterns go from blocks to slots and back, neighbours
 and scattered ones, and a store is overtaken by a fenced overwrite. Every byte is compared, those
-beside the copies too, and the blocks get back what was in them. A way that fails is not used.
+beside the copies too, and the blocks get back what was in them. A way that fails is not used. Where
+each copy chooses between two ways, both are timed on the blocks of this model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import threading
@@ -22,7 +24,13 @@ import torch
 from safe_offload.errors import SafeOffloadError, TransferError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
-from safe_offload.worker.backends.base import CopyPath, Direction, ProvableBackend
+from safe_offload.worker.backends.base import (
+    Copy,
+    CopyPath,
+    Direction,
+    ProvableBackend,
+    TimedCopy,
+)
 from safe_offload.worker.transfers import Transfers
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -34,6 +42,9 @@ STEP_TIMEOUT_S = 5.0  # a step that has not ended by then hangs in the driver
 POLL_S = 0.0002
 PAIRS_MAX = 8
 PATTERN_BYTES = 16 << 20  # about what one pattern has at most; two blocks at least
+TIMED_RANGES = 1024  # about what a timed copy has at most; one block at least
+TIMED_ROUNDS = 3  # of which the shortest counts: others share the machine
+TIMING_S = 0.3  # after so long no other copy is timed, and nothing is learnt
 STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
 
 
@@ -133,6 +144,7 @@ class SelfTest:
         self._in_step = threading.Lock()
         self._is_given_up = False
         self._sound: list[CopyPath] = []
+        self._timed: list[TimedCopy] = []
         self.problems: dict[CopyPath, str] = {}
 
     def run(self, timeout_s: float = TIMEOUT_S, slots: range | None = None) -> bool:
@@ -173,12 +185,14 @@ class SelfTest:
                 timeout_s,
             )
             return False
-        self._backend.use(tuple(self._sound))
+        self._backend.use(tuple(self._sound), self._timed)
         logger.info(
             "The self-test of the copies took %.2f s. Passed: %s.",
             elapsed_s,
             ", ".join(path.value for path in self._sound),
         )
+        if self._timed:
+            logger.info("Copies of scattered blocks were timed: %s.", ", ".join(self._rates()))
         return True
 
     def _give_up(self) -> None:
@@ -202,6 +216,7 @@ class SelfTest:
             self._choose()
             self._rows.bind_thread()
             self._try_each()
+            self._time_choices()
         except GivenUpError:
             pass  # `run` has said so
         except Exception:
@@ -225,6 +240,66 @@ class SelfTest:
                     return
         self._write_blocks(self._watched_blocks, before)
         self._rows.read(self._watched_blocks[:1])  # and wait for it
+
+    def _time_choices(self) -> None:
+        """Time the ways between which each copy chooses; without all of them nothing is learnt."""
+        if not self._sound:
+            return
+        with self._step():
+            self._backend.use(tuple(self._sound))
+        timed: list[TimedCopy] = []
+        end_s = min(time.monotonic() + TIMING_S, self._deadline_s)
+        try:
+            for path in self._backend.choices:
+                with self._step():
+                    self._backend.use((path,))
+                for blocks, slots in self._timed_pairs():
+                    # A load brings what the store before it took, so the blocks stay as they are.
+                    for direction in (Direction.STORE, Direction.LOAD):
+                        timed.append(self._time(path, direction, blocks, slots, end_s))
+            self._timed = timed
+        except TransferError as error:
+            logger.info("The ways to copy are chosen without being timed: %s", error)
+
+    def _time(
+        self,
+        path: CopyPath,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        end_s: float,
+    ) -> TimedCopy:
+        seconds = []
+        for _ in range(TIMED_ROUNDS):
+            if time.monotonic() > end_s:
+                raise TransferError(FailureReason.TIMED_OUT, f"{TIMING_S:g} s are over")
+            self._wait([self._submit(direction, blocks, slots)])
+            copied = self._transfers.take_copied()[-1]
+            seconds.append(copied.queued_s + copied.copying_s)
+        ids = (np.array(numbers, dtype=np.int64) for numbers in (blocks, slots))
+        return TimedCopy(path, Copy(direction, *ids), min(seconds))
+
+    def _timed_pairs(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Yield blocks and slots of copies: one block, scattered blocks, neighbours."""
+        num_blocks, allowed = self._layout.geometry.num_blocks, self._slots_allowed
+        num_segments = len(self._layout.geometry.segments)
+        wanted = min(TIMED_RANGES // num_segments, PATTERN_BYTES // self._backend.slot_bytes)
+        scattered = range(num_blocks - 1, 0, -2), allowed[::-2]
+        count = min(max(2, wanted), *map(len, scattered))
+        if count > 1:
+            yield scattered[0][:1], scattered[1][:1]
+            yield scattered[0][:count], scattered[1][:count]
+            yield range(num_blocks - count, num_blocks), allowed[:count]
+
+    def _rates(self) -> Iterator[str]:
+        """Yield what scattered blocks were copied at, by direction and way."""
+        for direction, path in itertools.product(Direction, self._sound):
+            ours = [t for t in self._timed if (t.copy.direction, t.path) == (direction, path)]
+            if ours:
+                # The scattered blocks come before as many neighbours.
+                most = max(ours, key=lambda timed: len(timed.copy.block_ids))
+                gbps = len(most.copy.block_ids) * self._backend.slot_bytes / most.seconds / 1e9
+                yield f"{direction.value} by {path.value} {gbps:.1f} GB/s"
 
     def _problem(self) -> str | None:
         """Try the way in use; return what is wrong with it."""
@@ -281,9 +356,14 @@ class SelfTest:
         rows = [np.frombuffer(self._random.randbytes(size_bytes), np.uint8) for _ in ids]
         return np.stack(rows)
 
-    def _submit(self, direction: Direction) -> int:
+    def _submit(
+        self,
+        direction: Direction,
+        blocks: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> int:
         self._last_id -= 1  # the scheduler side counts up from zero
-        pairs = ids_of(self._blocks), ids_of(self._slots)
+        pairs = ids_of(blocks or self._blocks), ids_of(slots or self._slots)
         with self._step():
             self._transfers.submit(direction, Transfer(self._last_id, *pairs))
         return self._last_id

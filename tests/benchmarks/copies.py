@@ -9,9 +9,9 @@ import asyncio
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from safe_offload.bench.report import Report, describe_machine, publish, table
 from safe_offload.bench.transfer_cases import Case, Traffic
 from safe_offload.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 from safe_offload.worker.backends.base import Copy, Direction
+from safe_offload.worker.backends.lane import GpuCompletion
 from safe_offload.worker.backends.ranges import Runs
 from safe_offload.worker.loop_thread import new_event_loop
 from tests.benchmarks import transfer
@@ -197,6 +198,8 @@ def measure_latencies(options: TransferOptions) -> list[Latency]:
     with closing(options.make_rig(case_of_many(options.size_bytes_max))) as rig:
         rig.check()
         latencies += measure_submits(rig, options.rounds)
+        if isinstance(rig, GpuRig):
+            latencies += measure_queue(rig, options.rounds)
     with closing(options.make_rig(Case(MANY_RANGE_BYTES, 1, 1))) as rig:
         rig.check()
         latencies += measure_awaits(rig, options.rounds * ROUNDS_FACTOR)
@@ -218,6 +221,36 @@ def measure_submits(rig: Rig, rounds: int) -> list[Latency]:
     (copy,) = rig.case.make_copies(Traffic.STORE)
     samples = tuple(_time_us(lambda: rig.table.ranges(rig.table.runs(copy))) for _ in range(rounds))
     return [*latencies, Latency("descriptors", f"RangeTable of {what}; aim: 20 us", samples)]
+
+
+def measure_queue(rig: GpuRig, rounds: int) -> list[Latency]:
+    """Time what comes right behind a store that the driver takes long for."""
+    (store,) = rig.case.make_copies(Traffic.STORE)
+    small = {way: Copy(way, store.block_ids[:1], store.slot_ids[:1]) for way in Direction}
+    given, fences, loads = [], [], []
+    for _ in range(rounds):
+        with _behind(rig, store) as first:
+            given.append(_time_us(functools.partial(first.given.wait, PATIENCE_S)))
+        with _behind(rig, store):
+            second = rig.backend.issue(small[Direction.STORE], rig.backend.mark())
+            fences.append(_time_us(functools.partial(rig.backend.fence, second, PATIENCE_S)))
+        with _behind(rig, store):
+            load = rig.backend.issue(small[Direction.LOAD], rig.backend.mark())
+            loads.append(_time_us(functools.partial(load.future.result, PATIENCE_S)))
+    behind = f"of one block, behind a store of {rig.case.num_blocks:,} blocks"
+    return [
+        Latency("store given", "issue() until the driver has all of the store", tuple(given)),
+        Latency("fence behind it", f"fence() of a store {behind}", tuple(fences)),
+        Latency("load behind it", f"issue() until the end of a load {behind}", tuple(loads)),
+    ]
+
+
+@contextmanager
+def _behind(rig: GpuRig, store: Copy) -> Iterator[GpuCompletion]:
+    """Issue a store; wait for its end when what comes behind it has been timed."""
+    first = rig.backend.issue(store, rig.backend.mark())
+    yield first
+    first.future.result(PATIENCE_S)
 
 
 def measure_awaits(rig: Rig, rounds: int) -> list[Latency]:
@@ -248,6 +281,7 @@ def measure_fence(rig: GpuRig, rounds: int) -> list[Latency]:
         stalls.append(rig.stop_clock() * 1e6)
         completion.future.result(PATIENCE_S)
         completion = rig.backend.issue(copy, rig.backend.mark())
+        completion.given.wait(PATIENCE_S)
         waits.append(_time_us(completion.event.synchronize))
         completion.future.result(PATIENCE_S)
     size = f"a store of {rig.case.size_bytes >> 20} MiB under way"

@@ -80,7 +80,8 @@ def test_a_whole_report_of_a_gpu(make_gpu_rig, monkeypatch: pytest.MonkeyPatch) 
     cases = (Case(4096, 4, 2), Case(32 << 10, 2, 2))
     found = report_of(cases, make_gpu_rig).to_json()
     assert [latency["name"] for latency in found["latencies"]] == [
-        *LATENCIES, "fence, host", "fence, device", "host wait",
+        *LATENCIES[:3], "store given", "fence behind it", "load behind it",
+        *LATENCIES[3:], "fence, host", "fence, device", "host wait",
     ]  # fmt: skip
     assert found["missing"] == {}
     ways = [set(m["seconds"]) - {"safe_offload", "one copy", "loop"} for m in found["measurements"]]

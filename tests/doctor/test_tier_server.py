@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ from safe_offload.doctor.tier_server import ServerTrial, check_server, try_serve
 from safe_offload.doctor.tiers import check_tier
 from safe_offload.tier_config import TierConfig
 from safe_offload.units import GIB
+from safe_offload.worker.tiers.valkey.commands import EVERY, NOT_NEEDED, allowing, sent_by
 from tests.doctor.test_doctor import wrong
 from tests.valkey_server import LOCALHOST, Cluster, Server, free_port, redis_binary
 
 PASSWORD = "hunter2-secret"
-# What the tier sends, and no more: see tier_server.COMMANDS.
-TIERS_OWN = "+" + " +".join(map(str.lower, tier_server.COMMANDS))
+# What the tier sends, and no more.
+TIERS_OWN = allowing(EVERY)
 SOUND = ServerTrial(
     label="redis://kv:6379",
     version="Valkey 9.1.2",
@@ -104,7 +106,7 @@ def test_a_full_server_that_evicts_nothing(server: Server) -> None:
 
 def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
     with server.client() as client:
-        for name, rights in (("tier", TIERS_OWN), ("reader", "+ping +get +exists")):
+        for name, rights in (("tier", TIERS_OWN), ("reader", allowing(["get", "exists"]))):
             words = f"{name} reset on >{PASSWORD} ~safe-offload:* {rights}".split()
             client.execute_command("ACL", "SETUSER", *words)
     secret = tmp_path / "secret"
@@ -114,8 +116,9 @@ def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
     assert "CONFIG GET save, INFO" in found["tiers.unseen"].found
     assert not {"tiers.memory", "tiers.eviction", "tiers.persistence"} & set(found)
     found = found_of(server, "reader@", password_file=str(secret))
-    assert found["tiers.access"].found.endswith("refuses SET (NOPERM), DEL (NOPERM)")
-    assert "+set +get" in found["tiers.access"].fix
+    refused = "CLIENT|SETNAME (NOPERM), CLUSTER|SLOTS (NOPERM), SET (NOPERM), DEL (NOPERM)"
+    assert found["tiers.access"].found.endswith(f"refuses {refused}")
+    assert found["tiers.access"].fix.endswith("+client|setname +cluster|slots +set +del")
     found = found_of(server, f"tier:{PASSWORD}@")
     assert list(wrong(list(found.values()))) == ["tiers.password"]
     wrong_password = found_of(server, f"tier:{PASSWORD}x@")
@@ -123,6 +126,60 @@ def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
     assert wrong_password["tiers.server"].severity is Severity.ERROR
     every = [*found.values(), *wrong_password.values()]
     assert PASSWORD not in json.dumps([one.to_json() for one in every])
+
+
+TRIALS = [
+    (values, database, name)
+    for values, database in (({}, ""), ({"ttl_s": 3600.0}, ""), ({}, "/1"))
+    for name in sent_by(TierConfig.at(f"redis://kv{database}", **values))
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "database", "name"), TRIALS, ids=[f"{v}{d} {name}" for v, d, name in TRIALS]
+)
+def test_the_command_that_is_not_allowed_is_named_and_no_other(
+    server: Server, values: dict[str, Any], database: str, name: str
+) -> None:
+    config = TierConfig.at(f"redis://tier@{server.host_port}{database}", **values)
+    allowed = allowing(each for each in EVERY if each != name)
+    with server.client() as client:
+        rights = f"tier reset on nopass ~safe-offload:* {allowed}".split()
+        client.execute_command("ACL", "SETUSER", *rights)
+        problems = wrong(list(check_tier(config, [])))
+        assert client.execute_command("SELECT", database.strip("/") or "0")
+        left = client.keys("safe-offload:*")
+        assert bool(left) == (name == "del")
+        assert all(0 < client.pttl(key) <= 1000 * tier_server.TTL_S for key in left)
+        client.flushall()
+    rate = problems.pop("tiers.rate", None)
+    (problem,) = problems.values()
+    assert (rate is None) == (name in {*NOT_NEEDED, "select"})
+    assert problem.severity is (Severity.WARNING if name in NOT_NEEDED else Severity.ERROR)
+    assert set(re.findall(r"\+([\w|]+)", problem.fix)) == {name}
+    if name != "select":
+        assert problem.found.endswith(f" refuses {name.upper()} (NOPERM)")
+
+
+def test_who_may_do_what_the_tier_sends_is_told_that_all_is_well(server: Server) -> None:
+    for values in ({}, {"ttl_s": 3600.0}):
+        config = TierConfig.at(f"redis://tier@{server.host_port}", **values)
+        with server.client() as client:
+            rights = f"tier reset on nopass ~safe-offload:* {allowing(sent_by(config))}".split()
+            client.execute_command("ACL", "SETUSER", *rights)
+            assert not wrong(list(check_tier(config, [])))
+            assert client.keys("safe-offload:*") == []
+
+
+def test_a_cluster_whose_nodes_may_not_be_asked_for(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        server = cluster.servers[0]
+        with server.client() as client:
+            rights = f"tier on nopass ~safe-offload:* {TIERS_OWN} -cluster|slots".split()
+            client.execute_command("ACL", "SETUSER", *rights)
+        found = found_of(server, "tier@")["tiers.access"]
+    assert found.severity is Severity.ERROR
+    assert found.found.endswith(" refuses CLUSTER|SLOTS (NOPERM)")
 
 
 def test_a_cluster(tmp_path: Path) -> None:
@@ -241,8 +298,8 @@ def test_a_sound_server() -> None:
         ("tiers.eviction", {"policies": ("volatile-lru",)}, '"ttl"'),
         ("tiers.eviction", {"policies": ("allkeys-random",)}, "allkeys-lru"),
         ("tiers.persistence", {"persistence": ("snapshots",)}, 'save ""'),
-        ("tiers.access", {"denied": {"SET": "READONLY"}}, "the primary"),
-        ("tiers.access", {"denied": {"DEL": "NOPERM"}}, "+del"),
+        ("tiers.access", {"denied": {"set": "READONLY"}}, "the primary"),
+        ("tiers.access", {"denied": {"del": "NOPERM"}}, "+del"),
         ("tiers.rate", {"read_bytes_per_s": 0.0}, "the other findings"),
         ("tiers.server", {"problem": "redis://kv:6379 is off. Fix: switch it on."}, "switch it on"),
     ],

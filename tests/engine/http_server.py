@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -75,6 +76,11 @@ class HttpServer:
         self._socket_folder: str | None = None
 
     def __enter__(self) -> HttpServer:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server; `wait_until_healthy` waits for it."""
         # vLLM leaves its sockets behind. A path of a socket is short, one of a test is long.
         self._socket_folder = tempfile.mkdtemp(prefix="vllm-")
         inherited = dict(os.environ)
@@ -101,7 +107,6 @@ class HttpServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return self
 
     def __exit__(
         self,
@@ -165,13 +170,18 @@ class HttpServer:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """POST; return the answer, and raise if it is an error."""
+        with self.open(path, body) as response:
+            text = response.read()
+        return json.loads(text) if text else None
+
+    def open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        """POST; return the answer, to be read and closed, and raise if it is an error."""
         data = json.dumps(body or {}).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=120.0) as response:
-            assert response.status == 200
-            text = response.read()
-        return json.loads(text) if text else None
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=120.0)
+        assert response.status == 200
+        return response
 
     def log(self) -> str:
         """What the server has written so far."""
@@ -188,13 +198,26 @@ class HttpServer:
         return [pid for pid in _all_process_ids() if _group_of(pid) == group]
 
     def kill(self) -> None:
-        """SIGKILL to every process of the server at once; it may be entered again."""
+        """SIGKILL to every process of the server at once; it may be started again."""
         process, self._process = self._process, None
         assert process is not None
         assert process.stdin is not None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdin.close()
+
+    def terminate(self) -> None:
+        """SIGTERM to the server's own process, as Kubernetes sends it; returns at once."""
+        assert self._process is not None
+        self._process.terminate()
+
+    def wait_for_end(self, timeout_s: float = 120.0) -> None:
+        """Return when the server's own process has ended; fail if it does not."""
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the server did not end\n{self.log_tail()}") from None
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the server politely, then kill its group; a second call does nothing."""

@@ -1,4 +1,4 @@
-"""A real server through its life: salts, junk, resets, sleep, SIGKILL, restart, SIGTERM.
+"""A real server through its life: salts, junk, resets, sleep, SIGKILL, restart, SIGTERM under load.
 
 One server does all of it, so that the tests are steps: they run in the order of this file, and each
 one only needs the server to be up.
@@ -7,6 +7,8 @@ one only needs the server to be up.
 from __future__ import annotations
 
 import json
+import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 BLOCK_SIZE = 32
 NUM_TOKENS = 321
 NUM_HIT_TOKENS = 320
+NUM_STREAMS, NUM_STREAMED = 3, 700
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 SECRET = "what the client asked in confidence"
 NOT_OURS = ("psm_", "vllm-", "torchinductor", "triton")
@@ -46,6 +49,7 @@ ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
     *("--block-size", str(BLOCK_SIZE), "--max-model-len", "1024", "--max-num-seqs", "4"),
     *("--num-gpu-blocks-override", "100"),
+    *("--shutdown-timeout", "600"),
     *("--kv-transfer-config", json.dumps(CONFIG)),
 )
 
@@ -240,16 +244,42 @@ def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(
         if path.name.startswith("psm_"):
             path.unlink()
     assert not [path for path in left if not path.name.startswith(NOT_OURS)]
-    with server:
-        server.wait_until_healthy()
-        assert ask(server, "E") == tokens
-        assert hits(server, "E") == NUM_HIT_TOKENS
-        check_well(server)
-        processes = server.process_ids()
-        started_s = time.monotonic()
-        server.stop()
-        assert time.monotonic() - started_s < 15.0, "of which the connector may take 5 s"
-        wait_until_gone(processes)
+    server.start()
+    server.wait_until_healthy()
+    assert ask(server, "E") == tokens
+    assert hits(server, "E") == NUM_HIT_TOKENS
+    check_well(server)
+
+
+def test_sigterm_loses_no_answer_and_nothing_is_left(server: HttpServer) -> None:
+    """As docs/operate/upgrade.md says of a rollout."""
+    processes = server.process_ids()
+    begun = threading.Barrier(NUM_STREAMS + 1)
+    with ThreadPoolExecutor(NUM_STREAMS) as executor:
+        answers = [executor.submit(stream, server, name, begun) for name in "ABC"]
+        begun.wait()
+        server.terminate()
+        ends = [answer.result() for answer in answers]
+    assert ends == [(NUM_STREAMED, "length")] * NUM_STREAMS, server.log_tail()
+    assert re.search(r"draining in-flight requests count=[123] ", server.log())
+    server.wait_for_end()
+    wait_until_gone(processes)
+
+
+def stream(server: HttpServer, name: str, begun: threading.Barrier) -> tuple[int, str | None]:
+    """Read a streamed answer; return how many tokens came, and why it ended."""
+    body = {"model": "model", "prompt": PROMPTS[name], "max_tokens": NUM_STREAMED, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True, "detokenize": False, "return_token_ids": True}
+    num_tokens, reason = 0, None
+    with server.open("/v1/completions", body) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                if num_tokens == 0:
+                    begun.wait()
+                choice = json.loads(line[6:])["choices"][0]
+                num_tokens += len(choice["token_ids"] or ())
+                reason = choice["finish_reason"]
+    return num_tokens, reason
 
 
 def files_in_memory_or_tmp(pid: int) -> set[Path]:

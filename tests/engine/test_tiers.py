@@ -82,6 +82,20 @@ def test_an_engine_finds_what_the_last_one_stored(
     check_found_again(first, second, num_hit_tokens(2000))
 
 
+def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(
+    model: GetModel, tmp_path: Path
+) -> None:
+    """It knows steps of 16 tokens, and nothing of those of 512 that its hits have spared it."""
+    tier = tmp_path / "tier"
+    auto = {"min_load_tokens": "auto"}
+    (first,) = run(tmp_path / "first", job(model("llama"), "llama", tier, **auto))
+    (second,) = run(tmp_path / "second", job(model("llama"), "llama", tier, **auto))
+    check_found_again(first, second, num_hit_tokens(2000))
+    assert first.count("compute_tokens_per_second") > 0
+    assert second.count("compute_tokens_per_second") == 0, "that of a step of 16 tokens"
+    assert second.count("saved_seconds") == 0
+
+
 @with_two_ranks
 def test_two_ranks_find_what_the_last_two_stored(
     parallel: dict[str, Any], model: GetModel, tmp_path: Path

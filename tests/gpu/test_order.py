@@ -49,7 +49,7 @@ async def count_torn_stores(subject: TorchSubject, num_rounds: int, *, is_fenced
         sleep_on(subject.stream(Direction.STORE), (index % 4) / 10)
         completion = subject.issue(Direction.STORE, [block], [block])
         if is_fenced:
-            assert subject.backend.fence(completion, 0.0)
+            assert subject.backend.fence(completion, PATIENCE_S)
         blocks[:, block] = 255
         await completion.wait()
         num_torn += row_values(subject, block) != {value}

@@ -1229,9 +1229,9 @@ MUTANTS = (
     Mutant(
         "a buffer is freed before its upload is over",
         _GPU,
-        "GpuBackend._copy",
-        "*used",
-        "used.pop()",
+        "GpuBackend._give",
+        "*completion.used",
+        "completion.used.pop()",
         "I6",
         tests=(_GPU_TESTS, "-k", "stay_until_their_upload_is_over"),
     ),
@@ -1247,7 +1247,7 @@ MUTANTS = (
     Mutant(
         "a way to copy that fails is used again",
         _GPU,
-        "GpuBackend.issue",
+        "GpuBackend._give",
         "self._demote(path, error)",
         "",
         "I7",

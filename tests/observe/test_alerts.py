@@ -54,6 +54,13 @@ def test_prometheus_accepts_the_files_and_their_tests_pass(command: str, name: s
         ("sum without (reason)", "max without (reason)"),
         ("overdue_transfers_total[10m]) > 0", "overdue_transfers_total[10m]) >= 0"),
         ("retired_slots > 0", "retired_slots >= 0"),
+        ("safe_offload_slots > 0", "safe_offload_slots >= 0"),
+        (
+            "        for: 30m\n        labels:\n          severity: warning",
+            "        labels:\n          severity: warning",
+        ),
+        ("mean1h < 60", "mean1h > 60"),
+        ('{reason="full"}', ""),
     ],
 )
 def test_the_tests_of_the_rules_notice_a_wrong_one(tmp_path: Path, right: str, wrong: str) -> None:

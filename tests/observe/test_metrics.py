@@ -30,8 +30,6 @@ from safe_offload.observe.counters import (
 from safe_offload.observe.metrics import (
     GAUGES,
     INFO,
-    SAVED_SECONDS,
-    SAVED_SECONDS_DOC,
     OffloadPromMetrics,
     OffloadStats,
 )
@@ -251,7 +249,7 @@ def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry)
     for engine in (0, 3):
         for count in COUNTERS:
             assert value(registry, f"{count.metric}_total", engine, **dict(count.labels)) == 0.0
-        for name in (*GAUGES, SAVED_SECONDS):
+        for name in GAUGES:
             assert value(registry, name, engine) == 0.0
         for histogram in HISTOGRAMS.values():
             if histogram.buckets is not BYTES:
@@ -287,7 +285,7 @@ def test_every_metric_says_what_it_is(metrics, registry):
     text = generate_latest(registry).decode()
     for count in COUNTERS:
         assert f"# HELP vllm:safe_offload_{count.metric}_total {count.doc}" in text
-    for name, doc in {**GAUGES, SAVED_SECONDS: SAVED_SECONDS_DOC}.items():
+    for name, doc in GAUGES.items():
         assert f"# HELP vllm:safe_offload_{name} {doc}" in text
 
 
@@ -398,16 +396,6 @@ def test_a_histogram_has_the_values_in_their_buckets_and_their_sum(metrics, regi
     assert [at("bucket", le=le) for le in ("0.025", "0.05", "0.1", "25.0")] == [0, 1, 3, 3]
     assert (at("count"), at("sum")) == (4, pytest.approx(99.21))
     assert value(registry, "transfer_seconds_count", 3, direction="store") == 0
-
-
-def test_what_hits_saved_is_what_computing_their_tokens_would_have_taken(metrics, registry):
-    metrics.observe({"counts": {"loaded_tokens": 100}, "gauges": {"compute_tokens_per_second": 0}})
-    assert value(registry, SAVED_SECONDS) == 0, "the speed has not been measured"
-    gauges = {"compute_tokens_per_second": 200}
-    metrics.observe({"counts": {"loaded_tokens": 100}, "gauges": gauges})
-    metrics.observe({"counts": {"loaded_tokens": 300}, "gauges": gauges})
-    metrics.observe({"gauges": gauges})
-    assert value(registry, SAVED_SECONDS) == 2.0
 
 
 # ---- names of vLLM's own -----------------------------------------------------------------------

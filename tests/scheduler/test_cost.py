@@ -17,6 +17,7 @@ from safe_offload.scheduler.cost import (
     KEPT_SAMPLES,
     PROBE_EVERY,
     PROBE_REACH,
+    REFRESH_EVERY_MAX,
     SAMPLES_MIN,
     WAIT_SLACK_S,
     Costs,
@@ -183,6 +184,70 @@ def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None
         costs.steps.add(1, 0.004)
         costs.steps.add(2048, 0.04)
     assert costs.pays(Offer(16_000, 20))
+
+
+# ---- what hits have saved ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "num_left"), [(256, 20), (2000, 20), (9000, 300)])
+def test_a_hit_saves_what_computing_it_would_have_added(num_tokens: int, num_left: int) -> None:
+    costs, offer = measured(), Offer(num_tokens, num_left)
+    assert costs.saved_s(offer) == pytest.approx(costs.compute_s(offer))
+
+
+def after_a_warm_restart(num_loads: int = SAMPLES_MIN) -> Costs:
+    """Costs of an engine that has loaded all but the tails of long prompts."""
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(num_loads):
+        for size in (16, 20):
+            costs.loads.add(2000, LOAD_S + 2000 * LOADED_TOKEN_S)
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+    return costs
+
+
+def test_what_was_never_computed_is_counted_as_the_largest_step_that_was() -> None:
+    costs = after_a_warm_restart()
+    assert costs.compute_s(Offer(2000, 20)) > 5 * 2000 * TOKEN_S, "decisions take it for dear"
+    assert costs.saved_s(Offer(2000, 20)) <= 4 * TOKEN_S
+    assert costs.saved_s(Offer(2000, 1)) <= 4 * TOKEN_S, "less than 16 was not computed either"
+    costs.steps.add(1000, STEP_S + 1000 * TOKEN_S)
+    assert costs.saved_s(Offer(2000, 20)) == pytest.approx(980 * TOKEN_S, rel=0.01)
+
+
+def test_without_a_measured_step_nothing_was_saved() -> None:
+    assert Costs(None, STEP_TOKENS).saved_s(Offer(2000, 20)) == 0
+
+
+def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown() -> None:
+    costs = after_a_warm_restart()
+    assert costs.gauges()["compute_tokens_per_second"] == 0
+    for _ in range(GAUGES_EVERY_MAX):
+        costs.steps.add(2000 // FAR, STEP_S + 2000 // FAR * TOKEN_S)
+    assert costs.gauges()["compute_tokens_per_second"] == round(500 / (STEP_S + 500 * TOKEN_S))
+
+
+def test_the_speed_of_whole_steps_is_shown_however_large_loads_are() -> None:
+    costs = measured()
+    costs.loads.add(100 * STEP_TOKENS, 1.0)
+    assert costs.gauges()["compute_tokens_per_second"] > 0
+
+
+def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit() -> None:
+    """A tier takes four times as long as computing, which nobody has measured: once is enough."""
+    costs = after_a_warm_restart()
+    tiers, offer, num_slots = TierCosts(costs, 1), Offer(1990, 20), 124
+    true_s = 1990 * TOKEN_S
+    tiers.add_fetch(1, num_slots, 4 * true_s)
+    answers = []
+    for _ in range(3 * PROBE_EVERY):
+        answers.append(tiers.fetch_pays(offer, num_slots, 1))
+        if answers[-1] and costs.pays(offer):
+            costs.loads.add(1990, LOAD_S + 1990 * LOADED_TOKEN_S)
+            costs.steps.add(20, STEP_S + 20 * TOKEN_S)
+        else:
+            costs.steps.add(2010, STEP_S + 2010 * TOKEN_S)
+    assert answers.count(True) <= PROBE_EVERY + REFRESH_EVERY_MAX
+    assert costs.compute_s(offer) == pytest.approx(true_s, rel=0.1)
 
 
 # ---- how long a tier is waited for -------------------------------------------------------------

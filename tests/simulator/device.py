@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from tests.simulator.chance import Chance
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.virtual_loop import Clock
@@ -360,6 +360,7 @@ class SimBackend:
 
     memory = MemoryFacts(MemoryKind.PAGEABLE, "unknown")
     paths: tuple[CopyPath, ...] = (CopyPath.EACH,)
+    choices: tuple[CopyPath, ...] = ()
     num_demotions = 0
 
     def __init__(
@@ -380,7 +381,7 @@ class SimBackend:
         """See `ProvableBackend.undisturbed`: nothing is prepared."""
         return nullcontext()
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """See `ProvableBackend.use`: there is one."""
 
     def mark(self) -> int:

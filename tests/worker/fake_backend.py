@@ -88,6 +88,7 @@ class FakeBackend:
     slot_bytes = SLOT_BYTES
     num_slots = num_usable_slots = 1_000_000
     paths = (CopyPath.EACH,)
+    choices = ()
     memory = MemoryFacts(MemoryKind.PAGEABLE, "refused")
     undisturbed = staticmethod(contextlib.nullcontext)
 

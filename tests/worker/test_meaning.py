@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,17 @@ def test_where_a_layer_lies_in_a_slot_does_not_depend_on_the_gpu(config):
         meanings.append(meaning(config, kv_cache))
     assert changed(*meanings) == set()
     assert meanings[0].facts["layout"] == "layer.0 0+48; layer.1 48+48; layer.2 96+48"
+
+
+def test_every_layout_is_a_meaning_of_its_own(config):
+    """In a slot, layers lie in the same places in all of them; tokens and heads may not."""
+    kv_cache = make_kv_cache_config(SHAPE)
+    meanings = {}
+    for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC"):
+        config.cache_config.kv_cache_layout = layout
+        meanings[layout] = meaning(config, kv_cache)
+    for first, second in itertools.combinations(meanings.values(), 2):
+        assert changed(first, second) == {"cache_config.kv_cache_layout"}
 
 
 @pytest.mark.parametrize(

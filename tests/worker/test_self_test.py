@@ -18,7 +18,7 @@ import torch
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.worker import self_test
 from safe_offload.worker.backends import cpu
-from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.cpu import CpuBackend
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
@@ -70,6 +70,7 @@ def make(gpu: FakeGpu) -> Iterator[Make]:
         geometry: Geometry = LAYERS,
         num_slots: int = NUM_SLOTS,
         verify_every: int = 0,
+        path: CopyPath | None = CopyPath.KERNEL,
     ) -> Bench:
         storage = make_storage(geometry)
         cpu = torch.device("cpu")
@@ -81,7 +82,7 @@ def make(gpu: FakeGpu) -> Iterator[Make]:
             backend = CpuBackend(storage.data_ptr(), layout, host, DirectionThreads("safe-offload"))
         else:
             device = gpu.open()
-            backend = GpuBackend(device, storage.data_ptr(), layout, host, CopyPath.KERNEL)
+            backend = GpuBackend(device, storage.data_ptr(), layout, host, path)
             rows = FakeRows(gpu, device, rows)
         transfers = DrivenTransfers(backend, 1 << 30, verify_every=verify_every)
         test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
@@ -202,7 +203,7 @@ def test_nothing_is_used_beside_a_copy_that_has_not_ended(make, gpu, caplog, mon
     use, released = bench.backend.use, threading.Event()
     late_s = 0.0
 
-    def use_and_hang(paths: tuple[CopyPath, ...]) -> None:
+    def use_and_hang(paths: tuple[CopyPath, ...], timed: Sequence[Any] = ()) -> None:
         nonlocal late_s
         if paths == (CopyPath.BATCH,):
             stream = bench.backend.lanes[Direction.STORE].stream
@@ -256,6 +257,80 @@ def test_the_compiled_loop_is_left_for_the_interpreted_one_if_it_is_wrong(
     assert bench.test.run()
     assert bench.backend.paths == (CopyPath.EACH,)
     assert 'Copies by "batch" are not used' in caplog.text
+
+
+# ---- which way is faster here ------------------------------------------------------------------
+
+
+def path_of(bench: Bench, direction: Direction, blocks: Sequence[int]) -> CopyPath:
+    """The way that a copy takes."""
+    ids = np.array(blocks), np.arange(len(blocks))
+    completion = bench.backend.issue(Copy(direction, *ids), bench.backend.mark())
+    completion.future.result(PATIENCE_S)
+    return completion.path
+
+
+SLOW_S = 0.05
+MANY = list(range(1, 21, 2))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("slow", "fast"), [(CopyPath.KERNEL, CopyPath.BATCH), (CopyPath.BATCH, CopyPath.KERNEL)]
+)
+def test_the_way_that_is_faster_on_this_machine_is_taken(
+    make, gpu, caplog, monkeypatch, slow, fast, direction
+):
+    monkeypatch.setattr(self_test, "TIMING_S", PATIENCE_S)
+    bench = make(gpu, path=None)
+    before = bench.storage.clone()
+    gpu.call_delays_s[CALLS[slow]] = SLOW_S
+    with caplog.at_level("INFO"):
+        assert bench.test.run()
+    gpu.compute.synchronize()
+    assert torch.equal(bench.storage, before), "the blocks hold what was in them"
+    assert f"{direction.value} by {slow.value} " in caplog.text
+    assert path_of(bench, direction, MANY) is fast
+
+
+def test_nothing_is_timed_where_there_is_no_choice(make, gpu, caplog):
+    for device, path in ((None, None), (gpu, CopyPath.KERNEL), (gpu, CopyPath.BATCH)):
+        bench = make(device, path=path)
+        with caplog.at_level("INFO"):
+            assert bench.test.run()
+    assert "were timed" not in caplog.text
+
+
+@pytest.mark.parametrize("trouble", ["no time", "one block", "refused"])
+def test_without_all_times_the_figures_of_another_machine_count(
+    make, gpu, caplog, monkeypatch, trouble
+):
+    if trouble == "no time":
+        monkeypatch.setattr(self_test, "TIMING_S", -1.0)
+    num_slots = 1 if trouble == "one block" else NUM_SLOTS
+    bench = make(gpu, LAYERS, num_slots, path=None)
+    use, has_passed = bench.backend.use, threading.Event()
+
+    def use_and_refuse(paths: tuple[CopyPath, ...], timed: Sequence[Any] = ()) -> None:
+        if len(paths) == len(CopyPath):
+            has_passed.set()
+        elif trouble == "refused" and has_passed.is_set() and paths == (CopyPath.BATCH,):
+            gpu.refused["copy_batch"] = 1
+        use(paths, timed)
+
+    monkeypatch.setattr(bench.backend, "use", use_and_refuse)
+    before = bench.storage.clone()
+    gpu.call_delays_s["launch"] = SLOW_S
+    with caplog.at_level("INFO"):
+        assert bench.test.run()
+    gpu.refused.clear()
+    assert "were timed" not in caplog.text
+    assert bench.backend.paths == tuple(CopyPath)
+    gpu.compute.synchronize()
+    assert torch.equal(bench.storage, before)
+    if num_slots > 1:
+        assert path_of(bench, Direction.LOAD, MANY) is CopyPath.KERNEL
+        assert path_of(bench, Direction.STORE, MANY) is CopyPath.BATCH
 
 
 def test_slots_beside_those_that_may_be_written_keep_what_is_in_them(make):

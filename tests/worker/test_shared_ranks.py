@@ -70,8 +70,9 @@ STORE = StepPlan(stores_after_forward=(Transfer(1, (2, 5, 3, 7), (11, 0, 7, 4)),
 LOAD = StepPlan(loads=(Transfer(2, (9, 8, 1, 6), (7, 11, 0, 4)),))
 
 
-def test_each_rank_stores_its_share_and_all_load_everything(make_ranks, monkeypatch):
-    ranks = make_ranks()
+@pytest.mark.parametrize("layout", ["layers outermost", "blocks outermost"])
+def test_each_rank_stores_its_share_and_all_load_everything(make_ranks, monkeypatch, layout):
+    ranks = make_ranks(layout=layout)
     copied = []
     for worker in ranks:
         transfers = worker.bridge.opened.transfers

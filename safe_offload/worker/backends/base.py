@@ -7,6 +7,7 @@ backend passes the same contract suite (tests/worker/backends/contract.py).
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,6 +50,15 @@ class Copy:
     slot_ids: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class TimedCopy:
+    """What a copy took by a path, from its submission until the loop knew its end."""
+
+    path: CopyPath
+    copy: Copy
+    seconds: float
+
+
 class Completion(Protocol):
     """A copy that has been issued.
 
@@ -68,8 +78,11 @@ class Completion(Protocol):
     def cancel(self) -> bool:
         """Take the copy back, if it has not begun. Called on the loop's thread.
 
+        Of one that has begun, the rest may be given up: `wait` raises TransferError when what has
+        begun has ended.
+
         Returns:
-            True if it has moved nothing and never will: `wait` then raises TransferError.
+            True if it has moved nothing and never will: `wait` then raises TransferError at once.
         """
 
 
@@ -89,7 +102,8 @@ class Backend(Protocol):
     def issue(self, copy: Copy, after: Any) -> Completion:
         """Start a copy that begins when the compute stream has passed `after`, without waiting.
 
-        Called on the loop's thread. Copies of the two directions do not wait for one another.
+        Called on the loop's thread, which does not wait for the device's driver either. Copies of
+        the two directions do not wait for one another.
 
         Raises:
             TransferError: an id lies outside the memory; nothing was started.
@@ -98,7 +112,8 @@ class Backend(Protocol):
     def fence(self, completion: Completion, timeout_s: float) -> bool:
         """Order everything that vLLM does next after the reads of a copy.
 
-        Called on vLLM's thread. A backend with streams makes them wait; one without waits.
+        Called on vLLM's thread. A backend with streams makes them wait, when the driver has been
+        given the copy; one without waits itself.
 
         Returns:
             False if the copy may still be reading: its source is about to change under it.
@@ -129,11 +144,20 @@ class ProvableBackend(Backend, Protocol):
     num_demotions: int
 
     @property
+    def choices(self) -> tuple[CopyPath, ...]:
+        """Those of its paths between which each copy chooses; empty if all go the same way."""
+
+    @property
     def memory(self) -> MemoryFacts:
         """What is known of the host memory; another object once something has changed."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return what keeps the backend from preparing memory in the background meanwhile."""
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
-        """Copy by some of its paths only; called while nothing is being copied."""
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
+        """Copy by some of its paths only; called while nothing is being copied.
+
+        Args:
+            paths: from the one that is wanted first.
+            timed: what copies took; without them it chooses by what others have measured.
+        """

@@ -16,7 +16,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.backends.ranges import Ranges, RangeTable
 from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.first_touch import FirstTouch, Touch
@@ -78,6 +78,7 @@ class CpuBackend:
         self, base_address: int, layout: HostLayout, host: HostMemory, threads: DirectionThreads
     ) -> None:
         self.slot_bytes = layout.geometry.slot_bytes
+        self.choices: tuple[CopyPath, ...] = ()
         self.num_slots = self.num_usable_slots = layout.num_slots
         self.memory = MemoryFacts(
             MemoryKind.PAGEABLE, "asked for" if host.has_huge_pages else "refused"
@@ -101,7 +102,7 @@ class CpuBackend:
         """See `ProvableBackend.undisturbed`: nothing disturbs copies here."""
         return nullcontext()
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """See `ProvableBackend.use`."""
         self.paths = paths
         self._move = self._moves[paths[0]]

@@ -112,28 +112,30 @@ class Driver:
             self.copy(target, source, length, stream)
 
     def copy_batch(self, ranges: Ranges, direction: Direction, stream: int) -> None:
-        """Copy all ranges, in no order among them; the arrays may be used again afterwards.
+        """Copy ranges, in no order among them; the arrays may be used again afterwards.
+
+        There are at most `DESCRIPTORS_MAX`.
 
         `CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t
         count, CUmemcpyAttributes *attrs, size_t *attrsIdxs, size_t numAttrs, size_t *failIdx,
         CUstream hStream)`, CUDA 12.8; `hipMemcpyBatchAsync` takes the same, ROCm 7.1.
         """
         assert self._batch is not None
+        assert len(ranges) <= DESCRIPTORS_MAX
         attributes = _CopyAttributes(source_order=SOURCE_ORDER[direction])
         failed = _size(0)
-        for start in range(0, len(ranges), DESCRIPTORS_MAX):
-            status = self._batch(
-                _pointer(ranges.targets[start:].ctypes.data),
-                _pointer(ranges.sources[start:].ctypes.data),
-                _pointer(ranges.lengths[start:].ctypes.data),
-                _size(min(DESCRIPTORS_MAX, len(ranges) - start)),
-                ctypes.byref(attributes),
-                _pointer(self._first_ranges.ctypes.data),
-                _size(1),
-                ctypes.byref(failed),
-                _pointer(stream),
-            )
-            self.check("batched copy", status)
+        status = self._batch(
+            _pointer(ranges.targets.ctypes.data),
+            _pointer(ranges.sources.ctypes.data),
+            _pointer(ranges.lengths.ctypes.data),
+            _size(len(ranges)),
+            ctypes.byref(attributes),
+            _pointer(self._first_ranges.ctypes.data),
+            _size(1),
+            ctypes.byref(failed),
+            _pointer(stream),
+        )
+        self.check("batched copy", status)
 
     def check(self, what: str, status: int) -> None:
         """Raise what a status of `what` means; the runtime's numbers are the driver's."""

@@ -4,18 +4,17 @@ One stream for each direction. A copy waits, on the device, for what the compute
 given when it was submitted, which orders a load after the fences on its targets. A fence makes the
 compute stream wait, on the device, for the copy.
 
-The end of a copy is an event that a thread of its own sleeps on, one for each direction: a Python
-function called by the driver would take the interpreter's lock inside it.
+A lane for each direction gives copies to the driver, in pieces, and waits for their ends.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,10 @@ from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts
 from safe_offload.worker.backends import row_kernel
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction
+from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction, TimedCopy
+from safe_offload.worker.backends.cost import Cost, Timed
 from safe_offload.worker.backends.device import Device
+from safe_offload.worker.backends.lane import GpuCompletion, Lane
 from safe_offload.worker.backends.ranges import RangeTable, Runs
 from safe_offload.worker.backends.row_kernel import RowArguments
 from safe_offload.worker.checksums import SlotChecksums
@@ -38,86 +39,21 @@ logger = logging.getLogger(f"vllm.{__name__}")
 KERNEL_RANGE_BYTES = {Direction.LOAD: 128 * 1024, Direction.STORE: 0}
 """Ranges shorter than this on average are copied by the kernel, if there are `KERNEL_RANGES_MIN`.
 
-Measured on an H100: docs/benchmarks/gpu.md. Nobody waits for a store, and copy engines take no
-multiprocessors from the forward.
+Measured on an H100: docs/benchmarks/gpu.md. They count where nothing was timed on this machine.
 """
 KERNEL_RANGES_MIN = 16
+KERNEL_WEIGHT = {Direction.LOAD: 1.0, Direction.STORE: 2.0}
+"""By how much the kernel must be faster than copy engines, where both were timed.
 
-
-class GpuCompletion:
-    """A copy that has been issued.
-
-    Attributes:
-        path: how it is copied.
-        event: passed when the copy has ended.
-        failure: why it will not have copied everything, if that is known.
-        used: memory that must stay until the copy has ended.
-    """
-
-    __slots__ = ("event", "failure", "future", "path", "used")
-
-    def __init__(
-        self, path: CopyPath, event: Any, failure: TransferError | None, used: list[Any]
-    ) -> None:
-        self.path = path
-        self.event = event
-        self.failure = failure
-        self.used = used
-        self.future: Future[None] = Future()
-        # From here on it cannot be cancelled.
-        self.future.set_running_or_notify_cancel()
-
-    async def wait(self) -> None:
-        """See `Completion.wait`."""
-        await asyncio.wrap_future(self.future)
-
-    def cancel(self) -> bool:
-        """See `Completion.cancel`; what a stream has been given cannot be taken back."""
-        return False
-
-
-class Lane:
-    """The copies of one direction: a stream, and a thread that waits for each to end."""
-
-    def __init__(self, device: Device, name: str) -> None:
-        self.stream = device.make_stream()
-        self._device = device
-        self._issued: SimpleQueue[GpuCompletion | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"safe-offload-{name}", daemon=True)
-        self._thread.start()
-
-    def follow(
-        self, path: CopyPath, failure: TransferError | None, used: list[Any]
-    ) -> GpuCompletion:
-        """Wait for what the stream has been given so far."""
-        completion = GpuCompletion(path, self._device.record(self.stream), failure, used)
-        self._issued.put(completion)
-        return completion
-
-    def close(self) -> None:
-        """Wait until all copies have ended."""
-        self._issued.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (completion := self._issued.get()) is not None:
-            failure = completion.failure
-            try:
-                self._device.bind_thread()
-                completion.event.synchronize()
-            except Exception as error:
-                failure = TransferError(FailureReason.COPY_FAILED, str(error))
-            completion.used.clear()
-            if failure is None:
-                completion.future.set_result(None)
-            else:
-                completion.future.set_exception(failure)
+Nobody waits for a store, and copy engines take no multiprocessors from the forward.
+"""
 
 
 class GpuBackend:
     """See `Backend` and `ProvableBackend`.
 
-    `paths` and `num_demotions` change on the loop's thread, `_is_closed` when the loop has ended.
+    `paths` and `num_demotions` change on the threads of the lanes, `_is_closed` when the loop has
+    ended.
 
     Args:
         device: that the KV cache is on.
@@ -146,8 +82,13 @@ class GpuBackend:
         self._prefers_kernel = path is CopyPath.KERNEL
         self._is_closed = False
         self._lock = PageLock(device, host.tensor.data_ptr(), layout)
-        self.lanes = {direction: Lane(device, direction.value) for direction in Direction}
+        changed = threading.Condition()
+        load = Lane(device, Direction.LOAD.value, changed)
+        store = Lane(device, Direction.STORE.value, changed, first=load)
+        self.lanes = {Direction.LOAD: load, Direction.STORE: store}
+        self._demoting = threading.Lock()
         self._segments: Any = None
+        self._costs: dict[tuple[CopyPath, Direction], Cost | None] = {}
         with ThreadPoolExecutor(1) as own_thread:
             self.paths = own_thread.submit(self._find_paths, path, base_address).result()
 
@@ -168,9 +109,24 @@ class GpuBackend:
         """See `ProvableBackend.undisturbed`: page-locking pauses."""
         return self._lock.paused()
 
-    def use(self, paths: tuple[CopyPath, ...]) -> None:
+    @property
+    def choices(self) -> tuple[CopyPath, ...]:
+        """See `ProvableBackend.choices`."""
+        other = self._without_kernel()
+        has_choice = CopyPath.KERNEL in self.paths and other is not CopyPath.KERNEL
+        return (CopyPath.KERNEL, other) if has_choice and not self._prefers_kernel else ()
+
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
         """See `ProvableBackend.use`."""
         self.paths = paths
+        by_way: dict[tuple[CopyPath, Direction], list[Timed]] = {}
+        for one in timed:
+            num_ranges = self._num_ranges(self._table.runs(one.copy))
+            size_bytes = len(one.copy.block_ids) * self.slot_bytes
+            by_way.setdefault((one.path, one.copy.direction), []).append(
+                Timed(num_ranges, size_bytes, one.seconds)
+            )
+        self._costs = {way: Cost.learn(copies) for way, copies in by_way.items()}
 
     def mark(self) -> Any:
         """See `Backend.mark`."""
@@ -182,29 +138,18 @@ class GpuBackend:
         if self._is_closed or not self.paths:
             raise TransferError(FailureReason.NOT_RUNNING, "closed, or without a way to copy")
         lane = self.lanes[copy.direction]
-        used: list[Any] = []
-        failure = None
-        try:
-            self._device.bind_thread()
-            lane.stream.wait_event(after)
-        except Exception as error:
-            raise TransferError(FailureReason.COPY_FAILED, str(error)) from error
-        runs = self._table.runs(copy)
-        path = self._choose(runs, len(copy.block_ids))
-        if path is CopyPath.KERNEL and not self._take_ids(copy, lane, used):
-            path = self._without_kernel()
-        try:
-            self._copy(path, copy, runs, used)
-        except Exception as error:
-            # A part of it may be under way: it has failed when that has ended.
-            failure = TransferError(FailureReason.COPY_FAILED, f"{path.value}: {error}")
-            self._demote(path, error)
-        return lane.follow(path, failure, used)
+        completion = GpuCompletion(lane, copy, after, self.paths[0])
+        lane.submit(completion, self._give)
+        return completion
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """Let the compute stream wait for the copy, on the device."""
+        """Let the compute stream wait for the copy, on the device, once all of it was given."""
         assert isinstance(completion, GpuCompletion)
-        self._device.compute_stream().wait_event(completion.event)
+        if not completion.lane.hurry(completion, timeout_s):
+            completion.cancel()  # what was not given yet would be read too late
+            return False
+        if completion.event is not None:
+            self._device.compute_stream().wait_event(completion.event)
         return True
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -264,39 +209,72 @@ class GpuBackend:
         return True
 
     def _choose(self, runs: Runs, num_blocks: int) -> CopyPath:
-        """Return the path for a copy: the kernel for many short ranges, else the first other."""
-        num_ranges = len(runs) * len(self._layout.geometry.segments)
-        range_bytes = num_blocks * self.slot_bytes / num_ranges
-        is_short = range_bytes < KERNEL_RANGE_BYTES[runs.direction]
-        if self._prefers_kernel or (is_short and num_ranges >= KERNEL_RANGES_MIN):
+        """Return the path for a copy: the kernel or the first other, by what they take."""
+        other, size_bytes = self._without_kernel(), num_blocks * self.slot_bytes
+        if self._prefers_kernel:
             return self.paths[0]
-        return self._without_kernel()
+        num_ranges, direction = self._num_ranges(runs), runs.direction
+        of_kernel = self._costs.get((CopyPath.KERNEL, direction))
+        of_other = self._costs.get((other, direction))
+        if of_kernel is None or of_other is None:
+            is_short = size_bytes / num_ranges < KERNEL_RANGE_BYTES[direction]
+            takes_kernel = is_short and num_ranges >= KERNEL_RANGES_MIN
+        else:
+            kernel_s = of_kernel.of(num_ranges, size_bytes) * KERNEL_WEIGHT[direction]
+            takes_kernel = kernel_s < of_other.of(num_ranges, size_bytes)
+        return self.paths[0] if takes_kernel else other
+
+    def _num_ranges(self, runs: Runs) -> int:
+        return len(runs) * len(self._layout.geometry.segments)
 
     def _without_kernel(self) -> CopyPath:
         return next((path for path in self.paths if path is not CopyPath.KERNEL), self.paths[0])
 
-    def _copy(self, path: CopyPath, copy: Copy, runs: Runs, used: list[Any]) -> None:
-        """Give a copy to its stream; what must stay until it has ended is put into `used`."""
-        lane, driver = self.lanes[copy.direction], self._device.driver
-        if path is CopyPath.KERNEL:
-            self._launch(copy, lane, *used)
-            return
-        ranges = self._table.ranges(runs)
-        if path is CopyPath.BATCH:
-            driver.copy_batch(ranges, copy.direction, lane.stream.cuda_stream)
-        else:
-            driver.copy_each(ranges, lane.stream.cuda_stream)
-
-    def _take_ids(self, copy: Copy, lane: Lane, used: list[Any]) -> bool:
-        """Put memory for the ids of a launch into `used`; return whether there is any now."""
+    def _give(self, completion: GpuCompletion) -> Iterator[None]:
+        """Give a copy to its stream, piece by piece; runs on the thread of its lane."""
+        copy, lane = completion.copy, completion.lane
+        self._device.bind_thread()
+        lane.stream.wait_event(completion.after)
+        runs = self._table.runs(copy)
+        path = self._choose(runs, len(copy.block_ids))
+        if path is CopyPath.KERNEL and not self._take_ids(completion):
+            path = self._without_kernel()
+        completion.choose(path)
         try:
-            used.append(self._device.make_buffer(2 * len(copy.block_ids), lane.stream))
+            if path is CopyPath.KERNEL:
+                yield from self._launch(copy, lane, *completion.used)
+            else:
+                yield from self._give_ranges(path, copy, lane, runs)
+        except Exception as error:
+            # A part of it may be under way: it has failed when that has ended.
+            completion.fail(f"{path.value}: {error}")
+            self._demote(path, error)
+
+    def _give_ranges(self, path: CopyPath, copy: Copy, lane: Lane, runs: Runs) -> Iterator[None]:
+        ranges, stream, start = self._table.ranges(runs), lane.stream.cuda_stream, 0
+        while start < len(ranges):
+            if start:
+                yield
+            piece = ranges.part(start, start + lane.num_ranges)
+            begin_s = time.perf_counter()
+            if path is CopyPath.BATCH:
+                self._device.driver.copy_batch(piece, copy.direction, stream)
+            else:
+                self._device.driver.copy_each(piece, stream)
+            lane.keep_pace(len(piece), time.perf_counter() - begin_s)
+            start += len(piece)
+
+    def _take_ids(self, completion: GpuCompletion) -> bool:
+        """Put memory for the ids of a launch into `used`; return whether there is any now."""
+        num_words, stream = 2 * len(completion.copy.block_ids), completion.lane.stream
+        try:
+            completion.used.append(self._device.make_buffer(num_words, stream))
         except Exception as error:
             logger.debug("A copy goes without the kernel: %s", error)
             return False
         return True
 
-    def _launch(self, copy: Copy, lane: Lane, buffer: Any) -> None:
+    def _launch(self, copy: Copy, lane: Lane, buffer: Any) -> Iterator[None]:
         num_pairs = len(copy.block_ids)
         host, partner = buffer
         np.concatenate((copy.block_ids, copy.slot_ids), out=host.numpy())
@@ -306,6 +284,8 @@ class GpuBackend:
         step = max(1, row_kernel.LAUNCH_BYTES // self.slot_bytes)
         word_bytes = partner.element_size()
         for start in range(0, num_pairs, step):
+            if start:
+                yield
             arguments = RowArguments(
                 segments=self._segments[1].data_ptr(),
                 block_ids=partner.data_ptr() + start * word_bytes,
@@ -321,10 +301,11 @@ class GpuBackend:
 
     def _demote(self, path: CopyPath, error: Exception) -> None:
         """Leave a path that has failed, if there is another one."""
-        if isinstance(error, CaptureError) or self.paths == (path,):
-            return
-        self.paths = tuple(other for other in self.paths if other is not path)
-        self.num_demotions += 1
+        with self._demoting:
+            if isinstance(error, CaptureError) or path not in self.paths or self.paths == (path,):
+                return
+            self.paths = tuple(other for other in self.paths if other is not path)
+            self.num_demotions += 1
         logger.error(
             'A copy by "%s" failed (%s). Copies go by "%s" from now on, which may be slower. If '
             'this repeats after a restart, set "copy_path": "%s" and open an issue with this log.',

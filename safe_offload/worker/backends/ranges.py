@@ -18,6 +18,9 @@ from safe_offload.worker.backends.base import Copy, Direction
 
 Words = npt.NDArray[np.uint64]
 
+BUFFER_WORDS = 64
+"""Of numpy. With its usual 8,192 it gathers rows before it adds to them, which takes longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
@@ -29,6 +32,10 @@ class Ranges:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def part(self, start: int, stop: int) -> Ranges:
+        """Return some of them, of the same memory."""
+        return Ranges(self.targets[start:stop], self.sources[start:stop], self.lengths[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +95,33 @@ class RangeTable:
 
     def ranges(self, runs: Runs) -> Ranges:
         """Return the ranges of every run, those of the first segment first."""
-        if self._has_one_stride:
-            block_side = self._block_bases + runs.blocks * self._block_strides[0]
-        else:
-            block_side = self._block_strides * runs.blocks
-            block_side += self._block_bases
+        words = np.empty((3, len(self._row_bytes), len(runs)), dtype=np.uint64)
+        targets, sources, lengths = words
+        is_store = runs.direction is Direction.STORE
+        block_side, slot_side = (sources, targets) if is_store else (targets, sources)
         slabs, rows = np.divmod(runs.slots, np.uint64(self._layout.slots_per_slab))
         slabs *= np.uint64(self._layout.slab_bytes)
-        if self._has_one_length:
-            slot_side = self._array_bases + (rows * self._row_bytes[0] + slabs)
-        else:
-            slot_side = self._row_bytes * rows
-            slot_side += slabs
-            slot_side += self._array_bases
-        if runs.counts is None:
-            lengths = np.broadcast_to(self._row_bytes, slot_side.shape)
-        else:
-            lengths = self._row_bytes * runs.counts
-        if runs.direction is Direction.STORE:
-            return Ranges(slot_side.ravel(), block_side.ravel(), lengths.ravel())
-        return Ranges(block_side.ravel(), slot_side.ravel(), lengths.ravel())
+        before = np.setbufsize(BUFFER_WORDS)
+        try:
+            if self._has_one_stride:
+                blocks = runs.blocks * self._block_strides[0]
+                np.add(self._block_bases, blocks, out=block_side)
+            else:
+                np.multiply(self._block_strides, runs.blocks, out=block_side)
+                block_side += self._block_bases
+            if self._has_one_length:
+                np.add(self._array_bases, rows * self._row_bytes[0] + slabs, out=slot_side)
+            else:
+                np.multiply(self._row_bytes, rows, out=slot_side)
+                slot_side += slabs
+                slot_side += self._array_bases
+            if runs.counts is None:
+                lengths[:] = self._row_bytes
+            else:
+                np.multiply(self._row_bytes, runs.counts, out=lengths)
+        finally:
+            np.setbufsize(before)
+        return Ranges(*words.reshape(3, -1))
 
 
 def _check_ids(ids: npt.NDArray[np.int64], count: int, what: str) -> None:

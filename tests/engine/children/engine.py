@@ -20,6 +20,8 @@ def main(scenario: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     job = json.loads(job_path.read_text())
     if job["force_prefix_caching"]:
         force_prefix_caching()
+    if layouts := job["options"].get("layouts"):
+        declare_layouts(layouts)
     report = scenario(job)
     report_path.write_text(json.dumps(report))
 
@@ -39,6 +41,15 @@ def force_prefix_caching() -> None:
         vllm_config.cache_config.enable_prefix_caching = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def declare_layouts(layouts: list[str]) -> None:
+    """Let vLLM's attention on a CPU say that it reads these layouts of the KV cache."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    read = tuple(KVCacheLayout[layout] for layout in layouts)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: read)
 
 
 def start(job: dict[str, Any]) -> Any:

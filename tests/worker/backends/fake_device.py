@@ -202,6 +202,7 @@ class FakeGpu:
         locked: address and size of what is locked.
         may_lock, may_unlock: held back while they are not set, the first lock excepted.
         delay_s, lock_delay_s: how long every copy, and every lock, takes.
+        call_delays_s: how much longer calls of a name take, on the stream.
         corrupted: (call, is it a store) whose last byte arrives changed.
         is_broken: events report an error of the device's.
         has_read_only_home: cupy cannot keep compiled kernels there.
@@ -209,6 +210,7 @@ class FakeGpu:
         violations: what a real device would have taken for an access of freed or foreign memory,
             and waits that did not end and would have lasted for ever there.
         pooled: sizes of device memory that was allocated from the pool of a caller (`pool`).
+        on_give: called with the stream by a thread that gives it a copy, before the driver answers.
     """
 
     def __init__(
@@ -229,10 +231,12 @@ class FakeGpu:
         self.corrupted: set[tuple[str, bool]] = set()
         self.is_broken = False
         self.delay_s = self.lock_delay_s = 0.0
+        self.call_delays_s: dict[str, float] = {}
         self.device_offset = 0
         self.has_read_only_home = False
         self.violations: list[str] = []
         self.pooled: list[int] = []
+        self.on_give: Callable[[FakeStream], None] = lambda stream: None
         self.capture: Capture | None = None
         self.streams: dict[int, FakeStream] = {}
         self.missing = missing
@@ -437,12 +441,13 @@ class FakeKernel:
         assert stream is not None
         gpu.calls.append("launch")
         gpu.check_cupy_device("launch")
+        gpu.on_give(stream)
         gpu.runtime_call("launch")
         numbers = [int(argument) for argument in arguments]
         launch, ids = compile_kernel(self._source), numbers[1:3]
 
         def run() -> None:
-            time.sleep(gpu.delay_s)
+            time.sleep(gpu.delay_s + gpu.call_delays_s.get("launch", 0.0))
             for address in ids:
                 gpu.check_use(address, stream)
             launch(grid[0], block[0], *numbers)
@@ -479,6 +484,8 @@ class FakeLibrary:
             return status
         numbers = value(target), value(source), value(size_bytes)
         is_upload = gpu.is_allocated(numbers[0]) or gpu.is_allocated(numbers[1])
+        if not is_upload:
+            gpu.on_give(lane)
 
         def run() -> None:
             time.sleep(gpu.delay_s)
@@ -495,6 +502,7 @@ class FakeLibrary:
     def batch(self, targets, sources, sizes, count, attributes, firsts, num, failed, stream) -> int:
         gpu = self._gpu
         gpu.calls.append("copy_batch")
+        gpu.on_give(gpu.streams[value(stream)])
         if status := gpu.driver_call("copy_batch"):
             return status
         assert value(num) == 1
@@ -508,7 +516,7 @@ class FakeLibrary:
         ]
 
         def run() -> None:
-            time.sleep(gpu.delay_s)
+            time.sleep(gpu.delay_s + gpu.call_delays_s.get("copy_batch", 0.0))
             for numbers in zip(*words, strict=True):
                 ctypes.memmove(*numbers)
             gpu.finish("copy_batch", is_store, words[0][0])

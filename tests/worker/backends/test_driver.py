@@ -15,6 +15,7 @@ from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.worker.backends import driver
 from safe_offload.worker.backends.base import Direction
 from safe_offload.worker.backends.driver import DESCRIPTORS_MAX, CudaDriver, Driver, HipDriver
+from safe_offload.worker.backends.lane import PIECE_RANGES
 from safe_offload.worker.backends.ranges import Ranges
 from tests.worker.backends.fake_device import FakeGpu, value
 
@@ -124,15 +125,18 @@ def test_a_call_that_is_refused_because_of_a_capture_may_work_later(both):
         subject.copy(1, 2, 3, STREAM)
 
 
-@pytest.mark.parametrize("count", [1, DESCRIPTORS_MAX, DESCRIPTORS_MAX + 1, 20_000])
-def test_a_batch_is_cut_where_the_driver_needs_it(both, count):
+@pytest.mark.parametrize("count", [1, DESCRIPTORS_MAX])
+def test_a_batch_is_one_call(both, count):
     library, subject = both
     ranges = ranges_of(count)
     subject.copy_batch(ranges, Direction.STORE, STREAM)
-    assert all(len(sources) <= DESCRIPTORS_MAX for sources, *_ in library.batches)
-    assert len(library.batches) == -(-count // DESCRIPTORS_MAX)
-    assert [s for sources, *_ in library.batches for s in sources] == ranges.sources.tolist()
-    assert [n for _, sizes, *_ in library.batches for n in sizes] == ranges.lengths.tolist()
+    ((sources, sizes, _, _),) = library.batches
+    assert sources == ranges.sources.tolist()
+    assert sizes == ranges.lengths.tolist()
+
+
+def test_a_piece_is_no_longer_than_what_the_driver_takes():
+    assert PIECE_RANGES <= DESCRIPTORS_MAX
 
 
 def test_each_range_has_an_index_of_its_attributes(both):
@@ -164,12 +168,11 @@ def test_hip_copies_by_batch_only_where_that_is_known_to_be_sound(version, archi
     assert HipDriver(library, architecture).has_batch is expected
 
 
-def test_a_batch_that_fails_in_the_middle_is_not_gone_on_with(both):
+def test_a_batch_that_is_refused_raises_what_the_status_means(both):
     library, subject = both
     library.status["batch"] = 700
     with pytest.raises(DeviceError, match=r"batched copy: .* \(700\)"):
-        subject.copy_batch(ranges_of(3 * DESCRIPTORS_MAX), Direction.STORE, STREAM)
-    assert len(library.batches) == 1
+        subject.copy_batch(ranges_of(3), Direction.STORE, STREAM)
 
 
 @pytest.mark.parametrize(

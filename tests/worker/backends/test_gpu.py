@@ -18,9 +18,10 @@ import pytest
 
 from safe_offload.errors import TransferError
 from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_geometry
-from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer, ids_of
 from safe_offload.worker import page_lock, placement
 from safe_offload.worker.backends import gpu as gpu_backend
+from safe_offload.worker.backends import lane as lane_module
 from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
@@ -33,10 +34,12 @@ from tests.worker.backends.contract import (
     Bytes,
     MakeSubject,
     Subject,
+    _layers_outermost,
 )
 from tests.worker.backends.fake_device import CALLS, FakeGpu
-from tests.worker.driven import DrivenTransfers
+from tests.worker.driven import DrivenTransfers, drained
 from tests.worker.memory import is_closed
+from tests.worker.watched_loop import HandClock
 
 SLOTS_PER_SLAB = 7
 
@@ -499,7 +502,7 @@ async def test_a_fence_holds_the_compute_stream_and_not_the_host(subject, is_fen
     release = subject.hold(Direction.STORE)
     completion = subject.issue(Direction.STORE, [5], [5])
     if is_fenced:
-        assert subject.backend.fence(completion, 0.0)
+        assert subject.backend.fence(completion, PATIENCE_S)
     overwritten = threading.Event()
     subject.write_storage(storage ^ 0xFF)
     subject.gpu.compute.enqueue(overwritten.set)
@@ -525,6 +528,243 @@ async def test_a_long_prompt_is_copied_by_several_launches(make_gpu, monkeypatch
         for in_storage, in_host in subject.ranges(block, slot):
             host[in_host] = storage[in_storage]
     np.testing.assert_array_equal(subject.read_host(), host)
+
+
+# ---- who gives copies to the driver ------------------------------------------------------------
+
+
+class HeldDriver:
+    """Holds up each call that gives a copy to the lane of a direction, until it is let through."""
+
+    def __init__(self, subject: FakeGpuSubject, *directions: Direction) -> None:
+        self._streams = [subject.backend.lanes[direction].stream for direction in directions]
+        self._come, self._may_go = threading.Semaphore(0), threading.Semaphore(0)
+        subject.gpu.on_give = self._hold
+
+    def wait_for_call(self) -> None:
+        """Wait until a call is held up."""
+        assert self._come.acquire(timeout=PATIENCE_S), "nothing is given to the driver"
+
+    def let_through(self, num_calls: int) -> None:
+        """Let calls go on, now or when they come."""
+        self._may_go.release(num_calls)
+
+    def _hold(self, stream: object) -> None:
+        if stream in self._streams:
+            self._come.release()
+            assert self._may_go.acquire(timeout=PATIENCE_S)
+
+
+ALL_CALLS = 1 << 20
+MANY_BLOCKS = 3000
+SCATTERED = list(range(0, MANY_BLOCKS, 2))
+"""Of two layers: 3,000 ranges, which the driver is given in three pieces or more."""
+
+
+@pytest.fixture
+def large(make_gpu: MakeGpu) -> FakeGpuSubject:
+    """A GPU with room for copies of many ranges."""
+    geometry = _layers_outermost(MANY_BLOCKS, 8, 8)
+    return make_gpu(geometry, MANY_BLOCKS, slots_per_slab=MANY_BLOCKS, path=CopyPath.BATCH)
+
+
+def issue_held(subject: FakeGpuSubject, driver: HeldDriver, direction: Direction) -> Any:
+    """Issue a copy of several pieces, the first of which the driver is about to take."""
+    completion = subject.issue(direction, SCATTERED, SCATTERED)
+    driver.wait_for_call()
+    return completion
+
+
+def outcome_of(completion: Any) -> FailureReason | None:
+    """How a copy ends."""
+    try:
+        completion.future.result(PATIENCE_S)
+    except TransferError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("held", Direction)
+def test_what_the_driver_takes_long_for_holds_up_neither_caller_nor_other_direction(large, held):
+    other = Direction.STORE if held is Direction.LOAD else Direction.LOAD
+    driver = HeldDriver(large, held)
+    first = issue_held(large, driver, held)
+    assert outcome_of(large.issue(other, [1], [1])) is None
+    assert not first.future.done()
+    driver.let_through(ALL_CALLS)
+    assert outcome_of(first) is None
+    assert large.gpu.calls.count("copy_batch") >= 3 + 1
+
+
+def test_a_fence_waits_for_a_piece_of_another_store_and_not_for_all_of_it(large):
+    driver = HeldDriver(large, Direction.STORE)
+    first = issue_held(large, driver, Direction.STORE)
+    second = large.issue(Direction.STORE, [1], [1])
+
+    def fence() -> None:
+        large.device.bind_thread()
+        large.backend.fence(second, PATIENCE_S)
+
+    fencing = threading.Thread(target=fence, daemon=True)
+    fencing.start()
+    large.wait_until(lambda: second.is_urgent)
+    driver.let_through(2)
+    fencing.join(PATIENCE_S)
+    assert not fencing.is_alive()
+    assert outcome_of(second) is None
+    driver.wait_for_call()
+    assert not first.future.done()
+    driver.let_through(ALL_CALLS)
+    assert outcome_of(first) is None
+
+
+@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.EACH])
+async def test_pieces_of_two_stores_that_mix_bring_every_byte(make_gpu, path):
+    geometry = _layers_outermost(MANY_BLOCKS, 8, 8)
+    large = make_gpu(geometry, MANY_BLOCKS, slots_per_slab=MANY_BLOCKS, path=path)
+    storage, host = large.fill(1)
+    driver = HeldDriver(large, Direction.STORE)
+    first = issue_held(large, driver, Direction.STORE)
+    odd = [block + 1 for block in SCATTERED]
+    second = large.issue(Direction.STORE, odd, odd)
+    driver.let_through(ALL_CALLS)
+    assert large.backend.fence(second, PATIENCE_S)
+    assert large.backend.fence(first, PATIENCE_S)
+    large.write_storage(storage ^ 0xFF)
+    assert outcome_of(first) is outcome_of(second) is None
+    for block in range(MANY_BLOCKS):
+        for in_storage, in_host in large.ranges(block, block):
+            host[in_host] = storage[in_storage]
+    np.testing.assert_array_equal(large.read_host(), host)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copy_that_is_given_up_half_way_ends_when_what_was_given_has_ended(large, direction):
+    """Its blocks and slots are given to others then."""
+    release = large.hold(direction)
+    driver = HeldDriver(large, direction)
+    first = issue_held(large, driver, direction)
+    assert not first.cancel()
+    driver.let_through(ALL_CALLS)
+    assert first.given.wait(PATIENCE_S)
+    assert large.backend.fence(first, 0.0)
+    assert not first.future.done()
+    release()
+    assert outcome_of(first) is FailureReason.CANCELLED
+    assert large.gpu.calls.count("copy_batch") == 1
+    assert outcome_of(large.issue(direction, SCATTERED, SCATTERED)) is None
+
+
+def test_a_copy_of_which_nothing_was_given_is_taken_back_at_once(large):
+    driver = HeldDriver(large, Direction.STORE)
+    first = issue_held(large, driver, Direction.STORE)
+    second = large.issue(Direction.STORE, [1], [1])
+    assert second.cancel()
+    assert outcome_of(second) is FailureReason.CANCELLED
+    assert large.backend.fence(second, 0.0), "there is nothing to wait for"
+    driver.let_through(ALL_CALLS)
+    assert outcome_of(first) is None
+
+
+def test_a_store_that_is_not_given_in_time_for_its_fence_is_given_up(large):
+    driver = HeldDriver(large, Direction.STORE)
+    first = issue_held(large, driver, Direction.STORE)
+    assert not large.backend.fence(first, 0.0)
+    driver.let_through(ALL_CALLS)
+    assert outcome_of(first) is FailureReason.CANCELLED
+    assert large.gpu.calls.count("copy_batch") == 1
+
+
+def test_no_fence_and_no_load_waits_until_another_store_has_been_given(large):
+    """The engine waited 28 to 49 ms on a GPU for a store of 32,000 ranges that was not fenced."""
+    transfers = DrivenTransfers(large.backend, 1 << 30)
+    driver = HeldDriver(large, Direction.STORE)
+    whole, one = ids_of(SCATTERED), ids_of([1])
+    transfers.submit(Direction.STORE, Transfer(1, whole, whole))
+    driver.wait_for_call()
+    transfers.submit(Direction.LOAD, Transfer(2, one, one))
+    transfers.submit(Direction.STORE, Transfer(3, one, one))
+    transfers.wait_for_news(PATIENCE_S)
+    assert transfers.drain() == [(2, None)]
+    driver.let_through(2)
+    transfers.fence((3,))
+    driver.wait_for_call()
+    assert 1 in transfers.statistics().unsettled_ids
+    driver.let_through(ALL_CALLS)
+    assert transfers.close(PATIENCE_S)
+    assert dict(transfers.drain()) == {1: None, 3: None}
+
+
+def test_a_load_that_is_overdue_half_way_is_not_gone_on_with(large):
+    clock = HandClock()
+    transfers = DrivenTransfers(large.backend, 1 << 30, make_event_loop=clock.new_event_loop)
+    driver = HeldDriver(large, Direction.LOAD)
+    transfers.submit(Direction.LOAD, Transfer(1, ids_of(SCATTERED), ids_of(SCATTERED)))
+    driver.wait_for_call()
+    clock.advance(transfers.loop, 31.0)
+    assert drained(transfers) == [], "the piece may still write"
+    driver.let_through(ALL_CALLS)
+    transfers.wait_for_news(PATIENCE_S)
+    assert transfers.drain() == [(1, FailureReason.CANCELLED)]
+    assert large.gpu.calls.count("copy_batch") == 1
+    assert transfers.close(PATIENCE_S)
+
+
+def test_what_is_refused_in_the_middle_is_not_gone_on_with(large):
+    driver = HeldDriver(large, Direction.LOAD)
+    copy = issue_held(large, driver, Direction.LOAD)
+    large.gpu.refused["copy_batch"] = 700
+    driver.let_through(ALL_CALLS)
+    assert outcome_of(copy) is FailureReason.COPY_FAILED
+    assert large.gpu.calls.count("copy_batch") == 1
+
+
+def test_loads_go_before_stores_that_are_not_fenced(large, monkeypatch):
+    monkeypatch.setattr(lane_module, "PIECE_S", PATIENCE_S)
+    loads = HeldDriver(large, Direction.LOAD)
+    load = issue_held(large, loads, Direction.LOAD)
+    store = large.issue(Direction.STORE, SCATTERED, SCATTERED)
+    assert not store.given.wait(0.05)
+    assert not store.has_begun
+    fenced = large.issue(Direction.STORE, [1], [1])
+    assert large.backend.fence(fenced, PATIENCE_S)
+    assert not store.has_begun
+    assert not load.future.done()
+    loads.let_through(ALL_CALLS)
+    assert outcome_of(load) is outcome_of(store) is None
+
+
+def test_a_driver_that_is_slow_is_given_shorter_pieces(large):
+    lane = large.backend.lanes[Direction.STORE]
+    lane.keep_pace(1024, 4 * lane_module.PIECE_S)
+    assert lane.num_ranges == 256
+    lane.keep_pace(1, 9.0)
+    assert lane.num_ranges == lane_module.PIECE_RANGES_MIN
+    lane.keep_pace(1, 0.0)
+    assert lane.num_ranges == lane_module.PIECE_RANGES
+
+
+def test_a_path_that_fails_in_both_directions_at_once_is_left_once(large):
+    driver = HeldDriver(large, *Direction)
+    copies = [large.issue(direction, [1], [1]) for direction in Direction]
+    for _ in copies:
+        driver.wait_for_call()
+    large.gpu.refused["copy_batch"] = 1
+    driver.let_through(ALL_CALLS)
+    assert {outcome_of(copy) for copy in copies} == {FailureReason.COPY_FAILED}
+    assert large.backend.num_demotions == 1
+    assert large.backend.paths == (CopyPath.EACH,)
+
+
+def test_a_copy_whose_end_the_device_refuses_to_tell_fails_when_it_has_ended(large):
+    mark = large.backend.mark()
+    release = large.hold(Direction.STORE)
+    large.gpu.refused["record"] = 1
+    completion = large.backend.issue(Copy(Direction.STORE, np.array([1]), np.array([1])), mark)
+    assert completion.given.wait(PATIENCE_S)
+    assert not completion.future.done()
+    release()
+    assert outcome_of(completion) is FailureReason.COPY_FAILED
 
 
 # ---- failures ----------------------------------------------------------------------------------

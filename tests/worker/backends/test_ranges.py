@@ -47,6 +47,11 @@ def test_a_run_ends_at_the_end_of_a_slab():
     assert lengths_of([4, 5, 6, 7], [2, 3, 4, 5], slots_per_slab=4) == [2 * 96] * 6
 
 
+def test_a_block_in_one_piece_is_one_range():
+    assert lengths_of([4, 9, 2], [1, 7, 3], GEOMETRIES["blocks outermost"]) == [256] * 3
+    assert lengths_of([4, 5, 6], [1, 2, 3], GEOMETRIES["blocks outermost"]) == [3 * 256]
+
+
 def test_blocks_with_gaps_between_them_are_not_joined():
     gaps = GEOMETRIES["blocks outermost with gaps"]
     assert lengths_of([4, 5], [1, 2], gaps) == [128, 128, 48, 48, 24, 24]

@@ -10,14 +10,17 @@ from typing import Final
 
 from safe_offload.worker.tiers.base import Result
 from safe_offload.worker.tiers.rare_log import RareLog
+from safe_offload.worker.tiers.valkey.commands import READING, SLOTS, WITH_TTL, WRITING, allowing
+from safe_offload.worker.tiers.valkey.names import ALL_KEYS
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _FIXES: Final = {
     "OOM": "It is full and evicts nothing: set its maxmemory-policy to allkeys-lru",
     "NOPERM": (
-        "The ACL of its user does not allow it: reading needs +get +exists (with a ttl +getex "
-        "+pexpire), writing +set +del, a cluster +cluster|slots, all for ~safe-offload:*"
+        f"The ACL of its user does not allow it: reading needs {allowing(READING)} (with a ttl "
+        f"{allowing(WITH_TTL)}), writing {allowing(WRITING)}, a cluster {allowing([SLOTS])}, all "
+        f"for ~{ALL_KEYS}"
     ),
     "NOAUTH": 'It wants a password: give it in "password_file", and the user in the url',
     "READONLY": "It is a replica: name the primary in the url",
@@ -27,7 +30,7 @@ _FIXES: Final = {
     "CLUSTERDOWN": "A part of its cluster is missing: look at the other servers of it",
     "MOVED": (
         "Its cluster sends us round in a circle, or its user may not ask where keys are: allow "
-        "+cluster|slots, and compare the CLUSTER SLOTS of its servers"
+        f"{allowing([SLOTS])}, and compare the CLUSTER SLOTS of its servers"
     ),
     "TRYAGAIN": "Its cluster moves keys at the moment: nothing is to be done",
 }

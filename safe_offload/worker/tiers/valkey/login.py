@@ -19,13 +19,14 @@ from typing import Final
 from safe_offload.errors import ConfigError
 from safe_offload.printing import printable, secret_file
 from safe_offload.tier_config import TierConfig
+from safe_offload.worker.tiers.valkey.commands import SELECT, SETNAME, allowing, words_of
 from safe_offload.worker.tiers.valkey.replies import Problem, WireError
 from safe_offload.worker.tiers.valkey.wire import Wire
 
 CLIENT_NAME: Final = "safe-offload"
 
 _PASSWORD_BYTES_MAX: Final = 4096
-_REFUSED_LOGIN: Final = ("WRONGPASS", "NOAUTH", "NOPERM")
+_REFUSED_LOGIN: Final = ("WRONGPASS", "NOAUTH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ class Login:
         words = [word.encode() for word in (place.user, password) if word or place.user]
         asked = [command(b"AUTH", *words)] if words else []
         if place.database:
-            asked.append(command(b"SELECT", b"%d" % place.database))
-        asked.append(command(b"CLIENT", b"SETNAME", CLIENT_NAME.encode()))
+            asked.append(command(*words_of(SELECT), b"%d" % place.database))
+        asked.append(command(*words_of(SETNAME), CLIENT_NAME.encode()))
         *answers, named = await wire.ask_lines(asked, len(asked))
         for answer in answers:
             if isinstance(answer, Problem):
@@ -215,6 +216,11 @@ def _explain(error: Exception, address: Address, tls: ssl.SSLContext | None) -> 
 
 
 def _explain_refusal(problem: Problem, address: Address) -> str:
+    if problem.code == "NOPERM":  # AUTH is always allowed
+        return (
+            f"{address} does not let this user choose a database (NOPERM). Give the user "
+            f"{allowing([SELECT])}, or remove the number from the url"
+        )
     if problem.code in _REFUSED_LOGIN or "AUTH" in problem.text or "password" in problem.text:
         return (
             f"{address} refuses the user or the password ({problem.code}). Check the user in the "

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import Final, TypeVar
 
+from safe_offload.worker.tiers.valkey.commands import SLOTS, words_of
 from safe_offload.worker.tiers.valkey.login import Address, Login, LoginError, command
 from safe_offload.worker.tiers.valkey.replies import Problem, Tree
 from safe_offload.worker.tiers.valkey.wire import StaleError, Wire
@@ -312,7 +313,7 @@ def slot_of(key: bytes) -> int:
 
 async def _ask_slots(node: Node) -> Tree:
     async def ask(wire: Wire) -> Tree:
-        return await wire.ask_tree([command(b"CLUSTER", b"SLOTS")], _KEPT_OF_SLOTS)
+        return await wire.ask_tree([command(*words_of(SLOTS))], _KEPT_OF_SLOTS)
 
     return await node.asks.use(ask)
 

@@ -18,6 +18,15 @@ from safe_offload.worker.tiers import naming
 from safe_offload.worker.tiers.base import Buffers, Name, Result
 from safe_offload.worker.tiers.seal import PLAIN, Digest, Seal
 from safe_offload.worker.tiers.valkey.batch import Batch
+from safe_offload.worker.tiers.valkey.commands import (
+    DEL,
+    EXISTS,
+    GET,
+    GETEX,
+    PEXPIRE,
+    SET,
+    words_of,
+)
 from safe_offload.worker.tiers.valkey.log import ServerLog
 from safe_offload.worker.tiers.valkey.login import Login, LoginError, command
 from safe_offload.worker.tiers.valkey.names import description_key, key_of
@@ -231,7 +240,7 @@ class ValkeyTier:
 
         async def ask(index: int) -> Awaitable[bytes | Misfit | Problem | None]:
             key = batch.keys[index]
-            words = (b"GETEX", key, *self._ttl) if self._reads_extend else (b"GET", key)
+            words = (*_GETEX, key, *self._ttl) if self._reads_extend else (*_GET, key)
             digest = self._seal.begin_digest()
             if digest is None:
                 return wire.ask_value([command(*words)], batch.slots[index])
@@ -270,7 +279,7 @@ class ValkeyTier:
     async def _delete(self, batch: Batch) -> None:
         """Delete what is not what it should be; what cannot be deleted is not offered again."""
         keys = [batch.keys[index] for index in batch.bad]
-        answers = await self._ask(keys, [command(b"DEL", key) for key in keys])
+        answers = await self._ask(keys, [command(*_DEL, key) for key in keys])
         for index, answer in zip(batch.bad, answers, strict=True):
             self._log.bad_object(batch.results[index], batch.keys[index])
             if not isinstance(answer, int):
@@ -292,8 +301,8 @@ class ValkeyTier:
             size_bytes += batch.size_bytes(chunk[-1])
         keys = [batch.keys[index] for index in chunk]
         # Both answer whether the key is there.
-        ask_words = (b"PEXPIRE", self._ttl[1]) if self._ttl else (b"EXISTS",)
-        asking = [command(ask_words[0], key, *ask_words[1:]) for key in keys]
+        words, until = (_PEXPIRE, self._ttl[1:]) if self._ttl else (words_of(EXISTS), ())
+        asking = [command(*words, key, *until) for key in keys]
         try:
             lines = await wire.ask_lines([b"".join(asking)], len(keys))
         except StaleError:
@@ -342,7 +351,7 @@ class ValkeyTier:
         answers = await self._ask(
             keys,
             [
-                command(b"SET", key, naming.description(each, self._facts), *self._ttl)
+                command(*_SET, key, naming.description(each, self._facts), *self._ttl)
                 for key, each in zip(keys, due, strict=True)
             ],
         )
@@ -429,6 +438,7 @@ class ValkeyTier:
 
 _Move = Callable[[Batch, "deque[int]", Node, Wire], Awaitable[None]]
 
+_GET, _GETEX, _SET, _PEXPIRE, _DEL = map(words_of, (GET, GETEX, SET, PEXPIRE, DEL))
 _EXISTS: Final = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
 
 

@@ -1,0 +1,122 @@
+"""Layouts of the KV cache: whole blocks where they can be had, silence where they cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.bench.tiny_models import ModelKind
+from tests.engine.conftest import GetModel
+from tests.engine.engines import (
+    NUM_PROMPT_TOKENS,
+    RESET_GPU_CACHE,
+    Job,
+    connector,
+    make_job,
+    num_hit_tokens,
+    num_pool_blocks,
+    run,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BOTH = ("LBHNC", "BLHNC")
+NUM_RANGES = {"llama": 2, "gemma3": 2, "deepseek": 2}
+"""Layers of the widest KV cache group."""
+
+
+def job(model: GetModel, kind: ModelKind, *layouts: str, **more: Any) -> Job:
+    """An engine; vLLM's attention on the CPU says that it reads these layouts.
+
+    It says that it reads LBHNC only, but its kernels go by strides, and answer well with BLHNC.
+    """
+    made = make_job(model(kind), num_blocks=num_pool_blocks(kind), **more)
+    return replace(made, options={"layouts": layouts} if layouts else {})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_blocks_in_one_piece_come_back_with_the_same_tokens(
+    kind: ModelKind, model: GetModel, tmp_path: Path
+) -> None:
+    """Full attention, and a hybrid model, whose three groups lie over one another in a block."""
+    wish = connector(enable_cross_layers_blocks="true")
+    ours, plain = run(
+        tmp_path,
+        job(model, kind, *BOTH, kv_transfer_config=wish),
+        job(model, kind),
+    )
+    assert "Using BLHNC KV cache layout" in ours.log
+    assert "bytes in one range, " in ours.log
+    assert "Using LBHNC KV cache layout" in plain.log
+    ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
+    assert ours.tokens == plain.tokens
+    ours.check_no_trouble()
+    ours.check_everything_is_free()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
+def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(
+    kind: ModelKind, model: GetModel, tmp_path: Path
+) -> None:
+    """The kernels of CPU_MLA fail at the first request with a layout that it says it reads."""
+    settings: dict[str, Any] = {}
+    if kind == "deepseek":
+        settings = {
+            "num_prompt_tokens": 993,
+            "block_size": 16,
+            "max_num_batched_tokens": 2048,
+            "force_prefix_caching": True,
+        }
+    num_tokens = settings.get("num_prompt_tokens", NUM_PROMPT_TOKENS)
+    num_blocks = num_pool_blocks(kind, num_tokens, block_size=settings.get("block_size", 32))
+    jobs = [
+        make_job(
+            model(kind),
+            num_blocks=num_blocks,
+            kv_transfer_config=connector(enable_cross_layers_blocks=is_wanted),
+            **settings,
+        )
+        for is_wanted in (True, False)
+    ]
+    wanted, usual = run(tmp_path, *jobs)
+    assert wanted.tokens == usual.tokens
+    hits = [answer.num_host for answer in wanted.answers]
+    assert hits == [0] * 3 + [num_hit_tokens(num_tokens, settings.get("block_size", 32))] * 3
+    assert warnings_of(wanted.log) == warnings_of(usual.log)
+    assert '"enable_cross_layers_blocks" has no effect here' in wanted.log
+    assert '"enable_cross_layers_blocks"' not in usual.log
+    for report in (wanted, usual):
+        assert f"bytes in {NUM_RANGES[kind]} ranges, " in report.log
+        report.check_no_trouble()
+        report.check_everything_is_free()
+
+
+def warnings_of(log: str) -> set[str]:
+    """What vLLM and the connector have warned of, without the time and the place."""
+    lines = [line for line in log.splitlines() if "WARNING" in line]
+    return {line.partition("] ")[2] for line in lines}
+
+
+def test_what_a_tier_has_of_one_layout_is_not_read_in_another(
+    model: GetModel, tmp_path: Path
+) -> None:
+    """Three engines one after the other; the third one finds what the second has stored."""
+    turns = ("A", RESET_GPU_CACHE, "A")
+    reports = []
+    for index, is_wanted in enumerate((False, True, True)):
+        config = connector(
+            num_slots=500,
+            tiers=[{"url": f"file://{tmp_path}/tier", "wait_s": 60}],
+            enable_cross_layers_blocks=is_wanted,
+        )
+        one = job(model, "llama", *BOTH, kv_transfer_config=config, turns=turns)
+        reports += run(tmp_path / str(index), one)
+    num_hit = num_hit_tokens(NUM_PROMPT_TOKENS)
+    hits = [report.answers[0].num_host for report in reports]
+    assert hits == [0, 0, num_hit]
+    for report in reports:
+        assert report.tokens == [reports[0].tokens[0]] * 2
+        report.check_no_trouble()
