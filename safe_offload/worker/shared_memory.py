@@ -1,4 +1,4 @@
-"""One host memory for ranks that hold the same KV cache (docs/architecture.md says why and how).
+"""One host memory for ranks that hold the same KV cache.
 
 All ranks share, or none does: if one stored its share only while another had a memory of its own, a
 load would bring what was never written there. So the first rank lets the others use the memory when
