@@ -1,4 +1,4 @@
-"""A real server through its life: salts, junk, resets, sleep, SIGKILL, restart, SIGTERM under load.
+"""A real server through its life: what it tells, salts, junk, resets, sleep, kills, restart, drain.
 
 One server does all of it, so that the tests are steps: they run in the order of this file, and each
 one only needs the server to be up.
@@ -6,6 +6,7 @@ one only needs the server to be up.
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import safe_offload
 from safe_offload.bench.tiny_models import write_tiny_model
@@ -49,18 +51,66 @@ ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
     *("--block-size", str(BLOCK_SIZE), "--max-model-len", "1024", "--max-num-seqs", "4"),
     *("--num-gpu-blocks-override", "100"),
-    *("--shutdown-timeout", "600"),
+    *("--shutdown-timeout", "600", "--enable-prompt-tokens-details"),
     *("--kv-transfer-config", json.dumps(CONFIG)),
 )
 
 
+class Collector(http.server.ThreadingHTTPServer):
+    """Takes spans as an OpenTelemetry collector does, over HTTP."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _TakeSpans)
+        self.spans: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class _TakeSpans(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        sent = ExportTraceServiceRequest.FromString(
+            self.rfile.read(int(self.headers["Content-Length"]))
+        )
+        assert isinstance(self.server, Collector)
+        for scope in (scope for each in sent.resource_spans for scope in each.scope_spans):
+            for span in scope.spans:
+                if span.name == "llm_request":
+                    values = {a.key: a.value for a in span.attributes}
+                    self.server.spans.append(
+                        {k: getattr(v, v.WhichOneof("value")) for k, v in values.items()}
+                    )
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+def collector() -> Iterator[Collector]:
+    with Collector() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(
+    model: GetModel, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HttpServer]:
     """A server with the endpoints that operators use."""
+    environment = {
+        **ENVIRONMENT,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",  # milliseconds
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
-        made = HttpServer(model("llama"), ARGUMENTS, tmp_path_factory.mktemp("lifecycle"))
+        arguments = *ARGUMENTS, "--otlp-traces-endpoint", collector.url
+        made = HttpServer(model("llama"), arguments, tmp_path_factory.mktemp("lifecycle"))
         with made:
             made.wait_until_healthy()
             yield made
@@ -118,6 +168,42 @@ def test_slots_are_told_before_the_first_request(server: HttpServer) -> None:
     assert metrics["vllm:prompt_tokens_total"] == 0
     assert metrics["vllm:safe_offload_info"] == 1, "one set of labels, of which all is known"
     assert "Host memory is ready: 500 slots can be used on each of 1 ranks." in server.log()
+
+
+def test_an_answer_says_what_was_cached_and_metrics_and_spans_say_more(
+    server: HttpServer, collector: Collector
+) -> None:
+    """As docs/operate/dashboard.md says."""
+    sources = "local_cache_hit", "external_kv_transfer", "local_compute"
+
+    def ask_again() -> tuple[int, tuple[float, ...]]:
+        before = by_source(server)
+        body = {"model": "model", "prompt": PROMPTS["E"], "max_tokens": 1, "detokenize": False}
+        usage = server.post("/v1/completions", body)["usage"]
+        settle(server)
+        after = by_source(server)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached, tuple(after[name] - before[name] for name in sources)
+
+    assert ask_again() == (0, (0, 0, NUM_TOKENS)), "computed"
+    assert ask_again() == (NUM_HIT_TOKENS, (NUM_HIT_TOKENS, 0, 1)), "of the GPU"
+    server.post("/reset_prefix_cache")
+    assert ask_again() == (NUM_HIT_TOKENS, (0, NUM_HIT_TOKENS, 1)), "of the host"
+    server.wait_for(lambda: len(collector.spans) >= 3, "the spans", timeout_s=60.0)
+    for span in collector.spans:
+        assert span["gen_ai.usage.prompt_tokens"] == NUM_TOKENS
+        assert span["gen_ai.latency.time_in_queue"] >= 0
+        assert span["gen_ai.latency.time_in_model_prefill"] > 0
+        assert not [name for name in span if "cache" in name]
+
+
+def by_source(server: HttpServer) -> dict[str, float]:
+    """Prompt tokens by where they came from, as vLLM counts them."""
+    pattern = r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$'
+    return {
+        name: float(value)
+        for name, value in re.findall(pattern, server.metrics_text(), re.MULTILINE)
+    }
 
 
 def test_a_salt_is_part_of_what_a_hit_is_found_by(server: HttpServer) -> None:

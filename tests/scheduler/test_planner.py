@@ -606,3 +606,23 @@ def test_workers_may_wait_in_a_step_only_if_none_computes(
     rig.hold_copies(False)
     rig.drain()
     rig.check_idle()
+
+
+def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig: MakeRig) -> None:
+    """What docs/operate/dashboard.md says of a trace: the wait is in `time_in_queue`."""
+    rig = make_rig()
+    rig.start()
+    rig.run_alone("a", rig.prompt(20, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.hold_copies(True)
+    rig.add("b", rig.prompt(20, 1), max_tokens=1)
+    request = rig.scheduler.requests["b"]
+    recorded: list[str] = []
+    request.record_event = lambda kind, *_: recorded.append(kind.name)
+    for _ in range(10):
+        rig.step()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert recorded == []
+    rig.hold_copies(False)
+    rig.drain()
+    assert recorded == ["SCHEDULED"]
