@@ -35,7 +35,8 @@ def _table(settings: Iterable[Setting]) -> str:
     rows = HEAD
     for row in settings:
         default = "" if row.default is None else f"`{json.dumps(row.default)}`"
-        allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", row.kind.allowed)
+        allowed = row.kind.allowed.replace(', such as "64GiB";', ",")  # explained below the table
+        allowed = re.sub(r'"[^"]+"', lambda quoted: f"`{quoted[0]}`", allowed)
         rows += f"| `{row.key}` | {default} | {allowed} | {row.help} |\n"
     return rows
 
