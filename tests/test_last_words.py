@@ -47,7 +47,6 @@ def run(script: str, **environment: str) -> list[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
     )
     return done.stdout.splitlines()
 

@@ -33,7 +33,7 @@ def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compil
         assert child.stdout is not None
         assert child.stdout.readline() == "idle\n"
         child.send_signal(signal.SIGTERM)
-        _, errors = child.communicate(timeout=20)
+        _, errors = child.communicate()
     finally:
         child.kill()
         child.wait()
