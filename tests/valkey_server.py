@@ -23,7 +23,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from safe_offload.tier_config import TierConfig
 
-START_S = 20
+START_S = 300
 LOCALHOST = "127.0.0.1"
 
 

@@ -34,7 +34,7 @@ from tests.engine.clients import (
 from tests.engine.engines import EVERY_HIT
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 SEED = int(os.environ.get("STORM_SEED", "1"))
 

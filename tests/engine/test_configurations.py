@@ -19,7 +19,7 @@ from tests.engine.engines import (
     run,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_without_prefix_caching_the_engine_serves_and_says_so_once(

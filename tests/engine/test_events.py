@@ -9,7 +9,7 @@ import pytest
 from safe_offload.bench.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_BLOCKS, NUM_SLOTS = 60, 70
 """Both too small for the prompts of the storm: requests are preempted, and slots evicted."""

@@ -29,7 +29,7 @@ from tests.engine.clients import (
 from tests.engine.engines import EVERY_HIT
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_REQUESTS = int(os.environ.get("FAULTY_REQUESTS", "150"))
 NUM_PROMPTS = 40

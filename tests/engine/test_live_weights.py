@@ -19,7 +19,7 @@ from safe_offload.bench.tiny_models import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, wri
 from tests.engine.conftest import GetModel
 from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_TOKENS = 641
 NUM_HIT = num_hit_tokens(NUM_TOKENS)

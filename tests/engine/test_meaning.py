@@ -26,7 +26,7 @@ from tests.engine.engines import (
 )
 from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import GetModel
 from tests.engine.engines import Report, connector, make_job, make_prompts, num_pool_blocks, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_SLOTS = 8192
 SLOT_BYTES = 32 * 1024  # 32 tokens, 2 layers, keys and values, 2 heads of 32 floats

@@ -17,7 +17,7 @@ from tests.engine.engines import (
     run,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

@@ -27,7 +27,7 @@ from tests.engine.engines import (
     run,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
 

@@ -16,7 +16,7 @@ from tests.engine.test_tiers import LONG_WAIT_S, check_found_again, job
 from tests.network import Machines
 from tests.valkey_server import Certificates, Server, redis_binary
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_TOKENS = 2000
 NUM_BLOCKS = 3 * (num_hit_tokens(NUM_TOKENS) // 32)

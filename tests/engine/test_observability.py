@@ -27,7 +27,7 @@ from tests.observe.reference_page import rows
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(
         None in (find_program("prometheus"), find_program("promtool")),
         reason="no prometheus or promtool: `make servers`, or put them on the PATH",

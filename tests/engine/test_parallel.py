@@ -19,7 +19,7 @@ from tests.engine.engines import (
     run,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 PIPELINE_PARALLEL = {

@@ -18,10 +18,10 @@ from tests.benchmarks import preemption
 from tests.benchmarks.preemption import ENGINES, Workload, run_watched
 from tests.engine.conftest import GetModel
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-START_TIMEOUT_S = 200.0
-RUN_TIMEOUT_S = 100.0
+START_TIMEOUT_S = RUN_TIMEOUT_S = 1000.0
+"""Of what would never end: a busy machine is no failure."""
 HOST_SHARE_MIN = 0.8
 ARGUMENTS = ("--requests", "8", "--prompt-tokens", "192", "--answer-tokens", "192")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.engines import Job, connector, make_job, make_prompts, run
 from tests.tiny_vision import IMAGE_ID, NUM_IMAGE_TOKENS, write_tiny_vision_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_TOKENS, NUM_BEFORE, BLOCK_SIZE = 129, 40, 32
 FLAT = {"do_normalize": False}

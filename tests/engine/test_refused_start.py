@@ -13,7 +13,7 @@ from safe_offload.worker.host_memory import available_host_bytes
 from tests.engine.conftest import GetModel
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 ARGUMENTS = (
     *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),

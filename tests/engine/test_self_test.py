@@ -13,7 +13,7 @@ from tests.engine.conftest import GetModel
 from tests.engine.engines import ENVIRONMENT, make_prompts
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),

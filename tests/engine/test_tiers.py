@@ -28,7 +28,7 @@ from tests.engine.engines import (
 from tests.engine.http_server import HttpServer
 from tests.engine.test_parallel import with_two_ranks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641

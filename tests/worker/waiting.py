@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 60.0
+PATIENCE_S = 250.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

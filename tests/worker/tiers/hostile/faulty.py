@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Collection, Sequence
 
 from safe_offload.tier_config import TierConfig
@@ -15,7 +14,8 @@ from safe_offload.worker.tiers.valkey.tier import ValkeyTier
 from tests.worker.tiers.contract import bytes_of, put
 from tests.worker.tiers.hostile import fuzz
 from tests.worker.tiers.hostile.answers import EVIL, PASSWORD
-from tests.worker.tiers.hostile.fuzz import FACTS, PAUSE_CPU_S_MAX
+from tests.worker.tiers.hostile.fuzz import FACTS, PAUSE_JOBS_MAX
+from tests.worker.tiers.hostile.watch import do_job
 
 logger = logging.getLogger("vllm.faulty")
 
@@ -78,9 +78,8 @@ class FaultyTier(ValkeyTier):
             _leaked.append(self._kept[-1])
         if BLOCKS in faults:
             faults.discard(BLOCKS)
-            end_s = time.thread_time() + 2 * PAUSE_CPU_S_MAX
-            while time.thread_time() < end_s:
-                pass
+            for _ in range(2 * PAUSE_JOBS_MAX):
+                do_job()
         if RAISES in faults:
             raise ValueError("what the server said")
 

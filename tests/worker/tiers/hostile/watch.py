@@ -72,16 +72,35 @@ class LogWatch(logging.Handler):
             self._findings.add(f"{where}: a call hangs: {message[:200]!r}")
 
 
+def do_job() -> None:
+    """Do work of a fixed size, which is what pauses are measured in."""
+    sum(range(20_000))
+
+
 class PauseWatch:
-    """How long the event loop did nothing else, by the clock and by its thread's own time."""
+    """How long the event loop did nothing else, by the clock and in jobs.
+
+    A job takes the thread's own time that it takes on this machine while the loop runs: neither a
+    slow machine nor a busy one makes a pause of more jobs.
+    """
 
     def __init__(self) -> None:
         self.longest_s = self.longest_cpu_s = 0.0
+        self._jobs_s, self._num_jobs = 0.0, 0
+
+    @property
+    def longest_jobs(self) -> float:
+        """Return how many jobs the longest pause was."""
+        return self.longest_cpu_s * self._num_jobs / self._jobs_s if self._jobs_s else 0.0
 
     async def run(self) -> None:
         """Watch until it is cancelled."""
         last_s, last_cpu_s = time.perf_counter(), time.thread_time()
         while True:
+            begin_s = time.thread_time()
+            do_job()
+            self._jobs_s += time.thread_time() - begin_s
+            self._num_jobs += 1
             await asyncio.sleep(TICK_S)
             now_s, now_cpu_s = time.perf_counter(), time.thread_time()
             self.longest_s = max(self.longest_s, now_s - last_s - TICK_S)
