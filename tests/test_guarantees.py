@@ -1,14 +1,16 @@
-"""What docs/guarantees.md names exists: tests, files, profiles; and no id is missing."""
+"""What docs/guarantees.md names exists: tests, files, profiles; no id and no mutant is missing."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import safe_offload
+from tests.mutants.catalogue import MUTANTS
 from tests.simulator.swarm import NAMES
 
 ROOT = Path(safe_offload.__file__).parent.parent
@@ -61,8 +63,14 @@ def test_every_test_that_is_named_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_every_profile_that_is_named_exists() -> None:
+def test_every_test_file_and_profile_of_a_row_exists() -> None:
     for cell in (row.split("|")[4] for row in ROWS):
-        for part in re.findall(r"profiles? ((?:`[\w-]+`(?: \([^)]*\))?(?:, )?)+)", cell):
-            for name in re.findall(r"`([\w-]+)`", part):
-                assert name in NAMES or name.startswith("test_"), name
+        for name in re.findall(r"`([^`]+)`", cell):
+            assert name.startswith(("test_", "tests/")) or name in NAMES, name
+
+
+def test_the_table_of_mutants_has_all_of_them() -> None:
+    broken = PAGE[PAGE.index("## Broken on purpose") : PAGE.index("## What is not promised yet")]
+    rows = re.findall(r"^\| (I\d+) \| (\d+) \|", broken, re.MULTILINE)
+    listed = {promise: int(count) for promise, count in rows}
+    assert listed == Counter(mutant.promise for mutant in MUTANTS)

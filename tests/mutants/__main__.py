@@ -150,11 +150,15 @@ def hunt_all(mutants: list[Mutant], num_seeds: int, num_processes: int) -> list[
 
 
 def _markdown(outcomes: list[Outcome]) -> str:
-    rows = ["| breakage | file | caught by | profile | seeds needed |", "|---|---|---|---|---|"]
-    rows += [
-        f"| {o.mutant.name} | `{o.mutant.file}` | {o.promise} | {o.profile} | {o.num_seeds} |"
-        for o in outcomes
-    ]
+    """Return a row for each promise: its mutants, and how they were caught."""
+    rows = ["| promise | breakages | by simulator | seeds at most | by tests |"]
+    rows.append("|---|---|---|---|---|")
+    for promise in sorted({o.mutant.promise for o in outcomes}, key=lambda name: int(name[1:])):
+        tried = [o for o in outcomes if o.mutant.promise == promise]
+        seeds = [o.num_seeds for o in tried if o.is_caught and not o.mutant.tests]
+        num_by_tests = sum(o.is_caught for o in tried if o.mutant.tests)
+        cells = (promise, len(tried), len(seeds), max(seeds, default=0), num_by_tests)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
