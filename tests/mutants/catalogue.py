@@ -37,7 +37,7 @@ _SNAPSHOTS, _PENDING = "scheduler/snapshots.py", "scheduler/pending.py"
 _SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
 _DIRECTORY, _EVENTS = "scheduler/directory.py", "scheduler/events.py"
 _DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
-_GPU_TESTS = "tests/worker/backends/test_gpu.py"
+_LANE, _GPU_TESTS = "worker/backends/lane.py", "tests/worker/backends/test_gpu.py"
 _SHARING = "scheduler/sharing.py"
 _SHARED, _TRANSFERS = "worker/shared_memory.py", "worker/transfers.py"
 _BLOCKS = "scheduler/blocks.py"
@@ -1234,6 +1234,42 @@ MUTANTS = (
         "completion.used.pop()",
         "I6",
         tests=(_GPU_TESTS, "-k", "stay_until_their_upload_is_over"),
+    ),
+    Mutant(
+        "a copy does not wait for its mark",
+        _GPU,
+        "GpuBackend._give",
+        "lane.stream.wait_event(completion.after)",
+        "",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "as_it_was_when_it_was_submitted"),
+    ),
+    Mutant(
+        "a fence does not wait until its store has been given",
+        _LANE,
+        "Lane.hurry",
+        "return completion.given.wait(timeout_s)",
+        "return True",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "some_are_given_up"),
+    ),
+    Mutant(
+        "a copy that is given up half-way ends before what was given of it",
+        _LANE,
+        "Lane._follow",
+        "(completion.event or self.stream).synchronize()",
+        "",
+        "I6",
+        tests=(_GPU_TESTS, "-k", "half_way"),
+    ),
+    Mutant(
+        "a fenced store waits until another has been given",
+        _LANE,
+        "Lane._next",
+        "completion = next((c for c in self._queue if c.is_urgent), self._queue[0])",
+        "completion = self._queue[0]",
+        "I7",
+        tests=(_GPU_TESTS, "-k", "a_piece_of_another_store"),
     ),
     Mutant(
         "memory is unlocked by a thread that never used the device",

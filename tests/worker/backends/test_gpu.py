@@ -25,6 +25,7 @@ from safe_offload.worker.backends import lane as lane_module
 from safe_offload.worker.backends.base import Copy, CopyPath, Direction
 from safe_offload.worker.backends.gpu import GpuBackend
 from safe_offload.worker.host_memory import HostMemory
+from tests.worker.backends import lane_storm
 from tests.worker.backends.contract import (
     GEOMETRIES,
     NUM_BLOCKS,
@@ -481,8 +482,8 @@ async def test_a_copy_waits_for_the_compute_stream_as_it_was_when_it_was_submitt
     subject.gpu.compute.enqueue(lambda: released.wait(PATIENCE_S))
     behind = subject.issue(direction, [1], [1])
     done = asyncio.ensure_future(behind.wait())
-    await asyncio.sleep(0)
-    assert not behind.future.done()
+    assert behind.given.wait(PATIENCE_S)
+    assert not behind.event.point.wait(0.05)
     released.set()
     await asyncio.wait_for(done, PATIENCE_S)
 
@@ -734,6 +735,14 @@ def test_loads_go_before_stores_that_are_not_fenced(large, monkeypatch):
     assert outcome_of(load) is outcome_of(store) is None
 
 
+@pytest.mark.parametrize("path", CopyPath)
+def test_copies_of_every_size_keep_to_their_own_bytes_when_some_are_given_up(make_gpu, path):
+    num_slots = lane_storm.NUM_BLOCKS
+    subject = make_gpu(lane_storm.geometry(), num_slots, slots_per_slab=num_slots, path=path)
+    counts = lane_storm.run_storm(subject, seed=1, num_rounds=4)
+    assert counts[True] >= 4 * 4
+
+
 def test_a_driver_that_is_slow_is_given_shorter_pieces(large):
     lane = large.backend.lanes[Direction.STORE]
     lane.keep_pace(1024, 4 * lane_module.PIECE_S)
@@ -776,6 +785,7 @@ async def test_a_copy_that_is_refused_has_failed_when_nothing_of_it_runs(make_gp
     release = subject.hold(Direction.STORE)
     subject.gpu.refused[CALLS[path]] = 1
     completion = subject.issue(Direction.STORE, [1], [1])
+    assert completion.given.wait(PATIENCE_S)
     assert not completion.future.done()
     release()
     with pytest.raises(TransferError, match=path.value) as caught:
@@ -790,6 +800,7 @@ async def test_the_ids_of_a_launch_that_is_refused_stay_until_their_upload_is_ov
     release = subject.hold(Direction.LOAD)
     subject.gpu.refused["launch"] = 1
     completion = subject.issue(Direction.LOAD, [1], [1])
+    assert completion.given.wait(PATIENCE_S)
     gc.collect()
     release()
     with pytest.raises(TransferError):
