@@ -220,6 +220,35 @@ def test_nothing_is_used_beside_a_copy_that_has_not_ended(make, gpu, caplog, mon
     assert caplog.text.count("are not used") == 1, "the third was not tried"
 
 
+def test_nothing_is_used_beside_a_timed_copy_that_has_not_ended(make, gpu, caplog, monkeypatch):
+    """It may still write to blocks, which are vLLM's when the test is over."""
+    bench = make(gpu, path=None)
+    use, released, has_passed = bench.backend.use, threading.Event(), threading.Event()
+    late_s = 0.0
+
+    def use_and_hang(paths: tuple[CopyPath, ...], timed: Sequence[Any] = ()) -> None:
+        if len(paths) == len(CopyPath):
+            has_passed.set()
+            for lane in bench.backend.lanes.values():
+                lane.stream.enqueue(lambda: released.wait(PATIENCE_S))
+        elif has_passed.is_set():
+            threading.Timer(0.05, pass_deadline).start()
+        use(paths, timed)
+
+    def pass_deadline() -> None:
+        nonlocal late_s
+        late_s = 2 * PATIENCE_S
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s, sleep=time.sleep)
+    monkeypatch.setattr(self_test, "time", clock)
+    monkeypatch.setattr(self_test, "TIMING_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(bench.backend, "use", use_and_hang)
+    with caplog.at_level("INFO"):
+        assert not bench.test.run(timeout_s=PATIENCE_S)
+    released.set()
+    assert "are chosen without being timed: TIMED_OUT" in caplog.text
+
+
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 1), (2, 2), (3, 40), (40, 3)])
 def test_pools_of_a_few_blocks_are_tested_too(make, gpu, num_blocks, num_slots):
     for device in (None, gpu):

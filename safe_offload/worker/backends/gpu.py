@@ -60,7 +60,7 @@ class GpuBackend:
         base_address: of the KV cache's storage, on the device.
         layout: where blocks and slots lie; each slab becomes usable when it is page-locked.
         host: the slots. Closed by `close`.
-        path: how to copy; None chooses by the lengths of the ranges.
+        path: how to copy; None chooses for each copy by what the ways take.
     """
 
     def __init__(
