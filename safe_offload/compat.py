@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -139,7 +140,8 @@ def reads_whole_blocks(vllm_config: VllmConfig) -> bool:
     A backend that names no layouts claims all, and yet some cannot read these (CPU_MLA, AMX_MLA and
     ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array): of such backends only
     those are believed that were found to go by strides. States lie beside each other in any layout.
-    No block may be one that vLLM splits for a kernel, which it refuses to do with these.
+    No block may be one that vLLM splits for a kernel, which it refuses to do with these. All pages
+    are of one size, or else the layout would change which layers form a KV cache group.
     """
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -148,8 +150,7 @@ def reads_whole_blocks(vllm_config: VllmConfig) -> bool:
 
     takes_specs = len(inspect.signature(select_common_block_size).parameters) > 2  # not in 0.31
 
-    def reads(layer: Any) -> bool:
-        backend, spec = layer.get_attn_backend(), layer.get_kv_cache_spec(vllm_config)
+    def reads(backend: Any, spec: Any) -> bool:
         names = backend.supported_kv_cache_layouts()
         if names is None and not (backend.is_ssm() or backend.get_name() in _GO_BY_STRIDES):
             return False
@@ -160,7 +161,11 @@ def reads_whole_blocks(vllm_config: VllmConfig) -> bool:
 
     layers: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     with set_current_vllm_config(vllm_config):
-        return bool(layers) and all(map(reads, layers.values()))
+        pairs = [
+            (one.get_attn_backend(), one.get_kv_cache_spec(vllm_config)) for one in layers.values()
+        ]
+        page_sizes = {spec.page_size_bytes for _, spec in pairs if spec is not None}
+        return len(page_sizes) == 1 and all(itertools.starmap(reads, pairs))
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -171,8 +171,8 @@ def test_every_file_with_tests_of_a_gpu_is_a_part(tmp_path):
     }
     parts = make_parts(tmp_path, "some/model", ["--rounds", "1"], 1.0)
     assert names < {part.name for part in parts}
-    assert [part.name for part in parts[-2:]] == ["copies", "bench engine"]
-    assert parts[-1].command[-2:] == ("--rounds", "1")
+    assert [part.name for part in parts[-3:]] == ["copies", "bench engine", "layouts"]
+    assert all(part.command[-2:] == ("--rounds", "1") for part in parts[-2:])
 
 
 def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
@@ -199,6 +199,16 @@ def test_copies_are_told_as_shares_of_the_limit(tmp_path):
     assert re.search(r"\| store \| 1,048,576 \| [\d.]+ GB/s \|.* [\d.]+ \(lowest", text)
     assert "| loop / limit | safe_offload / limit |" in text
     assert "- issue to awaited: " in text
+
+
+def test_layouts_are_told_as_ratios(tmp_path):
+    figures = tmp_path / "layouts.json"
+    sizes = ["--copies-only", "--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
+    assert benchmark(["layouts", *sizes, "--json", str(figures)]) == 0
+    text = render(GPU, [Result("layouts", ("x",), Done.PASSED, "", figures=figures)])
+    for traffic in ("store", "load", "both"):
+        assert re.search(rf"- copies, {traffic}: [\d.]+ \([\d.]+ to [\d.]+\)", text)
+    assert "- answers that differ between the engines: 0" in text
 
 
 def test_the_engine_is_told_with_its_logs(tmp_path):

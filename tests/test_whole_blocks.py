@@ -29,7 +29,6 @@ BACKENDS = {
     "MAMBA2_ATTN": "mamba2_attn.Mamba2AttentionBackend",
 }
 """Of vLLM, in `vllm.v1.attention.backends`."""
-STATE = MambaSpec(block_size=64, shapes=((4, 8), (16,)), dtypes=(torch.float32, torch.float32))
 WISH = {"enable_cross_layers_blocks": True}
 
 Layer = tuple[Any, Any]
@@ -40,6 +39,11 @@ def keys(block_size: int = 16) -> FullAttentionSpec:
     return FullAttentionSpec(
         block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
     )
+
+
+def state(page_bytes: int) -> MambaSpec:
+    shapes, dtypes = ((4, 8), (16,)), (torch.float32, torch.float32)
+    return MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, page_size_padded=page_bytes)
 
 
 def backend(name: str, *layouts: str, sizes: tuple[int, ...] = ()) -> Any:
@@ -114,7 +118,8 @@ def test_a_kernel_that_wants_heads_outside_tokens_gets_the_layout_that_has_them_
 
 def test_states_beside_attention_have_blocks_in_one_piece_too():
     attention = (backend("FLASH_ATTN"), keys(64))
-    assert resolved(WISH, attention, (backend("MAMBA2_ATTN"), STATE)) == "BLNHC"
+    states = (backend("MAMBA2_ATTN"), state(keys(64).page_size_bytes))
+    assert resolved(WISH, attention, states) == "BLNHC"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,10 @@ def test_states_beside_attention_have_blocks_in_one_piece_too():
             [(backend("FLASH_ATTN", sizes=(16, 32)), keys(256))], id="a kernel of smaller blocks"
         ),
         pytest.param([(backend("FLASH_ATTN", sizes=(48,)), keys())], id="no block size at all"),
+        pytest.param(
+            [(backend("FLASH_ATTN"), keys(64)), (backend("MAMBA2_ATTN"), state(1024))],
+            id="pages of two sizes",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_had_is_not_asked_for(layers, warned):

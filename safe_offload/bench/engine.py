@@ -133,7 +133,7 @@ def measure(
         folder = Path(name)
         log_folder = log_folder or folder
         log_folder.mkdir(parents=True, exist_ok=True)
-        options = _fit_to_model(options, log_folder, say)
+        options = fit_to_model(options, log_folder, say)
         engines: dict[str, EngineProcess] = {}
         started: list[Started] = []
         for engine, how in engine_options(options, folder).items():
@@ -162,7 +162,7 @@ def _run_rounds(
     names = list(engines)
     for round_index in range(options.rounds + 1):
         names.reverse()
-        questions = [_make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
+        questions = [make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
         for name in names:
             passes = [*questions, *questions, questions[-1]]
             watched = [engines[name].call(ask, one, options.answer_timeout) for one in passes]
@@ -178,7 +178,7 @@ def _run_rounds(
     return observed
 
 
-def _make_question(options: BenchOptions, round_index: int, which: int) -> Question:
+def make_question(options: BenchOptions, round_index: int, which: int) -> Question:
     generator = random.Random(f"{options.seed}/{round_index}/{which}")
     prompt = generator.choices(PROMPT_TOKEN_IDS, k=options.prompt_tokens)
     return Question(tuple(prompt), options.answer_tokens)
@@ -236,7 +236,7 @@ def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptio
 # ---- a model that is not tiny ------------------------------------------------------------------
 
 
-def _fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOptions:
+def fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOptions:
     """Return the options with the sizes that a model asks for; a tiny one's are known."""
     if options.is_tiny or options.num_gpu_blocks is not None:
         return options

@@ -1,8 +1,8 @@
 """What a run on a GPU has to tell, as one Markdown file for an issue: `make gpu-report MODEL=…`.
 
-The GPU tests file by file, the copies, and `bench engine` on the model, each in a process of
-its own with a limit of time: what fails, hangs or takes the GPU with it is reported and does not
-keep the others from running. The same where torch, vLLM or the GPU itself is missing.
+The GPU tests file by file, the copies, and `bench engine` and `layouts` on the model, each in a
+process of its own with a limit of time: what fails, hangs or takes the GPU with it is reported and
+does not keep the others from running. The same where torch, vLLM or the GPU itself is missing.
 """
 
 from __future__ import annotations
@@ -82,8 +82,13 @@ def make_parts(folder: Path, model: str, engine_args: Sequence[str], scale: floa
     json, logs = folder / "engine.json", folder / "engine-logs"
     options = ("--rounds", "3", "--json", str(json), "--logs", str(logs))
     engine = (*bench, "engine", "--model", model, *options, *engine_args)
-    last = Part("bench engine", engine, 3600 * scale, needs_gpu=True, figures=json, logs=logs)
-    return [*parts, last]
+    limit_s = 3600 * scale
+    parts.append(Part("bench engine", engine, limit_s, needs_gpu=True, figures=json, logs=logs))
+    json, logs = folder / "layouts.json", folder / "layout-logs"
+    options = ("--rounds", "3", "--answer-tokens", "64", "--json", str(json), "--logs", str(logs))
+    layouts = (python, "-m", "tests.benchmarks", "layouts", "--model", model, *options)
+    layouts = (*layouts, "--device", "cuda", *engine_args)
+    return [*parts, Part("layouts", layouts, limit_s, needs_gpu=True, figures=json, logs=logs)]
 
 
 def run(

@@ -89,6 +89,7 @@ def render(facts: Facts, results: Sequence[Result]) -> str:
         *_render_failures(results),
         *_render_transfer(results),
         *_render_engine(results),
+        *_render_layouts(results),
         *_render_own_lines(results),
     ]
     text = hide_secrets("\n".join(head))[: REPORT_CHARS_MAX - 2000]
@@ -205,6 +206,19 @@ def _render_engine(results: Sequence[Result]) -> Iterator[str]:
     yield f"- host hits on the second pass: {hits} of {requests} requests"
     yield f"- first pass: {summary['first_pass_overhead']:+.1%} time to first token"
     yield f"- answers that differ between the engines: {summary['num_different_answers']}"
+    yield ""
+
+
+def _render_layouts(results: Sequence[Result]) -> Iterator[str]:
+    report = _figures_of(results, "layout_ratios")
+    if report is None:
+        return
+    yield from ("## Blocks in one piece, as a multiple of layer by layer", "")
+    for what, ratios in report["layout_ratios"].items():
+        for name, values in ratios.items():
+            lowest, median, highest = min(values), statistics.median(values), max(values)
+            yield f"- {what}, {name}: {median:.3f} ({lowest:.3f} to {highest:.3f})"
+    yield f"- answers that differ between the engines: {report['num_different_answers']}"
     yield ""
 
 

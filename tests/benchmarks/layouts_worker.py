@@ -1,0 +1,21 @@
+"""What `layouts` loads into vLLM's workers."""
+
+from __future__ import annotations
+
+from vllm.platforms import current_platform
+
+from safe_offload.bench.engine_watch import WorkerProbe
+
+
+class LayoutProbe(WorkerProbe):
+    """The worker extension of `bench engine`."""
+
+
+if current_platform.is_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    # Its kernels go by strides: tests/engine/test_layouts.py compares the tokens.
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(
+        lambda _: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    )

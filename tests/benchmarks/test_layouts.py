@@ -1,0 +1,70 @@
+"""`python -m tests.benchmarks layouts`: both layouts, on engines too, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.layouts import (
+    APART,
+    NUM_LAYERS,
+    WHOLE,
+    busy_s,
+    find_ranges,
+    measure_copies,
+    ratios,
+)
+
+FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:
+    sizes = ["--prompt-tokens", "500", "--answer-tokens", "4", "--rounds", "1", *FEW]
+    figures = tmp_path / "figures.json"
+    assert main(["layouts", *sizes, "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    assert found["engines"]["ranges"] == {APART: "2 ranges", WHOLE: "one range"}
+    assert found["num_different_answers"] == 0
+    told = found["layout_ratios"]["engines"]
+    assert set(told) == {
+        *("first token, computed", "first token, loaded", "each further token"),
+        *("rate of stores", "rate of loads"),
+    }
+    assert all(len(values) == 1 and values[0] > 0 for values in told.values())
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_a_model_that_cannot_have_it_is_not_measured(tmp_path: Path, capsys) -> None:
+    probe = '{"worker_extension_cls": "safe_offload.bench.engine_watch.WorkerProbe"}'
+    sizes = ["--prompt-tokens", "500", "--rounds", "1", "--engine-args", probe, *FEW]
+    assert main(["layouts", *sizes]) == 1
+    assert "cannot have its blocks in one piece here" in capsys.readouterr().err
+
+
+def test_copies_differ_in_the_number_of_ranges_only() -> None:
+    found = measure_copies("cpu", 5, 2)
+    apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))
+    assert apart == NUM_LAYERS * whole
+    assert set(ratios(found.samples)) == {"store", "load", "both"}
+
+
+def test_the_start_line_says_in_how_many_ranges() -> None:
+    line = "Rank 0 keeps KV cache in 2.00 GiB of host memory: 65536 slots of 32768 bytes in "
+    assert find_ranges(f"{line}2 ranges, 65536 of them ready.") == "2 ranges"
+    assert find_ranges(f"{line}one range, 65536 of them ready.") == "one range"
+    assert find_ranges("nothing was started") == "no copies"
+
+
+def test_a_ratio_is_of_the_same_round() -> None:
+    samples = {APART: [{"a": 1.0}, {"a": 4.0, "b": 1.0}], WHOLE: [{"a": 2.0}, {"a": 2.0}]}
+    assert ratios(samples) == {"a": [2.0, 0.5]}
+
+
+def test_copies_at_the_same_time_count_once() -> None:
+    assert busy_s([(0.0, 2.0), (0.5, 1.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
