@@ -1,8 +1,9 @@
 """What a user can set, read from `kv_connector_extra_config` and checked before anything starts.
 
 `OffloadConfig` is the one table of settings: what is read, the table of docs/configuration.md and
-`safe-offload config` come from it. The keys of vLLM's SimpleCPUOffloadConnector keep their names
-and meanings. Unlike there, unknown keys and impossible values are errors.
+`safe-offload config` come from it. The keys of vLLM's other offloading connectors keep their names
+and meanings, as far as they have one here (other_connectors.py). Unlike there, unknown keys and
+impossible values are errors.
 
 vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vllm.py,
 `_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from safe_offload import other_connectors
 from safe_offload.errors import ConfigError
 from safe_offload.printing import NOT_SHOWN, shown, shown_key
 from safe_offload.settings import (
@@ -44,12 +46,6 @@ DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
 EVICTION_POLICIES: Final = ("lru", "slru")
-
-# Keys of SimpleCPUOffloadConnector's disk tier that mean nothing here, and why.
-_DISK_KEYS: Final = {
-    "disk_buffer_slots": "blocks go to the disk through host memory, which needs no buffers",
-    "use_page_cache": "files are read and written past the page cache wherever that works",
-}
 
 # The fields of vLLM's KVTransferConfig, which users put one level too deep.
 # Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
@@ -87,7 +83,7 @@ class OffloadConfig:
         switch(), False, "Store a block when vLLM is about to evict it, not as soon as it is full."
     )
     eviction_policy: str = setting(
-        choice(EVICTION_POLICIES),
+        choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
         "lru",
         "Which block is overwritten first: the least recently used one (`lru`), or the least "
         "recently used one that was never hit (`slru`).",
@@ -123,9 +119,8 @@ class OffloadConfig:
         "How a GPU copies: one batched driver call, one kernel launch, or one call for each range; "
         "`auto` chooses by what both took in the self-test.",
     )
-    # The name and the words are those of vLLM's other connectors.
     enable_cross_layers_blocks: bool = setting(
-        switch(takes_words=True),
+        switch(),
         False,
         "Ask vLLM for a KV cache in which a block lies in one piece, not in one for each layer, "
         "where the model's attention can read it.",
@@ -219,6 +214,11 @@ class OffloadConfig:
         _require_known_keys(written)
         if disk := _disk_tier(written, values, world_size):
             values["tiers"] = (disk,)
+        elif "tiers" not in written:
+            paths = other_connectors.directories(written)
+            values["tiers"] = tuple(
+                TierConfig(Location("file", directory().read("root_dir", path))) for path in paths
+            )
         return cls(**values, world_size=world_size)
 
 
@@ -265,16 +265,14 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 
 def _require_known_keys(written: Mapping[Any, object]) -> None:
     """Refuse a key that is not one of ours, with the likeliest fix."""
-    unknown = [key for key in written if not isinstance(key, str) or key not in VALID_KEYS]
+    known = (*VALID_KEYS, *other_connectors.KNOWN)
+    unknown = [key for key in written if not isinstance(key, str) or key not in known]
     for key in unknown[:1]:
         problem = "is not a setting of SafeCPUOffloadConnector"
         spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
         nearest = difflib.get_close_matches(spelling, VALID_KEYS, n=1, cutoff=0.5)
         fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
-        if isinstance(key, str) and key in _DISK_KEYS:
-            problem = f"is a setting of SimpleCPUOffloadConnector only: {_DISK_KEYS[key]}"
-            fix = "remove it"
-        elif isinstance(key, str) and key in OUTER_KEYS:
+        if isinstance(key, str) and key in OUTER_KEYS:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'
         others = ", ".join(map(shown_key, unknown[1:]))

@@ -205,13 +205,17 @@ def sampling() -> Kind:
 
 
 def choice(
-    words: Sequence[str] | Mapping[str, object], *, hints: Mapping[str, str] | None = None
+    words: Sequence[str] | Mapping[str, object],
+    *,
+    hints: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Kind:
     """Return the kind of one of a few words, the default first; a mapping says what they mean.
 
     Args:
         words: that are allowed.
         hints: what is wrong with some other words.
+        aliases: what some other words mean, which nobody is told to write.
     """
     meanings = words if isinstance(words, Mapping) else dict(zip(words, words, strict=True))
     allowed = ", ".join(f'"{word}"' for word in words)
@@ -219,6 +223,7 @@ def choice(
     def read(key: str, value: object) -> object:
         problem = "there is no such choice"
         if isinstance(value, str):
+            value = (aliases or {}).get(value, value)
             if value in meanings:
                 return meanings[value]
             problem = (hints or {}).get(value, problem)
@@ -228,9 +233,9 @@ def choice(
     return Kind(allowed, read)
 
 
-def switch(*, takes_words: bool = False) -> Kind:
+def switch() -> Kind:
     """Return the kind of a boolean, which may also be written as a word."""
-    words = {"true": True, "false": False} if takes_words else {}
+    words = {"true": True, "false": False}
 
     def read(key: str, value: object) -> bool:
         if isinstance(value, bool):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import __version__, compat
+from safe_offload import __version__, compat, other_connectors
 from safe_offload.config import CAPACITY_KEYS, OffloadConfig
 from safe_offload.transfer_config import DEFAULT_KV_ROLE
 from safe_offload.units import format_bytes
@@ -40,7 +40,9 @@ def advise(
         compat.warn_if_untested()
         _advise_on_failures(transfer_config)
         _advise_on_role(transfer_config)
-        _advise_on_sizes(transfer_config.kv_connector_extra_config or {}, config)
+        extra = transfer_config.kv_connector_extra_config or {}
+        _advise_on_sizes(extra, config)
+        _advise_on_other_connectors(extra)
         _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
         _advise_on_copies(kv_cache_config, config)
         _advise_on_layout(vllm_config, config)
@@ -123,6 +125,14 @@ def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None
             config.capacity_key,
             " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
             "has" if len(written) == 2 else "have",
+        )
+
+
+def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
+    if reasons := other_connectors.without_effect(extra):
+        logger.warning(
+            "Settings of other connectors have no effect here, remove them: %s.",
+            "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),
         )
 
 

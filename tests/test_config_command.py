@@ -147,7 +147,7 @@ def test_a_failure_policy_that_the_user_wrote_is_kept(run: Any, policy: str) -> 
         (ours(cpu_bytes_to_use="lots"), '["cpu_bytes_to_use"] = "lots": this is not a size'),
         (ours(num_cpu_blocks=1.5), '["num_cpu_blocks"] = 1.5: it has a fraction'),
         (ours(transfer_timeout_s="30"), '"30": this is a value of type str, not a number'),
-        (ours(check_invariants="true"), '"true": this is a value of type str, not a boolean'),
+        (ours(check_invariants="yes"), '"yes": this is a value of type str, not a boolean'),
         (ours(eviction_policy="fifo"), '["eviction_policy"] = "fifo": there is no such choice'),
         (ours(min_load_tokens="often"), '["min_load_tokens"] = "often": this is a string'),
         (ours(tiers={"url": "file:///kv"}), 'Fix: write "tiers": [{"url":'),

@@ -207,6 +207,7 @@ def test_settings_and_layout_do_without_torch_and_vllm():
                 name,
                 "__init__.py",
                 "errors.py",
+                "other_connectors.py",
                 "printing.py",
                 "settings.py",
                 "tier_config.py",
@@ -226,6 +227,7 @@ def test_what_vllm_loads_in_every_process_is_light():
         *(
             "__init__.py",
             "config.py",
+            "other_connectors.py",
             "settings.py",
             "tier_config.py",
             "tier_url.py",

@@ -180,3 +180,11 @@ def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, ex
     assert f"KV cache groups: {len(groups)}" in line
     num_request = compat.num_blocks_of_longest_request(config, cache)
     assert f"about {int(80 / num_request * 640)} tokens" in line
+
+
+def test_settings_of_other_connectors_are_named_once_with_the_reason(said):
+    advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
+    (line,) = [message for message in said if "other connectors" in message]
+    assert '"block_size" (blocks are kept one by one' in line
+    assert '"spec_name" (' in line
+    assert "cpu_bytes_to_use" not in line
