@@ -141,11 +141,12 @@ known-vllm:
 		"make test-compat: needs VLLM=, one of the versions below; found '$(VLLM)'" \
 		'    make test-compat VLLM=0.31.0' '    make test-compat VLLM=0.32.0' '    make test-compat VLLM=0.33.0'; exit 1; }
 
-check: venv ## style, types, layering
+check: venv ## style, types, layering, weight
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(BIN)/python -m tests.weight
 
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
