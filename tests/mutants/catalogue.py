@@ -1506,7 +1506,7 @@ MUTANTS = (
         "places = await self._unchanged(pending, self._verifier)",
         "pass",
         "I10",
-        ("swarm",),
+        tests=("tests/simulator/test_tiers.py", "-k", "changed_in_host_memory"),
     ),
     Mutant(
         "what is kept is what its slot holds by now",
