@@ -715,7 +715,7 @@ MUTANTS = (
         "await completion.wait()",
         "await asyncio.wait_for(completion.wait(), self._timeout_s)",
         "I6",
-        ("all-faults",),
+        tests=("tests/simulator/test_other_faults.py", "-k", "overdue_load"),
     ),
     Mutant(
         "a copy that has begun counts as taken back",

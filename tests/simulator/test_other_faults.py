@@ -20,6 +20,7 @@ from tests.simulator.scenes import (
     forget_gpu_cache,
     hold_copies,
     run_alone,
+    step_until,
     watch_matches,
 )
 
@@ -181,6 +182,26 @@ def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
     run_alone(engine, "again", random_prompt(41, 1), 4)
     assert engine.counts["hit_tokens"] == 40, "the live request was stored anew after the reset"
     check_answers(engine, again=4)
+    check_idle(engine)
+
+
+def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
+    engines: Engines,
+) -> None:
+    engine = engines.make(num_blocks=26, has_streams=True, extra={"transfer_timeout_s": 2})
+    run_alone(engine, "a", random_prompt(41, 1))
+    forget_gpu_cache(engine)
+    hold_copies(engine, True)
+    engine.add("gone", random_prompt(41, 1))
+    engine.step()
+    engine.abort("gone")
+    step_until(engine, lambda: engine.counts["overdue_transfers"] > 0)
+    engine.add("next", random_prompt(80, 2), 8)  # which needs blocks of the load
+    for _ in range(4):
+        engine.step()
+    hold_copies(engine, False)
+    engine.drain()
+    check_answers(engine, next=8)
     check_idle(engine)
 
 
