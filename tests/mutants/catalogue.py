@@ -401,7 +401,7 @@ MUTANTS = (
         "return any(map(is_not, hashes_of(self.blocks), self.witnesses))",
         "return hashes_of(self.blocks) != self.witnesses",
         "I6",
-        ("repeats",),
+        tests=("tests/simulator/test_other_faults.py", "-k", "same_prompt"),
     ),
     Mutant(
         "the blocks of a request are its own, whichever table it has",
