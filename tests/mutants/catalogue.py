@@ -960,7 +960,7 @@ MUTANTS = (
         "if not self._admission.admits(state, num_computed_tokens + hit.num_tokens): ...",
         "if False: ...",
         "I7",
-        ("hybrid-pressure",),
+        ("lazy-pressure",),
     ),
     Mutant(
         "a load that is over is waited for",
