@@ -401,7 +401,7 @@ MUTANTS = (
         "return any(map(is_not, hashes_of(self.blocks), self.witnesses))",
         "return hashes_of(self.blocks) != self.witnesses",
         "I6",
-        ("repeats",),
+        tests=("tests/simulator/test_other_faults.py", "-k", "same_prompt"),
     ),
     Mutant(
         "the blocks of a request are its own, whichever table it has",
@@ -715,7 +715,7 @@ MUTANTS = (
         "await completion.wait()",
         "await asyncio.wait_for(completion.wait(), self._timeout_s)",
         "I6",
-        ("all-faults",),
+        tests=("tests/simulator/test_other_faults.py", "-k", "overdue_load"),
     ),
     Mutant(
         "a copy that has begun counts as taken back",
@@ -960,7 +960,7 @@ MUTANTS = (
         "if not self._admission.admits(state, num_computed_tokens + hit.num_tokens): ...",
         "if False: ...",
         "I7",
-        ("hybrid-pressure",),
+        ("lazy-pressure",),
     ),
     Mutant(
         "a load that is over is waited for",
@@ -1506,7 +1506,7 @@ MUTANTS = (
         "places = await self._unchanged(pending, self._verifier)",
         "pass",
         "I10",
-        ("swarm",),
+        tests=("tests/simulator/test_tiers.py", "-k", "changed_in_host_memory"),
     ),
     Mutant(
         "what is kept is what its slot holds by now",

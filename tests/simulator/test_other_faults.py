@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.counts import num_failed
+from tests.simulator.device import Device
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.scenes import (
     Engines,
@@ -20,6 +21,7 @@ from tests.simulator.scenes import (
     forget_gpu_cache,
     hold_copies,
     run_alone,
+    step_until,
     watch_matches,
 )
 
@@ -181,6 +183,53 @@ def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
     run_alone(engine, "again", random_prompt(41, 1), 4)
     assert engine.counts["hit_tokens"] == 40, "the live request was stored anew after the reset"
     check_answers(engine, again=4)
+    check_idle(engine)
+
+
+def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has an equal hash again when the next step is planned."""
+    engine = engines.make(groups=("full",) * 2, num_blocks=11, is_zeroed=True, has_streams=True)
+    zero = Device.zero
+
+    def zero_and_copy(device: Device, block_id: int) -> None:
+        zero(device, block_id)
+        hold_copies(engine, False)
+        device.tick()
+
+    hold_copies(engine, True)
+    engine.add("other", [0], 4)  # has the other two blocks
+    engine.add("a", random_prompt(16, 1), 1)
+    step_until(engine, lambda: "a" not in engine.scheduler.requests)
+    monkeypatch.setattr(Device, "zero", zero_and_copy)
+    engine.add("same", random_prompt(16, 1), 1)
+    engine.drain()
+    assert not engine.workers[0].device.hold_copies, "the last block was computed anew"
+    forget_gpu_cache(engine)
+    run_alone(engine, "again", random_prompt(17, 1))
+    assert engine.counts["hit_tokens"] == 16
+    check_answers(engine, a=1, same=1, again=1)
+    check_idle(engine)
+
+
+def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
+    engines: Engines,
+) -> None:
+    engine = engines.make(num_blocks=26, has_streams=True, extra={"transfer_timeout_s": 2})
+    run_alone(engine, "a", random_prompt(41, 1))
+    forget_gpu_cache(engine)
+    hold_copies(engine, True)
+    engine.add("gone", random_prompt(41, 1))
+    engine.step()
+    engine.abort("gone")
+    step_until(engine, lambda: engine.counts["overdue_transfers"] > 0)
+    engine.add("next", random_prompt(80, 2), 8)  # which needs blocks of the load
+    for _ in range(4):
+        engine.step()
+    hold_copies(engine, False)
+    engine.drain()
+    check_answers(engine, next=8)
     check_idle(engine)
 
 

@@ -14,7 +14,7 @@ from safe_offload.scheduler.tiers import Tiers
 from safe_offload.worker.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
-from tests.simulator.events import Abort
+from tests.simulator.events import Abort, FaultKind
 from tests.simulator.profiles import PROFILES, Profile
 from tests.simulator.run import Fleet, findings_of, make_stores, run
 from tests.simulator.tiers import (
@@ -348,3 +348,8 @@ def test_objects_of_before_a_reset_that_are_found_again_are_noticed(
     findings = findings_of(profile, range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings
+
+
+def test_what_has_changed_in_host_memory_is_not_spilled() -> None:
+    profile = replace(PROFILES["tiers-hybrid-lazy"], faults={FaultKind.FLIP: 40})
+    assert not findings_of(profile, range(6))

@@ -247,8 +247,6 @@ class ContentChecker:
 
     def _see_stored(self, slot: int, name: Name, words: list[int | None]) -> None:
         """What a tier has been given would be published by whoever finds it."""
-        if slot in self._flipped:
-            return
         self._learn()
         prefix = self._prefixes.get(name.block_hash[-32:])
         if prefix is None or not self._are_right(words, name.group_idx, name.namespace[0], *prefix):
