@@ -38,15 +38,6 @@ def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path)
     assert all(len(values) == 1 and values[0] > 0 for values in told.values())
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(1200)
-def test_a_model_that_cannot_have_it_is_not_measured(tmp_path: Path, capsys) -> None:
-    probe = '{"worker_extension_cls": "safe_offload.bench.engine_watch.WorkerProbe"}'
-    sizes = ["--prompt-tokens", "500", "--rounds", "1", "--engine-args", probe, *FEW]
-    assert main(["layouts", *sizes]) == 1
-    assert "cannot have its blocks in one piece here" in capsys.readouterr().err
-
-
 def test_copies_differ_in_the_number_of_ranges_only() -> None:
     found = measure_copies("cpu", 5, 2)
     apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))

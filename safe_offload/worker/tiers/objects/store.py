@@ -73,6 +73,7 @@ _FULL: Final = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "St
 _OF_STATUS: Final = {
     401: Problem.DENIED,
     403: Problem.DENIED,
+    404: Problem.NOT_FOUND,
     409: Problem.EXISTS,
     412: Problem.EXISTS,
     501: Problem.UNSUPPORTED,
