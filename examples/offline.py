@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from safe_offload.bench.tiny_models import write_tiny_model
+from safe_offload.commands.bench.tiny_models import write_tiny_model
 
 NUM_TOKENS = 8_000
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read by vLLM's CPU engine only

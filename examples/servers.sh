@@ -77,7 +77,7 @@ make_tiny_model() { # PROMPT_TOKENS BLOCK_SIZE: writes $work/tiny-gemma3; prints
     "$PYTHON" - "$work/tiny-gemma3" "$1" "$2" <<'PYTHON' ||
 import sys
 from pathlib import Path
-from safe_offload.bench.tiny_models import count_prompt_blocks, write_tiny_model
+from safe_offload.commands.bench.tiny_models import count_prompt_blocks, write_tiny_model
 
 folder, num_tokens, block_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 write_tiny_model("gemma3", folder)

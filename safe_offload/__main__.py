@@ -2,7 +2,7 @@
 
 import sys
 
-from safe_offload.cli import main
+from safe_offload.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,10 +40,10 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
+from safe_offload.config.tiers import HASH_SEED_VARIABLE, hash_problem
 from safe_offload.errors import ConfigError
 from safe_offload.layout import Segment
 from safe_offload.media_ids import are_told
-from safe_offload.tier_config import HASH_SEED_VARIABLE, hash_problem
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

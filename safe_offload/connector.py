@@ -24,23 +24,23 @@ from safe_offload.compat import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from safe_offload.config import OffloadConfig
+from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
-from safe_offload.last_words import telling
-from safe_offload.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
-from safe_offload.scheduler.directory import Directory
-from safe_offload.scheduler.events import KvEvents, make_events
-from safe_offload.scheduler.eviction import POLICIES
-from safe_offload.scheduler.hits import HostHits
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.events import KvEvents, make_events
+from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.reach import Reaches
-from safe_offload.scheduler.slots import SlotPool
+from safe_offload.scheduler.tiers.reach import Reaches
 from safe_offload.sides import Side
-from safe_offload.start_advice import advise
+from safe_offload.start.advice import advise
+from safe_offload.start.last_words import telling
+from safe_offload.start.live_weights import MODEL_LOADS, Adapters, watch
 
 if TYPE_CHECKING:
     import torch
@@ -158,9 +158,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self) -> Side:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
+        from safe_offload.tiers.namespace.namespace import meaning_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
-        from safe_offload.worker.tiers.meaning import meaning_of
 
         parallel = self._vllm_config.parallel_config
         # Those that were counted before the engine started may have taken their memory by now.

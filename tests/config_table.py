@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from safe_offload.config import SETTINGS
-from safe_offload.settings import Setting
-from safe_offload.tier_config import TIER_SETTINGS
-from safe_offload.tier_url import URL
+from safe_offload.config.options import SETTINGS
+from safe_offload.config.settings import Setting
+from safe_offload.config.tier_url import URL
+from safe_offload.config.tiers import TIER_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | allowed | what it does |\n|---|---|---|---|\n"

@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
-    from tests.worker.backends.fake_device import FakeGpu
+    from tests.worker.copies.fake_device import FakeGpu
 
 
 def _engine_file(nodeid: str) -> str | None:
@@ -84,8 +84,8 @@ def make_rig() -> Iterator[MakeRig]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU of threads, on a machine that does not tell where pages lie."""
-    from safe_offload.worker import placement
-    from tests.worker.backends.fake_device import FakeGpu
+    from safe_offload.worker.memory import placement
+    from tests.worker.copies.fake_device import FakeGpu
 
     monkeypatch.setattr(placement, "pages_of", lambda *_: placement.Pages(None, {}))
     made = FakeGpu()

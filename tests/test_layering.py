@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,33 +14,70 @@ import safe_offload
 
 ROOT = Path(safe_offload.__file__).parent
 FUNCTION_LINES_MAX = 70
+MODULES_MAX = 12
 
-SHARED = (
-    "protocol.py",
-    "layout.py",
-    "errors.py",
-    "printing.py",
-    "config.py",
-    "settings.py",
-    "tier_config.py",
-    "tier_url.py",
-    "units.py",
-    "compat.py",
-    "media_ids.py",
-)
-"""What both processes import."""
+ROOMS: dict[str, tuple[str, ...]] = {
+    "config": (),
+    "compat": ("config", "layout", "media_ids"),
+    "observe": ("config", "protocol", "sides"),
+    "start": ("compat", "config", "media_ids", "worker/memory"),
+    "scheduler": (
+        "compat",
+        "config",
+        "observe",
+        "protocol",
+        "scheduler/cache",
+        "scheduler/loads",
+        "scheduler/stores",
+        "scheduler/tiers",
+        "sides",
+    ),
+    "scheduler/cache": ("compat", "observe"),
+    "scheduler/loads": ("compat", "observe", "protocol", "scheduler", "scheduler/cache"),
+    "scheduler/stores": ("observe", "protocol", "scheduler", "scheduler/cache", "scheduler/loads"),
+    "scheduler/tiers": (
+        "config",
+        "media_ids",
+        "observe",
+        "protocol",
+        "scheduler",
+        "scheduler/cache",
+        "scheduler/loads",
+    ),
+    "worker": (
+        "compat",
+        "config",
+        "layout",
+        "observe",
+        "protocol",
+        "sides",
+        "threads",
+        "tiers",
+        "tiers/namespace",
+        "worker/copies",
+        "worker/memory",
+    ),
+    "worker/memory": ("config", "layout", "observe", "protocol", "worker/copies"),
+    "worker/copies": ("config", "layout", "protocol", "threads", "worker", "worker/memory"),
+    "tiers": ("config", "threads"),
+    "tiers/namespace": ("compat", "config", "layout"),
+}
+"""What each folder imports beside itself and errors: see the folder's own first lines."""
+
+SHARED = ("protocol.py", "layout.py", "errors.py", "compat.py", "media_ids.py")
+"""What both processes import, beside config/."""
 
 IMPORTS_VLLM = {
     "compat.py": "all that differs between versions, and the base classes",
-    "plugin.py": "registers the connector with vLLM",
-    "live_weights.py": "watches calls of its EngineCore",
+    "start/plugin.py": "registers the connector with vLLM",
+    "start/live_weights.py": "watches calls of its EngineCore",
     "observe/metrics.py": "base classes of statistics and metrics",
     "scheduler/requests.py": "RequestStatus",
-    "scheduler/hits.py": "kinds of attention",
+    "scheduler/loads/hits.py": "kinds of attention",
     "scheduler/blocks.py": "the blocks of its pool",
-    "scheduler/events.py": "hashes and extra keys as it publishes them",
-    "bench/engine_process.py": "runs an engine",
-    "doctor/probe.py": "asks what it makes of the arguments of `vllm serve`",
+    "scheduler/cache/events.py": "hashes and extra keys as it publishes them",
+    "commands/bench/engine_process.py": "runs an engine",
+    "commands/doctor/probe.py": "asks what it makes of the arguments of `vllm serve`",
 }
 """Files that import vLLM when they run, not only for types, and what for."""
 
@@ -49,11 +87,11 @@ PROBES_VLLM = {
         "cached_block_hashes_by_block",
         "has_positionally_stable_blocks",
     },
-    "worker/tiers/engine_facts.py": {"__dict__", "to_dict", "to_json_string"},
-    "worker/tiers/meaning.py": {
+    "tiers/namespace/engine_facts.py": {"__dict__", "to_dict", "to_json_string"},
+    "tiers/namespace/namespace.py": {
         *("calculate_kv_scales", "draft_model_config", "model_weights", "resolved")
     },
-    "scheduler/store_eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
+    "scheduler/stores/eager.py": {"kv_connector_block_state", "boundary_state_offloads"},
 }
 """Attributes that these files, beside compat.py, take only from a vLLM that has them."""
 
@@ -70,7 +108,7 @@ READS_PRIVATE = {
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
     "test_connector.py": ("_counters",),  # errors that hooks contain before there is a planner
-    "worker/test_shared_memory.py": ("_map",),  # is made to fail
+    "worker/memory/test_shared_memory.py": ("_map",),  # is made to fail
 }
 """Private fields and methods of ours, by name, that tests, the simulator and benchmarks read."""
 
@@ -81,7 +119,7 @@ def _files() -> list[str]:
 
 FILES = _files()
 SCHEDULER = [name for name in FILES if name.startswith("scheduler/")]
-WORKER = [name for name in FILES if name.startswith("worker/")]
+WORKER = [name for name in FILES if name.startswith(("worker/", "tiers/"))]
 
 
 @functools.cache
@@ -200,45 +238,49 @@ def test_errors_import_nothing():
     assert not imports_of("errors.py") - {"__future__", "__future__.annotations"}
 
 
+def _loaded_elsewhere(name: str, *rooms: str) -> set[str]:
+    return {other for other in _loaded_with(name) if not other.startswith(rooms)}
+
+
 def test_settings_and_layout_do_without_torch_and_vllm():
-    for name in ("config.py", "layout.py"):
-        assert _loaded_with(name) <= {
-            *(
-                name,
-                "__init__.py",
-                "errors.py",
-                "other_connectors.py",
-                "printing.py",
-                "settings.py",
-                "tier_config.py",
-                "tier_url.py",
-                "units.py",
-            ),
-        }
+    for name in ("config/options.py", "layout.py"):
+        assert _loaded_elsewhere(name, "config/") <= {name, "__init__.py", "errors.py"}
         assert not _imports(name, "vllm")
         assert not _imports(name, "torch")
 
 
 def test_what_vllm_loads_in_every_process_is_light():
-    loaded = _loaded_with("plugin.py")
-    assert loaded <= {
-        *("plugin.py", "transfer_config.py", "engine_start.py", "last_words.py", "media_ids.py"),
-        "whole_blocks.py",
-        *(
-            "__init__.py",
-            "config.py",
-            "other_connectors.py",
-            "settings.py",
-            "tier_config.py",
-            "tier_url.py",
-            "units.py",
-            "errors.py",
-            "printing.py",
-        ),
+    assert _loaded_elsewhere("start/plugin.py", "start/", "config/") == {
+        *("__init__.py", "errors.py", "media_ids.py")
     }
-    for name in loaded:
+    for name in _loaded_with("start/plugin.py"):
         imported = imports_of(name, with_types=False, with_functions=False)
         assert not [i for i in imported if i.split(".")[0] in ("vllm", "torch", "numpy")]
+
+
+def _room_of(name: str) -> str:
+    """Return the room of a file: the deepest folder of `ROOMS` that it lies in, or itself."""
+    folder = Path(name).parent
+    for room in (folder, *folder.parents):
+        if str(room) in ROOMS:
+            return str(room)
+    return str(folder) if str(folder) != "." else name.removesuffix(".py")
+
+
+def _rooms_imported(room: str) -> set[str]:
+    files = [name for name in FILES if _room_of(name) == room]
+    return {_room_of(other) for name in files for other in _ours(name)} - {room}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_imports_what_its_first_lines_say(room):
+    assert _rooms_imported(room) - {"__init__", "errors"} == set(ROOMS[room])
+
+
+def test_no_folder_has_more_than_twelve_modules():
+    modules = [name for name in FILES if not name.endswith("__init__.py")]
+    folders = Counter(str(Path(name).parent) for name in modules)
+    assert {folder: n for folder, n in folders.items() if n > MODULES_MAX} == {}
 
 
 # ---- one owner for each fact -------------------------------------------------------------------
@@ -394,21 +436,21 @@ LEAVES_SOMETHING_BEHIND = {"multiprocessing", "tempfile", "socket", "shutil", "s
 WRITES = {"write_text", "write_bytes", "mkdir", "makedirs", "memfd_create", "shm_open", "mkstemp"}
 MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
-    # has them (tests/worker/test_shared_memory.py kills one). Of multiprocessing the key is read.
-    "worker/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
+    # has them (test_shared_memory.py kills one). Of multiprocessing the key is read.
+    "worker/memory/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
     # A name for keeping a connection alive; sockets are the event loop's.
-    "worker/tiers/valkey/login.py": {"socket"},
+    "tiers/valkey/login.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.
-    "worker/tiers/files/directory.py": {"mkdir"},
+    "tiers/files/directory.py": {"mkdir"},
     # What the next start need not read again, in a directory of ours; bounded.
-    "worker/tiers/kept_digests.py": {"makedirs"},
+    "tiers/namespace/kept_digests.py": {"makedirs"},
 }
 """What these files may use all the same."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in FILES if not name.startswith(("bench/", "doctor/", "cli", "__main__"))],
+    [name for name in FILES if not name.startswith(("commands/", "__main__"))],
 )
 def test_nothing_is_made_that_outlives_the_process(name):
     """A crash leaves no named memory, file, socket or process (docs/guarantees.md: L4)."""
@@ -445,7 +487,7 @@ def _is_private(node: ast.Module | ast.ClassDef) -> bool:
     return isinstance(node, ast.ClassDef) and node.name.startswith("_")
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("bench/")])
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("commands/bench/")])
 def test_what_is_public_says_what_it_does(name):
     nodes = [
         node

@@ -21,7 +21,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from safe_offload.tier_config import TierConfig
+from safe_offload.config.tiers import TierConfig
 
 START_S = 300
 LOCALHOST = "127.0.0.1"

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import Self
 
+from safe_offload.config.tiers import MAX_TIERS
 from safe_offload.protocol import FailureReason
-from safe_offload.tier_config import MAX_TIERS
 
 Label = tuple[str, str]
 """Name and value."""

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from safe_offload.config import OffloadConfig
+from safe_offload.config.options import OffloadConfig
 from safe_offload.observe.counters import (
     BYTES,
     COUNTERS,

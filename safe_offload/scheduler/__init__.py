@@ -1,1 +1,4 @@
-"""The side of the connector that lives in the engine-core process: pure Python, synchronous."""
+"""The side of the connector beside vLLM's scheduler: pure Python, no I/O, no clock.
+
+Imports neither torch, asyncio nor worker. Door: `planner.Planner`.
+"""

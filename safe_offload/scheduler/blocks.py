@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from safe_offload.scheduler.directory import Key
+from safe_offload.scheduler.cache.directory import Key
 
 __all__ = [
     "BlockSet",

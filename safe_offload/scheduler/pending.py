@@ -11,7 +11,7 @@ from safe_offload.protocol import FailureReason
 if TYPE_CHECKING:
     from safe_offload.protocol import Outcome, TierTransfer, Transfer
     from safe_offload.scheduler.blocks import BlockSet
-    from safe_offload.scheduler.leases import Lease
+    from safe_offload.scheduler.cache.leases import Lease
     from safe_offload.scheduler.requests import RequestState
 
 

@@ -23,18 +23,18 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
-from safe_offload.scheduler.cost import Costs, StepWatch
-from safe_offload.scheduler.leases import LeaseBook
-from safe_offload.scheduler.loads import Loads
-from safe_offload.scheduler.outdated import Outdated
+from safe_offload.scheduler.cache.leases import LeaseBook
+from safe_offload.scheduler.loads.cost import Costs, StepWatch
+from safe_offload.scheduler.loads.loads import Loads
+from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
-from safe_offload.scheduler.sharing import WAIT_MAX_S
-from safe_offload.scheduler.store_eager import EagerStores
-from safe_offload.scheduler.store_lazy import LazyStores
-from safe_offload.scheduler.stores import Stores
-from safe_offload.scheduler.tiers import NO_MESSAGES, NO_TIERS, TierOptions, Tiers
+from safe_offload.scheduler.stores.eager import EagerStores
+from safe_offload.scheduler.stores.lazy import LazyStores
+from safe_offload.scheduler.stores.outdated import Outdated
+from safe_offload.scheduler.stores.stores import Stores
+from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, NO_TIERS, TierOptions, Tiers
 from safe_offload.sides import Side
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from safe_offload.config.tiers import TierConfig
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.hits import HostHits
-    from safe_offload.scheduler.reach import Reaches
-    from safe_offload.scheduler.store_policy import StorePolicy
-    from safe_offload.tier_config import TierConfig
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.stores.policy import StorePolicy
+    from safe_offload.scheduler.tiers.reach import Reaches
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -18,7 +18,7 @@ from safe_offload.protocol import (
 )
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.slots import SlotPool
+    from safe_offload.scheduler.cache.slots import SlotPool
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

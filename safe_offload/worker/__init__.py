@@ -1,1 +1,4 @@
-"""What runs in the worker process: host memory and the copies to and from it."""
+"""The side of the connector in each worker process: torch, threads and an event loop.
+
+Never imports scheduler. Door: `bridge.WorkerBridge`.
+"""

@@ -43,7 +43,7 @@ from safe_offload.protocol import (
     Transfer,
 )
 from safe_offload.sides import Side
-from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.opening import Opened, Opening, storage_of
 
 if TYPE_CHECKING:

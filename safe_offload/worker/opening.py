@@ -11,28 +11,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_offload import compat
-from safe_offload.config import OffloadConfig
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
-from safe_offload.units import format_bytes
-from safe_offload.worker.backends.base import ProvableBackend
-from safe_offload.worker.backends.choice import OpenBackend, open_backend
-from safe_offload.worker.host_memory import HostMemory, available_host_bytes, check_host_bytes
+from safe_offload.threads import DirectionThreads, on_other_cores
+from safe_offload.tiers.choice import OpenTier, open_tier
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.namespace.namespace import Meaning
+from safe_offload.worker.copies.base import ProvableBackend
+from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.loop_thread import Loop, LoopThread
-from safe_offload.worker.page_lock import SLAB_BYTES
-from safe_offload.worker.self_test import SelfTest
-from safe_offload.worker.shared_memory import (
+from safe_offload.worker.memory.host_memory import (
+    HostMemory,
+    available_host_bytes,
+    check_host_bytes,
+)
+from safe_offload.worker.memory.page_lock import SLAB_BYTES
+from safe_offload.worker.memory.shared_memory import (
     ALONE,
     Share,
     checksum_table,
     secret_of,
     share_memory,
 )
-from safe_offload.worker.threads import DirectionThreads, on_other_cores
-from safe_offload.worker.tiers.choice import OpenTier, open_tier
-from safe_offload.worker.tiers.circuit import Circuit
-from safe_offload.worker.tiers.meaning import Meaning
-from safe_offload.worker.tiers.runner import HostSlots, TierRunner
+from safe_offload.worker.self_test import SelfTest
+from safe_offload.worker.tier_runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 

@@ -24,13 +24,7 @@ import torch
 from safe_offload.errors import SafeOffloadError, TransferError
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
-from safe_offload.worker.backends.base import (
-    Copy,
-    CopyPath,
-    Direction,
-    ProvableBackend,
-    TimedCopy,
-)
+from safe_offload.worker.copies.base import Copy, CopyPath, Direction, ProvableBackend, TimedCopy
 from safe_offload.worker.transfers import Transfers
 
 logger = logging.getLogger(f"vllm.{__name__}")

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from safe_offload.config import DEFAULT_TRANSFER_TIMEOUT_S
+from safe_offload.config.options import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.worker.backends.base import Backend, Completion, Copy, Direction
+from safe_offload.worker.copies.base import Backend, Completion, Copy, Direction
 from safe_offload.worker.loop_thread import Loop
-from safe_offload.worker.tiers.runner import TierRunner
+from safe_offload.worker.tier_runner import TierRunner
 from safe_offload.worker.turnstile import Turn, Turnstile
 from safe_offload.worker.verify import Verifier
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from safe_offload.worker.backends.base import Backend, Copy, Direction
+from safe_offload.worker.copies.base import Backend, Copy, Direction
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from safe_offload.cli import Subcommand, run
+from safe_offload.commands.cli import Subcommand, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

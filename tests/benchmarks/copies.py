@@ -15,12 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from safe_offload.bench.report import Report, describe_machine, publish, table
-from safe_offload.bench.transfer_cases import Case, Traffic
-from safe_offload.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
-from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.backends.lane import GpuCompletion
-from safe_offload.worker.backends.ranges import Runs
+from safe_offload.commands.bench.report import Report, describe_machine, publish, table
+from safe_offload.commands.bench.transfer_cases import Case, Traffic
+from safe_offload.commands.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
+from safe_offload.worker.copies.base import Copy, Direction
+from safe_offload.worker.copies.lane import GpuCompletion
+from safe_offload.worker.copies.ranges import Runs
 from safe_offload.worker.loop_thread import new_event_loop
 from tests.benchmarks import transfer
 from tests.benchmarks.plots import add_plot_argument, save_plot

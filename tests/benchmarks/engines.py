@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
-from safe_offload.bench.engine_breakdown import BASELINE
-from safe_offload.bench.engine_process import EngineProcess
+from safe_offload.commands.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
+from safe_offload.commands.bench.engine_breakdown import BASELINE
+from safe_offload.commands.bench.engine_process import EngineProcess
 from safe_offload.errors import SafeOffloadError
 
 TIMEOUT_S = 600.0

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench import engine as bench_engine
-from safe_offload.bench.engine_breakdown import (
+from safe_offload.commands.bench import engine as bench_engine
+from safe_offload.commands.bench.engine_breakdown import (
     BASELINE,
     CONNECTOR,
     FIRST,
@@ -27,10 +27,10 @@ from safe_offload.bench.engine_breakdown import (
     render_rows,
     select,
 )
-from safe_offload.bench.engine_process import Question
-from safe_offload.bench.engine_report import EngineFound, make_report
-from safe_offload.bench.engine_watch import Watched, WorkerProbe, answer_watched
-from safe_offload.bench.report import Report, publish
+from safe_offload.commands.bench.engine_process import Question
+from safe_offload.commands.bench.engine_report import EngineFound, make_report
+from safe_offload.commands.bench.engine_watch import Watched, WorkerProbe, answer_watched
+from safe_offload.commands.bench.report import Report, publish
 
 FRONT_END, SCHEDULER = "front end", "scheduler's process"
 FORWARD, OTHERS = "worker, the forward's thread", "worker, vLLM's other threads"

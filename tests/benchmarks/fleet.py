@@ -26,8 +26,8 @@ from typing import Any
 
 from redis import Redis
 
-from safe_offload.bench.engine_process import EngineOptions, EngineProcess
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,

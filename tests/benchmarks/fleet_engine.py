@@ -16,18 +16,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine_process import EngineOptions
+from safe_offload.commands.bench.engine_process import EngineOptions
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.observe.counters import Count
-from safe_offload.worker.backends.base import Backend
-from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.host_memory import HostMemory
+from safe_offload.threads import DirectionThreads
+from safe_offload.tiers.choice import open_tier
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.worker.copies.base import Backend
+from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.memory.host_memory import HostMemory
+from safe_offload.worker.memory.shared_memory import ALONE
 from safe_offload.worker.opening import Opened
-from safe_offload.worker.shared_memory import ALONE
-from safe_offload.worker.threads import DirectionThreads
-from safe_offload.worker.tiers.choice import open_tier
-from safe_offload.worker.tiers.circuit import Circuit
-from safe_offload.worker.tiers.runner import HostSlots, TierRunner
+from safe_offload.worker.tier_runner import HostSlots, TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.benchmarks.slow_tier import ALLOWED_S, ALLOWED_SHARE
 from tests.simulator.findings import Finding

@@ -21,8 +21,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer, generate
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.engine_process import (
+    Answer,
+    EngineProcess,
+    Question,
+    answer,
+    generate,
+)
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,

@@ -20,14 +20,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safe_offload.bench import engine as bench_engine
-from safe_offload.bench.engine import CPU_BYTES_MIN, OURS, BenchOptions, engine_options
-from safe_offload.bench.engine_breakdown import NUM_PROMPTS
-from safe_offload.bench.engine_process import EngineProcess
-from safe_offload.bench.engine_watch import Watched, answer_watched, start_watching
-from safe_offload.bench.report import Report, describe_machine, median_and_spread, publish, table
-from safe_offload.bench.transfer_cases import KIB, Case, Traffic
-from safe_offload.bench.transfer_rigs import OURS as OUR_WAY
+from safe_offload.commands.bench import engine as bench_engine
+from safe_offload.commands.bench.engine import CPU_BYTES_MIN, OURS, BenchOptions, engine_options
+from safe_offload.commands.bench.engine_breakdown import NUM_PROMPTS
+from safe_offload.commands.bench.engine_process import EngineProcess
+from safe_offload.commands.bench.engine_watch import Watched, answer_watched, start_watching
+from safe_offload.commands.bench.report import (
+    Report,
+    describe_machine,
+    median_and_spread,
+    publish,
+    table,
+)
+from safe_offload.commands.bench.transfer_cases import KIB, Case, Traffic
+from safe_offload.commands.bench.transfer_rigs import OURS as OUR_WAY
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
 from tests.benchmarks.engines import TIMEOUT_S, ours

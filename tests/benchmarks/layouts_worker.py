@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from safe_offload.bench.engine_watch import WorkerProbe
+from safe_offload.commands.bench.engine_watch import WorkerProbe
 
 
 class LayoutProbe(WorkerProbe):

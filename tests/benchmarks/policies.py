@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from safe_offload.bench.report import add_output_arguments, describe_machine, publish
+from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.eviction import POLICIES
+from safe_offload.scheduler.cache.eviction import POLICIES
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import replay
 from tests.benchmarks.policy_report import Cost, Curve, draw, make_report

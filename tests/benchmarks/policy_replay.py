@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safe_offload.errors import InvariantError
-from safe_offload.scheduler.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from tests.benchmarks.policy_traces import Prompt, Trace
 
 NUM_RUNNING = 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from safe_offload.bench.report import Report, table
+from safe_offload.commands.bench.report import Report, table
 from tests.benchmarks.policy_replay import NUM_RUNNING, Replay
 
 BASELINE = "lru"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from safe_offload.bench.report import Report, table
+from safe_offload.commands.bench.report import Report, table
 
 BASELINE = "no connector"
 

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from safe_offload.bench.report import add_output_arguments, describe_machine, publish
+from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import scheduler_cases as cases
 from tests.benchmarks.plots import add_plot_argument, save_plot

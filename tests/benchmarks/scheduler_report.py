@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from safe_offload.bench.report import Report, table
+from safe_offload.commands.bench.report import Report, table
 from tests.benchmarks.scheduler_cases import Growth, Hit, Wait
 from tests.benchmarks.scheduler_measure import Facts, Timing
 from tests.benchmarks.scheduler_probe import Counts, WrapperCost

@@ -23,16 +23,16 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,
     publish,
     table,
 )
-from safe_offload.units import format_bytes
-from safe_offload.worker.tiers.base import Name
-from safe_offload.worker.tiers.seal import PLAIN, Seal
+from safe_offload.config.units import format_bytes
+from safe_offload.tiers.base import Name
+from safe_offload.tiers.seal import PLAIN, Seal
 
 KEY: Final = bytes(range(32))
 NAME: Final = Name(bytes(16), 0, bytes(32))

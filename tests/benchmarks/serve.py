@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import BenchOptions, engine_options
-from safe_offload.bench.engine_breakdown import BASELINE
-from safe_offload.bench.engine_process import EngineOptions, EngineProcess, Turns
-from safe_offload.bench.report import add_output_arguments, describe_machine, publish
+from safe_offload.commands.bench.engine import BenchOptions, engine_options
+from safe_offload.commands.bench.engine_breakdown import BASELINE
+from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, Turns
+from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks.serve_report import ServeFound, make_report
 from tests.benchmarks.serve_workload import (

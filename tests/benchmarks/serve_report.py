@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from safe_offload.bench.report import Report, median_and_spread, table
+from safe_offload.commands.bench.report import Report, median_and_spread, table
 from tests.benchmarks.serve_workload import GROWING, Served, Sizes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from safe_offload.bench.engine import PROMPT_TOKEN_IDS
+from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.errors import SafeOffloadError
 
 GROWING, ONE_OFF = "contexts that grow", "prompts that never come back"

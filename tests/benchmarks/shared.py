@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine_process import generate
+from safe_offload.commands.bench.engine_process import generate
 from tests.benchmarks.engines import (
     TIMEOUT_S,
     forget_prefix_cache,

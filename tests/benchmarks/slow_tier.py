@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,

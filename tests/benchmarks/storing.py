@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine_process import generate
-from safe_offload.bench.engine_watch import start_watching
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.engine_process import generate
+from safe_offload.commands.bench.engine_watch import start_watching
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,

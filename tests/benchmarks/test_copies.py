@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from safe_offload.bench.report import Report
-from safe_offload.bench.transfer_cases import Case
-from safe_offload.worker.backends.base import Direction
-from tests.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
+from safe_offload.commands.bench.report import Report
+from safe_offload.commands.bench.transfer_cases import Case
+from safe_offload.worker.copies.base import Direction
 from tests.benchmarks import copies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.transfer import TransferOptions, make_report, measure
+from tests.commands.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
 
 VLLM_COPIES = "tests.benchmarks.vllm_copies"
 TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]

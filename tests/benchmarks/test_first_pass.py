@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.engine_breakdown import BASELINE, CONNECTOR, FIRST, TTFT
-from safe_offload.bench.engine_report import EngineFound, make_report
-from tests.bench.test_engine_report import make_found
+from safe_offload.commands.bench.engine_breakdown import BASELINE, CONNECTOR, FIRST, TTFT
+from safe_offload.commands.bench.engine_report import EngineFound, make_report
 from tests.benchmarks.first_pass import (
     FIRST_TOUCH,
     FORWARD,
@@ -33,6 +32,7 @@ from tests.benchmarks.first_pass import (
     waiting,
     with_threads,
 )
+from tests.commands.bench.test_engine_report import make_found
 from tests.worker.test_bridge import Worker
 
 

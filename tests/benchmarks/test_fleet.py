@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.circuit import FAILURES_MAX
-from safe_offload.worker.tiers.files.tier import FileTier
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.circuit import FAILURES_MAX
+from safe_offload.tiers.files.tier import FileTier
 from tests.benchmarks import fleet_engine
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.fleet import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.engine_process import Answer
+from safe_offload.commands.bench.engine_process import Answer
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.hits import (

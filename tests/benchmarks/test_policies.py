@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.eviction import POLICIES, Lru
+from safe_offload.scheduler.cache.eviction import POLICIES, Lru
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.plots import save_plot

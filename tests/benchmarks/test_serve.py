@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from safe_offload.bench import engine_process
-from safe_offload.bench.report import describe_machine
+from safe_offload.commands.bench import engine_process
+from safe_offload.commands.bench.report import describe_machine
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import serve
 from tests.benchmarks.__main__ import main

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from safe_offload.bench.engine_process import EngineProcess, answer
+from safe_offload.commands.bench.engine_process import EngineProcess, answer
+from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import SafeOffloadError
-from safe_offload.tier_config import TierConfig
-from safe_offload.worker.tiers.base import Buffers, Result
-from safe_offload.worker.tiers.files.tier import FileTier
+from safe_offload.tiers.base import Buffers, Result
+from safe_offload.tiers.files.tier import FileTier
 from tests.benchmarks import tiers, tiers_engine
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.tiers_engine import (

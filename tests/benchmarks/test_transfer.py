@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from safe_offload.bench.report import Report
-from safe_offload.bench.transfer_cases import Case, Traffic
-from safe_offload.bench.transfer_rigs import LIMIT, LOOP, OURS, CpuRig
+from safe_offload.commands.bench.report import Report
+from safe_offload.commands.bench.transfer_cases import Case, Traffic
+from safe_offload.commands.bench.transfer_rigs import LIMIT, LOOP, OURS, CpuRig
 from safe_offload.errors import SafeOffloadError
-from tests.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
 from tests.benchmarks import transfer
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.transfer import (
@@ -24,6 +23,7 @@ from tests.benchmarks.transfer import (
     shares_by_range,
     time_in_turn,
 )
+from tests.commands.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
 
 TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]
 LARGE = Case(64 << 10, 256, 1)

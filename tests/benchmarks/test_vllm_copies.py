@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from safe_offload.bench.transfer_cases import Case, Traffic
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.backends.ranges import Ranges
+from safe_offload.commands.bench.transfer_cases import Case, Traffic
+from safe_offload.worker.copies.base import Direction
+from safe_offload.worker.copies.ranges import Ranges
 
 pytest.importorskip("vllm.v1.simple_kv_offload.cuda_mem_ops")
 pytest.importorskip("vllm.v1.kv_offload.cpu.swap_blocks_triton")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,
@@ -35,14 +35,14 @@ from safe_offload.bench.report import (
     publish,
     table,
 )
+from safe_offload.config.settings import size
+from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY
+from safe_offload.config.tiers import TIER_SETTINGS, TierConfig, tiers
+from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SafeOffloadError
-from safe_offload.settings import size
-from safe_offload.tier_config import TIER_SETTINGS, TierConfig, tiers
-from safe_offload.tier_url import FILE, SERVERS, URL_KEY
-from safe_offload.units import format_bytes
+from safe_offload.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.tiers.choice import open_tier
 from safe_offload.worker.loop_thread import new_event_loop
-from safe_offload.worker.tiers.base import Buffers, Name, Result, Tier
-from safe_offload.worker.tiers.choice import open_tier
 from tests.benchmarks.tiers_engine import (
     EngineBenchOptions,
     EngineFound,

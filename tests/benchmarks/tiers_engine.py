@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.engine import (
+from safe_offload.commands.bench.engine import (
     CPU_BYTES_MIN,
     OURS,
     PROMPT_TOKEN_IDS,
     BenchOptions,
     engine_options,
 )
-from safe_offload.bench.engine_process import Answer, EngineProcess, Question, answer
-from safe_offload.bench.report import median_and_spread, table
+from safe_offload.commands.bench.engine_process import Answer, EngineProcess, Question, answer
+from safe_offload.commands.bench.report import median_and_spread, table
 from safe_offload.errors import SafeOffloadError
 
 START_TIMEOUT_S = 900.0

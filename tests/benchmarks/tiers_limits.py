@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import SafeOffloadError
-from safe_offload.tier_config import TierConfig
+from safe_offload.tiers.base import Buffers
 from safe_offload.worker.loop_thread import new_event_loop
-from safe_offload.worker.tiers.base import Buffers
 
 CONNECT_TIMEOUT_S = 30.0
 _REQUEST = struct.Struct("!cQQ")  # whether bytes are to be sent, pieces, bytes of each

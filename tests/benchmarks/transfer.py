@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 
-from safe_offload.bench.report import Report, add_output_arguments, describe_machine, publish, table
-from safe_offload.bench.transfer_cases import (
+from safe_offload.commands.bench.report import (
+    Report,
+    add_output_arguments,
+    describe_machine,
+    publish,
+    table,
+)
+from safe_offload.commands.bench.transfer_cases import (
     KIB,
     MIB,
     QUICK_SIZES,
@@ -24,11 +30,11 @@ from safe_offload.bench.transfer_cases import (
     Traffic,
     select_cases,
 )
-from safe_offload.bench.transfer_rigs import LIMIT, OURS, CpuRig, GpuRig, Rig, TimedCopy
+from safe_offload.commands.bench.transfer_rigs import LIMIT, OURS, CpuRig, GpuRig, Rig, TimedCopy
+from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
-from safe_offload.units import format_bytes
-from safe_offload.worker.backends.device import Device
-from safe_offload.worker.host_memory import available_host_bytes
+from safe_offload.worker.copies.device import Device
+from safe_offload.worker.memory.host_memory import available_host_bytes
 
 SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 RANGE_STEP_BYTES = 8

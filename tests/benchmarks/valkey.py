@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from safe_offload.bench.report import (
+from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
     describe_machine,
@@ -39,13 +39,13 @@ from safe_offload.bench.report import (
     publish,
     table,
 )
-from safe_offload.tier_config import TierConfig
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.valkey.login import command
+from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.valkey.tier import WINDOW_BYTES, ValkeyTier
 from safe_offload.worker.loop_thread import new_event_loop
-from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.naming import HEADER_BYTES
-from safe_offload.worker.tiers.valkey.login import command
-from safe_offload.worker.tiers.valkey.names import key_of
-from safe_offload.worker.tiers.valkey.tier import WINDOW_BYTES, ValkeyTier
 from tests.valkey_server import Server
 
 SIZES: Final = {"2 MiB": 2 << 20, "256 KiB": 256 << 10}

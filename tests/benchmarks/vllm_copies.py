@@ -14,8 +14,8 @@ import torch
 from vllm.v1.kv_offload.cpu import swap_blocks_triton
 from vllm.v1.simple_kv_offload import cuda_mem_ops
 
-from safe_offload.worker.backends.base import Copy, Direction
-from safe_offload.worker.backends.ranges import Ranges
+from safe_offload.worker.copies.base import Copy, Direction
+from safe_offload.worker.copies.ranges import Ranges
 
 CHUNK_BYTES_MAX = 8192
 NUM_WORD_BYTES = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.tiny_models import ModelKind, write_tiny_model
+from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
 from tests.engine.engines import Report, make_job, num_pool_blocks, run
 
 GetModel = Callable[[ModelKind], Path]

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.tiny_models import ModelKind, count_prompt_blocks
+from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
 from tests import fresh_process
 from tests.network import enter
 

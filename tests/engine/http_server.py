@@ -21,7 +21,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from safe_offload import last_words
+from safe_offload.start import last_words
 
 LOG_TAIL_LINES = 60
 

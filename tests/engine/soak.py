@@ -22,7 +22,7 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safe_offload.bench.tiny_models import write_tiny_model
+from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

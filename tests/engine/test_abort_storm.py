@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.tiny_models import ModelKind, write_tiny_model
+from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

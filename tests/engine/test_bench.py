@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from safe_offload.bench import engine
-from safe_offload.bench.engine import BenchOptions, ask_for_sizes, scale
-from safe_offload.bench.engine_process import EngineOptions
-from safe_offload.bench.engine_watch import PROBE
-from safe_offload.bench.tiny_models import HEAD_DIM, NUM_KV_HEADS
+from safe_offload.commands.bench import engine
+from safe_offload.commands.bench.engine import BenchOptions, ask_for_sizes, scale
+from safe_offload.commands.bench.engine_process import EngineOptions
+from safe_offload.commands.bench.engine_watch import PROBE
+from safe_offload.commands.bench.tiny_models import HEAD_DIM, NUM_KV_HEADS
 from tests.engine.engines import ENVIRONMENT
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.tiny_models import write_tiny_model
+from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.bench.tiny_models import write_tiny_model
+from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

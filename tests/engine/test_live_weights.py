@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safe_offload.bench.tiny_models import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, write_tiny_model
+from safe_offload.commands.bench.tiny_models import (
+    HEAD_DIM,
+    HIDDEN_SIZE,
+    NUM_HEADS,
+    write_tiny_model,
+)
 from tests.engine.conftest import GetModel
 from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run
 

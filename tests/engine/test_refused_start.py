@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_offload.worker.host_memory import available_host_bytes
+from safe_offload.worker.memory.host_memory import available_host_bytes
 from tests.engine.conftest import GetModel
 from tests.engine.http_server import HttpServer
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from safe_offload.bench.engine import OURS
-from safe_offload.bench.engine_breakdown import BASELINE
+from safe_offload.commands.bench.engine import OURS
+from safe_offload.commands.bench.engine_breakdown import BASELINE
 from tests.benchmarks import serve
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.serve_workload import GROWING, ONE_OFF

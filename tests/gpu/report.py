@@ -74,7 +74,7 @@ def make_parts(folder: Path, model: str, engine_args: Sequence[str], scale: floa
         pytest = ("-m", "pytest", "-m", "gpu", "-v", "-o", "timeout_method=signal")
         command = (python, *pytest, "-p", "no:cacheprovider", f"--junitxml={junit}", relative)
         parts.append(Part(relative, command, 900 * scale, junit=junit))
-    bench = (python, "-m", "safe_offload.cli", "bench")
+    bench = (python, "-m", "safe_offload.commands.cli", "bench")
     json = folder / "transfer.json"
     options = ("--device", "cuda", "--quick", "--json", str(json))
     copies = (python, "-m", "tests.benchmarks", "copies", *options)

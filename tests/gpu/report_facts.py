@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safe_offload.bench.report import describe_machine
+from safe_offload.commands.bench.report import describe_machine
 
 PROBE_TIMEOUT_S = 120.0
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy", "triton", "numpy", "uvloop")

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from safe_offload.worker.backends.base import CopyPath
-from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.copies.base import CopyPath
+from safe_offload.worker.copies.gpu import GpuBackend
 from tests.counts import num_failed
 from tests.gpu.torch_gpu import TorchMachine
 from tests.simulator.findings import Finding

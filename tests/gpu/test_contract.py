@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from safe_offload.protocol import MemoryKind
-from safe_offload.worker.backends.base import CopyPath
+from safe_offload.worker.copies.base import CopyPath
 from tests.gpu.torch_gpu import TorchSubject
-from tests.worker.backends.contract import BackendContract, MakeSubject
+from tests.worker.copies.contract import BackendContract, MakeSubject
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ del Contract, BackendContract  # only what inherits from them is a test
 
 def test_a_gpu_has_what_the_fast_paths_need(make_torch_subject):
     """Otherwise the classes above test a fallback; what is missing is in the log."""
-    from tests.worker.backends.contract import GEOMETRIES
+    from tests.worker.copies.contract import GEOMETRIES
 
     subject = make_torch_subject(GEOMETRIES["layers outermost"], 31)
     assert subject.backend.paths == tuple(CopyPath)

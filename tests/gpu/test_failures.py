@@ -13,12 +13,12 @@ import torch
 from safe_offload.errors import DeviceError, TransferError
 from safe_offload.layout import Segment, make_geometry
 from safe_offload.protocol import FailureReason, MemoryKind, Transfer
-from safe_offload.worker.backends.base import CopyPath, Direction
-from safe_offload.worker.backends.device import Device
+from safe_offload.worker.copies.base import CopyPath, Direction
+from safe_offload.worker.copies.device import Device
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.transfers import Transfers
 from tests.gpu.torch_gpu import TorchSubject
-from tests.worker.backends.contract import GEOMETRIES, NUM_SLOTS
+from tests.worker.copies.contract import GEOMETRIES, NUM_SLOTS
 
 LAYERS = GEOMETRIES["layers outermost"]
 
@@ -26,14 +26,14 @@ ILLEGAL_KERNEL = """
 import time
 from safe_offload.config import OffloadConfig
 from safe_offload.protocol import StepPlan, Transfer, ids_of
-from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.opening import Opened, Opening
-from safe_offload.worker.shared_memory import ALONE
+from safe_offload.worker.memory.shared_memory import ALONE
 from safe_offload.worker.transfers import Transfers
 from tests.gpu.torch_gpu import TorchSubject
-from tests.worker.backends.contract import GEOMETRIES
+from tests.worker.copies.contract import GEOMETRIES
 
 subject = TorchSubject(GEOMETRIES["layers outermost"], 31, CopyPath.KERNEL)
 subject.backend.use((CopyPath.KERNEL,))

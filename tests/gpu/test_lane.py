@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from safe_offload.layout import Segment, make_geometry
-from safe_offload.worker.backends.base import CopyPath
+from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.self_test import SelfTest, TorchRows
 from safe_offload.worker.transfers import Transfers
 from tests.gpu.torch_gpu import TorchSubject
-from tests.worker.backends import lane_storm
+from tests.worker.copies import lane_storm
 
 NUM_BLOCKS, NUM_LAYERS, ROW_BYTES = 256, 32, 16 << 10
 

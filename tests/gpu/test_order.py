@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from safe_offload.layout import Segment, make_geometry
-from safe_offload.worker.backends.base import CopyPath, Direction
+from safe_offload.worker.copies.base import CopyPath, Direction
 from tests.gpu.torch_gpu import TorchSubject, sleep_on
-from tests.worker.backends.contract import PATIENCE_S
+from tests.worker.copies.contract import PATIENCE_S
 
 NUM_BLOCKS, NUM_SLOTS, NUM_LAYERS, ROW_BYTES = 64, 64, 4, 16 << 10
 PATHS = [CopyPath.BATCH, CopyPath.KERNEL]

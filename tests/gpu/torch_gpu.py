@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.worker.backends.base import CopyPath, Direction
-from safe_offload.worker.backends.device import Device
-from safe_offload.worker.backends.driver import load_library
-from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.copies.base import CopyPath, Direction
+from safe_offload.worker.copies.device import Device
+from safe_offload.worker.copies.driver import load_library
+from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.memory.host_memory import HostMemory
 from tests.simulator.vllm_setup import EngineShape
-from tests.worker.backends.contract import PATIENCE_S, Bytes, Subject
+from tests.worker.copies.contract import PATIENCE_S, Bytes, Subject
 from tests.worker.machines import SLOTS_PER_SLAB, make_storage
-from tests.worker.memory import is_closed
+from tests.worker.memory.pools import is_closed
 
 DELAY_CYCLES_MAX = 3_000_000
 """About two milliseconds."""

@@ -30,21 +30,21 @@ class Mutant:
     tests: tuple[str, ...] = ()
 
 
-_LOADS, _STORES = "scheduler/loads.py", "scheduler/stores.py"
+_LOADS, _STORES = "scheduler/loads/loads.py", "scheduler/stores/stores.py"
 _PLANNER, _REQUESTS = "scheduler/planner.py", "scheduler/requests.py"
-_EAGER, _LAZY = "scheduler/store_eager.py", "scheduler/store_lazy.py"
-_SNAPSHOTS, _PENDING = "scheduler/snapshots.py", "scheduler/pending.py"
-_SLOTS, _HITS, _RANKS = "scheduler/slots.py", "scheduler/hits.py", "scheduler/ranks.py"
-_DIRECTORY, _EVENTS = "scheduler/directory.py", "scheduler/events.py"
-_DEVICE, _GPU = "worker/backends/device.py", "worker/backends/gpu.py"
-_LANE, _GPU_TESTS = "worker/backends/lane.py", "tests/worker/backends/test_gpu.py"
-_SHARING = "scheduler/sharing.py"
-_SHARED, _TRANSFERS = "worker/shared_memory.py", "worker/transfers.py"
+_EAGER, _LAZY = "scheduler/stores/eager.py", "scheduler/stores/lazy.py"
+_SNAPSHOTS, _PENDING = "scheduler/stores/snapshots.py", "scheduler/pending.py"
+_SLOTS, _HITS, _RANKS = "scheduler/cache/slots.py", "scheduler/loads/hits.py", "scheduler/ranks.py"
+_DIRECTORY, _EVENTS = "scheduler/cache/directory.py", "scheduler/cache/events.py"
+_DEVICE, _GPU = "worker/copies/device.py", "worker/copies/gpu.py"
+_LANE, _GPU_TESTS = "worker/copies/lane.py", "tests/worker/copies/test_gpu.py"
+_SHARING = "scheduler/loads/sharing.py"
+_SHARED, _TRANSFERS = "worker/memory/shared_memory.py", "worker/transfers.py"
 _BLOCKS = "scheduler/blocks.py"
-_TIERS, _LOOKUPS = "scheduler/tiers.py", "scheduler/lookups.py"
-_FETCHES, _SPILLS = "scheduler/fetches.py", "scheduler/spills.py"
-_RUNNER, _CIRCUIT = "worker/tiers/runner.py", "worker/tiers/circuit.py"
-_INQUIRY = "worker/tiers/inquiry.py"
+_TIERS, _LOOKUPS = "scheduler/tiers/tiers.py", "scheduler/tiers/lookups.py"
+_FETCHES, _SPILLS = "scheduler/tiers/fetches.py", "scheduler/tiers/spills.py"
+_RUNNER, _CIRCUIT = "worker/tier_runner.py", "tiers/circuit.py"
+_INQUIRY = "tiers/inquiry.py"
 _FAULTY = ("tiers-faults",)
 _FAR = ("tiers-far",)
 
@@ -319,7 +319,7 @@ MUTANTS = (
         "ALONE",
         "share",
         "I6",
-        tests=("tests/worker/test_shared_ranks.py", "-k", "has_its_own"),
+        tests=("tests/worker/memory/test_shared_ranks.py", "-k", "has_its_own"),
     ),
     Mutant(
         "ranks go on of which only some share a memory",
@@ -337,7 +337,7 @@ MUTANTS = (
         "process.parent == self.process.parent",
         "True",
         "I6",
-        tests=("tests/worker/test_shared_strangers.py", "-k", "taken_for_the_first"),
+        tests=("tests/worker/memory/test_shared_strangers.py", "-k", "taken_for_the_first"),
     ),
     Mutant(
         "ranks take the memory of a process without their secret",
@@ -346,7 +346,7 @@ MUTANTS = (
         "if not descriptors or not is_first: ...",
         "if not descriptors: ...",
         "I6",
-        tests=("tests/worker/test_shared_strangers.py", "-k", "without_the_secret"),
+        tests=("tests/worker/memory/test_shared_strangers.py", "-k", "without_the_secret"),
     ),
     Mutant(
         "ranks share a memory that one of them has not mapped",
@@ -355,7 +355,7 @@ MUTANTS = (
         "if any(peer.recv(MESSAGE_BYTES_MAX) != MAPPED for peer in peers): ...",
         "if False: ...",
         "I6",
-        tests=("tests/worker/test_shared_memory.py", "-k", "cannot_map_the_memory"),
+        tests=("tests/worker/memory/test_shared_memory.py", "-k", "cannot_map_the_memory"),
     ),
     Mutant(
         "the worker skips the fences",
@@ -769,7 +769,7 @@ MUTANTS = (
         "tails.append(BlockSet(group_idx))",
         "tails.append(BlockSet(group_idx, homes=[]))",
         "I6",
-        tests=("tests/scheduler/test_partial_hits.py", "-k", "before_it_is_overwritten"),
+        tests=("tests/scheduler/loads/test_partial_hits.py", "-k", "before_it_is_overwritten"),
     ),
     Mutant(
         "what requests compute across a reset is kept",
@@ -805,7 +805,7 @@ MUTANTS = (
         "num_tokens < hit.num_tokens and self._hits.has_states",
         "not hit",
         "I6",
-        tests=("tests/scheduler/test_partial_hits.py", "-k", "ends_elsewhere"),
+        tests=("tests/scheduler/loads/test_partial_hits.py", "-k", "ends_elsewhere"),
     ),
     Mutant(
         "what a load that failed left is taken for what its request has computed",
@@ -814,7 +814,7 @@ MUTANTS = (
         "self.policy.forget_table(state)",
         "pass",
         "I6",
-        tests=("tests/scheduler/test_snapshots.py", "-k", "load_that_failed"),
+        tests=("tests/scheduler/stores/test_snapshots.py", "-k", "load_that_failed"),
     ),
     # ---- I7: everything ends ----
     Mutant(
@@ -905,7 +905,7 @@ MUTANTS = (
         "if num_forgets != directory.num_forgets: ...",
         "if False: ...",
         "I7",
-        tests=("tests/scheduler/test_hits.py", "-k", "was_forgotten"),
+        tests=("tests/scheduler/loads/test_hits.py", "-k", "was_forgotten"),
     ),
     Mutant(
         "what settled is not reported",
@@ -1082,7 +1082,7 @@ MUTANTS = (
     ),
     Mutant(
         "the slots of a store of nobody's stay leased",
-        "scheduler/leases.py",
+        "scheduler/cache/leases.py",
         "Lease.share",
         "self.release()",
         "",
@@ -1160,7 +1160,7 @@ MUTANTS = (
         "self.events.is_pending",
         "False",
         "I12",
-        tests=("tests/scheduler/test_events.py", "-k", "idle_engine"),
+        tests=("tests/scheduler/cache/test_events.py", "-k", "idle_engine"),
     ),
     Mutant(
         "KV events: they are told again and again",
@@ -1273,7 +1273,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory is unlocked by a thread that never used the device",
-        "worker/page_lock.py",
+        "worker/memory/page_lock.py",
         "PageLock._run",
         "self._device.bind_thread()",
         "",
@@ -1342,16 +1342,16 @@ MUTANTS = (
         "if lookup.stage is Stage.FETCHING and lookup.has_arrived: ...",
         "if False: ...",
         "I9",
-        tests=("tests/scheduler/test_tiers.py", "-k", "waited_for_behind_a_gap"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "waited_for_behind_a_gap"),
     ),
     Mutant(
         "a leg lacks the window at its end",
-        "scheduler/reach.py",
+        "scheduler/tiers/reach.py",
         "Reaches.legs",
         "legs.append(Leg(last_end, _unseen(nearer.far, seen)))",
         "legs.append(Leg(last_end, _unseen([b for b in nearer.far if b in reach.far], seen)))",
         "I9",
-        tests=("tests/scheduler/test_tiers.py", "-k", "parts_that_can_be_hit"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "parts_that_can_be_hit"),
     ),
     Mutant(
         "others' legs count as its own",
@@ -1360,7 +1360,7 @@ MUTANTS = (
         "if shared and not self._hits.is_plain: ...",
         "if False: ...",
         "I9",
-        tests=("tests/scheduler/test_tiers.py", "-k", "legs_of_others"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "legs_of_others"),
     ),
     Mutant(
         "a tier that hangs is waited for although another has something",
@@ -1452,7 +1452,7 @@ MUTANTS = (
         "if fetch.failure is not None: ...",
         "if False: ...",
         "I10",
-        tests=("tests/scheduler/test_tiers.py", "-k", "fetch_that_fails_is_a_miss"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "fetch_that_fails_is_a_miss"),
     ),
     Mutant(
         "new weights in a running engine are taken for the operator's",
@@ -1461,7 +1461,7 @@ MUTANTS = (
         "self.tiers.reset(is_vouched_for=cause is None)",
         "self.tiers.reset()",
         "I10",
-        tests=("tests/scheduler/test_tiers.py", "-k", "new_weights"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "new_weights"),
     ),
     Mutant(
         "after a reset the namespace stays as it is",

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
 from safe_offload.scheduler.blocks import BlockSet, Home
-from safe_offload.scheduler.directory import Key
+from safe_offload.scheduler.cache.directory import Key
 
 
 def hashed(block: KVCacheBlock, name: bytes) -> bytes:

@@ -19,8 +19,8 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler import ranks
-from safe_offload.scheduler.leases import LeaseKind
-from safe_offload.scheduler.loads import FAILED_LOADS_MAX
+from safe_offload.scheduler.cache.leases import LeaseKind
+from safe_offload.scheduler.loads.loads import FAILED_LOADS_MAX
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.device import CopyFault

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import BlockStored
 
-from safe_offload.scheduler.admission import Admission
-from safe_offload.scheduler.directory import Directory
-from safe_offload.scheduler.events import KvEvents
-from safe_offload.scheduler.hits import HostHits
-from safe_offload.scheduler.leases import Lease, LeaseBook
-from safe_offload.scheduler.loads import Loads
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.events import KvEvents
+from safe_offload.scheduler.cache.leases import Lease, LeaseBook
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.loads.admission import Admission
+from safe_offload.scheduler.loads.hits import HostHits
+from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.planner import Planner
 from safe_offload.scheduler.requests import RequestBook, RequestState
-from safe_offload.scheduler.slots import SlotPool
-from safe_offload.scheduler.store_eager import EagerStores
-from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.stores.eager import EagerStores
+from safe_offload.scheduler.stores.stores import Stores
 from tests.scheduler.rig import MakeRig, Rig, see_events
 
 PARTS: tuple[type[Any], ...] = (

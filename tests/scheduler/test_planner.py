@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from safe_offload.protocol import FailureReason, Outcome, StepReport
-from safe_offload.scheduler.leases import LeaseKind
+from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.engine_core import MutateOutputs

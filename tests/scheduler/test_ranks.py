@@ -8,10 +8,10 @@ import pytest
 
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
-from safe_offload.scheduler.directory import Directory
-from safe_offload.scheduler.eviction import Lru
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.ranks import Ranks, merge
-from safe_offload.scheduler.slots import SlotPool
 
 LOCKED = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 LOCKING = MemoryFacts(MemoryKind.LOCKING, "unknown")

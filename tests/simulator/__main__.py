@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from safe_offload.cli import run
+from safe_offload.commands.cli import run
 from safe_offload.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath, Direction, TimedCopy
+from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from tests.simulator.chance import Chance
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.virtual_loop import Clock

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from safe_offload.compat import ranks_per_copy
-from safe_offload.config import OffloadConfig
+from safe_offload.config.options import OffloadConfig
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.opening import Opened
-from safe_offload.worker.shared_memory import Share
-from safe_offload.worker.tiers.circuit import Circuit
-from safe_offload.worker.tiers.runner import TierRunner
+from safe_offload.worker.tier_runner import TierRunner
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
 from tests.simulator.chance import Chance

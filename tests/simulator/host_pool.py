@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from safe_offload.scheduler.leases import Lease, LeaseKind
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
 from tests.simulator.engine_core import EngineCore
 
 SCRIBBLE = -7

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend, SimCopy
 from tests.simulator.virtual_loop import Clock
-from tests.worker.backends.contract import BackendContract, Bytes, MakeSubject, Subject
+from tests.worker.copies.contract import BackendContract, Bytes, MakeSubject, Subject
 
 
 class Futures:

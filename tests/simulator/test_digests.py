@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.scheduler.pending import Store
-from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.stores.stores import Stores
 from tests.digests import digest_of
 from tests.simulator import trace
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.cost import TierCosts
+from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Store
-from safe_offload.scheduler.reach import Leg, Reaches
-from safe_offload.scheduler.stores import Stores
+from safe_offload.scheduler.stores.stores import Stores
+from safe_offload.scheduler.tiers.reach import Leg, Reaches
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS

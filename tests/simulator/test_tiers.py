@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from safe_offload.scheduler.tiers import Tiers
-from safe_offload.worker.tiers.base import Name, Result
+from safe_offload.scheduler.tiers.tiers import Tiers
+from safe_offload.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
 from tests.simulator.events import Abort, FaultKind
@@ -321,7 +321,7 @@ def test_what_an_engine_with_other_weights_has_written_is_noticed(
 ) -> None:
     """After a reset of one engine the other one would find what it writes from then on."""
     monkeypatch.setattr(
-        "safe_offload.scheduler.tiers.Tiers.reset", lambda tiers, **_: Tiers.stop(tiers)
+        "safe_offload.scheduler.tiers.tiers.Tiers.reset", lambda tiers, **_: Tiers.stop(tiers)
     )
     findings = findings_of(shared_profile(num_resets=8), range(6))
     assert findings

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import cast
 
-from safe_offload.worker.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.base import Buffers, Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device
 

@@ -108,8 +108,8 @@ class EngineShape:
 def _base_config(connector: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from safe_offload.bench.tiny_models import write_tiny_model
-    from safe_offload.plugin import register
+    from safe_offload.commands.bench.tiny_models import write_tiny_model
+    from safe_offload.start.plugin import register
 
     register()
     with tempfile.TemporaryDirectory(prefix="safe-offload-sim-") as folder:

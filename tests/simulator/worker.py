@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import StepPlan
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.loop_thread import Main
 from safe_offload.worker.transfers import Transfers
 from tests.simulator.device import Device

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer
-from safe_offload.worker.backends.base import Completion, Copy, CopyPath
+from safe_offload.worker.copies.base import Completion, Copy, CopyPath
 
 PATIENCE_S = 20.0
 SLOT_BYTES = 100

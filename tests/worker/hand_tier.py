@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.worker.loop_thread import Main
-from safe_offload.worker.tiers.base import Buffers, Name, Result
 from tests.simulator.virtual_loop import Clock, VirtualLoop
 
 TURNS = 40

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.worker.backends.base import CopyPath, Direction
-from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.gpu import GpuBackend
-from safe_offload.worker.host_memory import HostMemory
-from safe_offload.worker.threads import DirectionThreads
+from safe_offload.threads import DirectionThreads
+from safe_offload.worker.copies.base import CopyPath, Direction
+from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.memory.host_memory import HostMemory
 from tests.simulator.vllm_setup import EngineShape
-from tests.worker.backends.fake_device import FakeGpu
+from tests.worker.copies.fake_device import FakeGpu
 from tests.worker.tensor_core import NUM_LAYERS, PATIENCE_S
 
 DELAY_S_MAX = 0.01

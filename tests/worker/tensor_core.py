@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from safe_offload.layout import Geometry, Segment, make_geometry
-from safe_offload.worker.backends.base import Backend, Direction
+from safe_offload.worker.copies.base import Backend, Direction
 from safe_offload.worker.loop_thread import LoopThread
+from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.opening import Opened
-from safe_offload.worker.shared_memory import Share
 from safe_offload.worker.transfers import Transfers
 from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.vllm_setup import EngineShape

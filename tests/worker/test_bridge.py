@@ -15,7 +15,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from safe_offload.config import OffloadConfig
+from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.protocol import (
@@ -32,17 +32,17 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
+from safe_offload.tiers.namespace.namespace import Meaning
 from safe_offload.worker import opening as opening_module
-from safe_offload.worker.backends import cpu
-from safe_offload.worker.backends.base import CopyPath, Direction
 from safe_offload.worker.bridge import WorkerBridge
-from safe_offload.worker.host_memory import HostMemory
+from safe_offload.worker.copies import cpu
+from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.loop_thread import new_event_loop
+from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.opening import Opening, open_backend
 from safe_offload.worker.self_test import SelfTest
-from safe_offload.worker.tiers.meaning import Meaning
 from tests.worker.fake_backend import PATIENCE_S, FakeBackend, transfer
-from tests.worker.memory import is_closed
+from tests.worker.memory.pools import is_closed
 from tests.worker.waiting import wait_until
 from tests.worker.watched_loop import HandClock, WatchedLoop
 

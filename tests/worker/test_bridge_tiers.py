@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload import threads as threads_module
 from safe_offload.errors import SharingError
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
@@ -23,15 +24,14 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.circuit import FAILURES_MAX
+from safe_offload.tiers.namespace.namespace import Doubt, Meaning
 from safe_offload.worker import opening as opening_module
-from safe_offload.worker import threads as threads_module
 from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
-from safe_offload.worker.tiers.base import Result
-from safe_offload.worker.tiers.circuit import FAILURES_MAX
-from safe_offload.worker.tiers.meaning import Doubt, Meaning
 from tests.worker.hand_tier import HandTier
-from tests.worker.memory import is_closed
+from tests.worker.memory.pools import is_closed
 from tests.worker.test_bridge import BLOCKS, RANK, SLOT_BYTES, Worker
 from tests.worker.waiting import wait_until
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from safe_offload.worker.backends.base import CopyPath
-from safe_offload.worker.backends.cpu import CpuBackend
-from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.copies.base import CopyPath
+from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.gpu import GpuBackend
 from tests.counts import num_failed
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.findings import Finding

@@ -11,7 +11,7 @@ import pytest
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.worker import transfers as transfers_module
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from tests.worker.driven import DrivenTransfers, drained, flush, submit
 from tests.worker.fake_backend import ONE_COPY, SLOT_BYTES, FakeBackend
 from tests.worker.watched_loop import HandClock

@@ -24,9 +24,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
 from safe_offload.protocol import FailureReason, StepPlan, Transfer
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.opening import Opened, Opening
-from tests.worker.backends.fake_device import FakeGpu
+from tests.worker.copies.fake_device import FakeGpu
 from tests.worker.vllm_gpu import GRAPH_SIZES, Worker, end_worker, make_worker
 from tests.worker.waiting import PATIENCE_S, wait_until
 

@@ -8,8 +8,8 @@ import sys
 
 IDLE_ENGINE = """
 import queue, signal, sys
-from safe_offload.worker.backends.device import Device
-from tests.worker.backends.fake_device import FakeGpu
+from safe_offload.worker.copies.device import Device
+from tests.worker.copies.fake_device import FakeGpu
 
 def end(*_):
     sys.exit("ended by the signal")

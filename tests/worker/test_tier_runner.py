@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import (
     FailureReason,
@@ -22,12 +24,8 @@ from safe_offload.protocol import (
     TierTransfer,
     ids_of,
 )
-from safe_offload.tier_config import TierConfig
-from safe_offload.tier_url import Location
-from safe_offload.worker.backends.base import Direction
-from safe_offload.worker.shared_memory import Share
-from safe_offload.worker.tiers.base import Buffers, Name, Result
-from safe_offload.worker.tiers.circuit import (
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.circuit import (
     FAILURES_MAX,
     GRACE_S,
     LEFT_ALONE,
@@ -36,9 +34,11 @@ from safe_offload.worker.tiers.circuit import (
     Circuit,
     Operation,
 )
-from safe_offload.worker.tiers.inquiry import HEAD_START_S, WAIT_SHARE
-from safe_offload.worker.tiers.meaning import Doubt, Learned, Meaning
-from safe_offload.worker.tiers.runner import TierRunner
+from safe_offload.tiers.inquiry import HEAD_START_S, WAIT_SHARE
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.worker.copies.base import Direction
+from safe_offload.worker.memory.shared_memory import Share
+from safe_offload.worker.tier_runner import TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.worker.fake_backend import FakeBackend, transfer
 from tests.worker.hand_tier import HandLoop, HandTier

@@ -10,7 +10,7 @@ import pytest
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker import transfers as transfers_module
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.transfers import Copied
 from tests.worker.driven import drained, flush, serves, submit
 from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, SLOT_BYTES

@@ -12,7 +12,7 @@ import pytest
 from safe_offload.protocol import FailureReason
 from safe_offload.worker import loop_thread
 from safe_offload.worker import transfers as transfers_module
-from safe_offload.worker.backends.base import Direction
+from safe_offload.worker.copies.base import Direction
 from tests.worker.driven import (
     DrivenTransfers,
     drained,

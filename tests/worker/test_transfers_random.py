@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
-from safe_offload.worker.backends.base import Copy, Direction
+from safe_offload.worker.copies.base import Copy, Direction
 from tests.worker.driven import DrivenTransfers, flush, hurry, join, serves, submit
 from tests.worker.fake_backend import PATIENCE_S, SLOT_BYTES, FakeBackend, LoopKilled, transfer
 from tests.worker.watched_loop import HandClock

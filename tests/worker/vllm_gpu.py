@@ -42,8 +42,8 @@ from vllm.v1.worker.gpu import model_runner as v2
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
 from safe_offload.worker import opening as opening_module
-from safe_offload.worker import page_lock, placement
-from safe_offload.worker.backends.gpu import GpuBackend
+from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.memory import page_lock, placement
 from safe_offload.worker.self_test import TorchRows
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -51,7 +51,7 @@ from tests.simulator.vllm_setup import (
     make_config,
     make_kv_cache_config,
 )
-from tests.worker.backends.fake_device import INDEX, FakeGpu, FakeRows
+from tests.worker.copies.fake_device import INDEX, FakeGpu, FakeRows
 
 HOOKS = (
     "register_kv_caches", "unregister_kv_caches", "restore_kv_caches", "handle_preemptions",

@@ -30,8 +30,8 @@ class Gates:
         """Hold every store from now on."""
         import vllm.config  # noqa: F401  (first: the plugin's default of kv_role comes with it)
 
-        from safe_offload.worker.backends.base import Direction
-        from safe_offload.worker.backends.cpu import CpuBackend
+        from safe_offload.worker.copies.base import Direction
+        from safe_offload.worker.copies.cpu import CpuBackend
 
         run, issue, fence = CpuBackend._run, CpuBackend.issue, CpuBackend.fence
 

@@ -18,7 +18,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
-PATCHED = "safe_offload.worker.backends.cpu"
+PATCHED = "safe_offload.worker.copies.cpu"
 
 
 def break_copies(backend: ModuleType) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from safe_offload.protocol import StepPlan, Transfer
-from safe_offload.scheduler.hits import NO_SLOT
-from safe_offload.worker.tiers.base import Name
+from safe_offload.scheduler.loads.hits import NO_SLOT
+from safe_offload.tiers.base import Name
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding

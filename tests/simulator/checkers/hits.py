@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.hits import Hit
+from safe_offload.scheduler.loads.hits import Hit
 from tests.simulator.checkers.ledger import Ledger, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.worker.backends.base import Copy, Direction
+from safe_offload.worker.copies.base import Copy, Direction
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.worker import Worker

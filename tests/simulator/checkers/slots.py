@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.leases import Lease, LeaseKind
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
 from tests.simulator.checkers.ledger import Ledger, writes_of
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.leases import LeaseKind
+from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding

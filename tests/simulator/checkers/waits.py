@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from safe_offload.protocol import StepPlan
-from safe_offload.scheduler.leases import LeaseKind
+from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger
 from tests.simulator.checkers.taps import tap
 from tests.simulator.engine_core import EngineCore

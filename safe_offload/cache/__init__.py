@@ -1,1 +1,0 @@
-"""`safe-offload cache`: what a tier holds, shown, checked and deleted while engines use it."""

@@ -1,0 +1,145 @@
+"""One request with what happened in the worker meanwhile: steps and copies.
+
+`WorkerProbe` is a worker extension of vLLM's: its methods become methods of the worker, and
+`LLM.collective_rpc` calls them. All times are of `time.monotonic`, which is one clock for all
+processes of a machine on Linux, and vLLM's own for `queued_ts` and `first_token_ts`.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from safe_offload.commands.bench.engine_process import Answer, Question, answer
+
+PROBE = "safe_offload.commands.bench.engine_watch.WorkerProbe"
+"""vLLM's engine argument `worker_extension_cls`."""
+
+
+class WorkerProbe:
+    """Becomes part of vLLM's worker; every name here has to be new to it.
+
+    Source: `worker_extension_cls` in vllm/v1/worker/worker_base.py (0.32.0).
+    """
+
+    def start_probe(self) -> None:
+        """Watch the steps of the worker, and the copies of this connector if it is there."""
+        self._probe = Recorder()
+        for name in ("execute_model", "sample_tokens"):
+            setattr(self, name, self._probe.watch_step(getattr(self, name)))
+        self._probe.watch_copies()
+
+    def take_probe(self) -> dict[str, Any]:
+        """Return what was recorded since the last call: plain numbers and words."""
+        return self._probe.take()
+
+    def kv_cache_bytes(self: Any) -> int:
+        """Return the size of the allocation that all tensors of this worker's pool are in."""
+        tensors = self.model_runner.kv_cache_config.kv_cache_tensors
+        return max(int(tensor.size) for tensor in tensors)
+
+
+class Recorder:
+    """Notes when things happen in a worker, by wrapping methods: the connector holds no clock."""
+
+    def __init__(self) -> None:
+        self.take()
+
+    def watch_step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Note begin, end and tokens of a step; `sample_tokens` ends what `execute_model` began."""
+
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            begin_s = time.monotonic()
+            result = method(*args, **kwargs)
+            num_tokens = getattr(args[0], "total_num_scheduled_tokens", None) if args else None
+            if num_tokens is not None:
+                self.steps.append([begin_s, time.monotonic(), num_tokens])
+            elif self.steps:
+                self.steps[-1][1] = time.monotonic()
+            return result
+
+        return watched
+
+    def watch_copies(self) -> None:
+        """Note when transfers are submitted, when their copies run, and when they are reported."""
+        from safe_offload.worker.bridge import WorkerBridge
+        from safe_offload.worker.copies.cpu import CpuBackend
+        from safe_offload.worker.copies.gpu import GpuBackend
+        from safe_offload.worker.transfers import Transfers
+
+        def submitted(
+            begin_s: float, _none: None, _self: Any, direction: Any, it: Any, *_: Any
+        ) -> None:
+            self.submits.append((begin_s, direction.value, it.transfer_id))
+
+        def issued(begin_s: float, completion: Any, backend: Any, copy: Any, _after: Any) -> None:
+            size_bytes = len(copy.block_ids) * backend.slot_bytes
+
+            def ended(_: Any) -> None:
+                end_s = time.monotonic()
+                self.copies.append((copy.direction.value, begin_s, end_s, size_bytes))
+
+            completion.future.add_done_callback(ended)
+
+        def reported(_begin_s: float, report: Any, _self: Any) -> None:
+            if report is not None:
+                ids = tuple(outcome.transfer_id for outcome in report.outcomes)
+                self.reports.append((time.monotonic(), ids))
+
+        _note_calls(Transfers, "submit", submitted)
+        _note_calls(CpuBackend, "issue", issued)
+        _note_calls(GpuBackend, "issue", issued)
+        _note_calls(WorkerBridge, "report", reported)
+
+    def take(self) -> dict[str, Any]:
+        """See `WorkerProbe.take_probe`."""
+        taken = dict(vars(self))
+        self.steps: list[list[Any]] = []  # begin, end, tokens
+        self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id
+        self.copies: list[tuple[str, float, float, int]] = []  # direction, begin, end, bytes
+        self.reports: list[tuple[float, tuple[int, ...]]] = []  # time, transfer ids
+        return taken
+
+
+def _note_calls(owner: type, name: str, note: Callable[..., None]) -> None:
+    """Have `note` told of each call of a method: when it began, its result, its arguments."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def noted(*args: Any) -> Any:
+        begin_s = time.monotonic()
+        result = method(*args)
+        note(begin_s, result, *args)
+        return result
+
+    setattr(owner, name, noted)
+
+
+# ---- in the front end's process ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An answer, and what happened meanwhile.
+
+    Attributes:
+        probe: see `Recorder`.
+    """
+
+    answer: Answer
+    probe: dict[str, Any]
+
+
+def start_watching(engine: Any, _: None) -> None:
+    """Wrap the worker; once."""
+    engine.collective_rpc("start_probe")
+
+
+def answer_watched(engine: Any, question: Question) -> Watched:
+    """Run one request alone; what is recorded is taken before and after it."""
+    engine.collective_rpc("take_probe")
+    found = answer(engine, question)
+    (probe, *_) = engine.collective_rpc("take_probe")
+    return Watched(found, probe)

@@ -1,0 +1,322 @@
+"""Show, check and delete what a tier holds; engines may use it meanwhile.
+
+safe-offload cache ls /mnt/nvme/kv
+safe-offload cache verify rediss://kv.internal:6379 --password-file /run/secrets/valkey
+safe-offload cache prune s3://bucket/kv --to 200GiB --older-than 7d
+safe-offload cache rm /mnt/nvme/kv --all --dry-run
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from safe_offload.commands.cache import places
+from safe_offload.commands.cache.check import problem_of, seal_for
+from safe_offload.commands.cache.dry_run import DryRun
+from safe_offload.commands.cache.prune import batches
+from safe_offload.commands.cache.store import CacheError, Item, Store
+from safe_offload.config.printing import printable
+from safe_offload.config.settings import UNITS_S, read_duration, size
+from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import TIB, format_bytes
+from safe_offload.tiers import naming
+from safe_offload.tiers.seal import NOT_CHECKED, open_seal
+
+_BAD_SHOWN_MAX: Final = 20
+_PLACE_LENGTH_MAX: Final = 200
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the subcommands."""
+    commands = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, function, what in (
+        ("ls", _ls, "namespaces, their models, objects, bytes and age"),
+        ("verify", _verify, "check every header and checksum"),
+        ("prune", _prune, "delete what has not been used for longest, and what crashes left"),
+        ("rm", _rm, "delete a namespace, or all"),
+    ):
+        command = commands.add_parser(name, help=what, description=f"{what}.".capitalize())
+        command.add_argument("place", metavar="URL_OR_DIR", help="of the tier")
+        if name == "verify":
+            command.add_argument("--delete", action="store_true", help="delete what is bad")
+        elif name == "prune":
+            command.add_argument("--to", metavar="SIZE", help='keep so much, such as "200GiB"')
+            command.add_argument(
+                "--older-than", metavar="AGE", help="delete what was not used since, such as 7d"
+            )
+        elif name == "rm":
+            command.add_argument(
+                "namespace", nargs="?", help="as `ls` shows it; its beginning is enough"
+            )
+            command.add_argument("--all", action="store_true", help="every namespace")
+        if name in ("prune", "rm"):
+            command.add_argument(
+                "--dry-run", action="store_true", help="say what would be deleted, and delete none"
+            )
+        command.add_argument("--json", action="store_true", help="print JSON")
+        for option, setting in places.OPTIONS.items():
+            metavar = setting.rpartition("_")[2].upper()
+            command.add_argument(option, metavar=metavar, help=f'as the tier\'s "{setting}"')
+        command.set_defaults(action=function)
+
+
+def run_command(arguments: Namespace) -> int:
+    """Do what the arguments say, and return the exit status.
+
+    Raises:
+        CacheError: the place cannot be used as asked.
+        ConfigError: an argument means nothing.
+    """
+    options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
+    config = places.config_of(arguments.place, options)
+    store = places.open_store(arguments.place, config)
+    try:
+        document, text, status = arguments.action(arguments, store, config)
+    except OSError as error:
+        raise CacheError(
+            f"{store.label}: {error.strerror or error}. Fix: run this as the user of the engines, "
+            "on a file system that can be written."
+        ) from error
+    finally:
+        store.close()
+    sys.stdout.write((json.dumps(document, indent=1) if arguments.json else text) + "\n")
+    return int(status)
+
+
+Answer = tuple[dict[str, Any], str, int]
+"""What is printed as JSON, what is printed as text, and the exit status."""
+
+
+def _age_s(text: str) -> float:
+    age_s = read_duration(text)
+    if age_s is None:
+        raise CacheError(
+            f"--older-than {text}: expected a number and s, m, h or d. Fix: write 7d for a week."
+        )
+    return age_s
+
+
+# ---- ls ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Listed:
+    """What is known of a namespace.
+
+    Attributes:
+        namespace: its name.
+        facts: what it is made of, as written beside its objects.
+        after_reset: it was begun by an engine whose cache had been reset.
+        num_objects: in it.
+        size_bytes: of the objects.
+        last_used_s: when one of them was last used, since 1970; 0 if that is not known.
+        first_used_s: when the one was used that was not used for longest.
+        num_temporaries: objects that are being written, or were when their writer died.
+    """
+
+    namespace: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    after_reset: bool = False
+    num_objects: int = 0
+    size_bytes: int = 0
+    last_used_s: float = 0.0
+    first_used_s: float = 0.0
+    num_temporaries: int = 0
+
+    @property
+    def model(self) -> str:
+        """Return the name of the model, if it is known."""
+        return printable(str(self.facts.get("model", "?")))
+
+    def add(self, item: Item) -> None:
+        """Count an object."""
+        if item.is_temporary:
+            self.num_temporaries += 1
+            return
+        self.num_objects += 1
+        self.size_bytes += item.size_bytes
+        self.last_used_s = max(self.last_used_s, item.used_at_s)
+        self.first_used_s = min(self.first_used_s or item.used_at_s, item.used_at_s)
+
+
+def _listed(store: Store) -> list[Listed]:
+    found = {
+        name: Listed(name, naming.facts_of(described), naming.is_after_reset(described))
+        for name, described in store.namespaces().items()
+    }
+    for item in store.items():
+        if item.namespace in found:
+            found[item.namespace].add(item)
+    return sorted(found.values(), key=lambda listed: -listed.last_used_s)
+
+
+def _ls(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+    now_s = time.time()
+    listed = _listed(store)
+    total_bytes = sum(each.size_bytes for each in listed)
+    document = {
+        "tier": store.label,
+        "size_bytes": total_bytes,
+        "namespaces": [asdict(each) for each in listed],
+    }
+    rows: list[tuple[str, ...]] = [
+        ("NAMESPACE", "OBJECTS", "SIZE", f"LAST {store.use}", "OLDEST", "MODEL")
+    ]
+    for each in listed:
+        model = each.model + (" (after a reset)" if each.after_reset else "")
+        ages = [
+            _ago(now_s, at_s) if at_s else ("?" if each.num_objects else "-")
+            for at_s in (each.last_used_s, each.first_used_s)
+        ]
+        sizes = f"{each.num_objects:,}", format_bytes(each.size_bytes)
+        rows.append((each.namespace, *sizes, ages[0], ages[1], model))
+    count = f"{len(listed)} namespace{'s' if len(listed) != 1 else ''}"
+    num_objects = sum(each.num_objects for each in listed)
+    total = f"{count}, {num_objects:,} objects, {format_bytes(total_bytes)} in {store.label}"
+    if not listed:
+        return document, f"No engine has stored anything in {store.label}.", 0
+    return document, "\n".join([*_table(rows), total]), 0
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _ago(now_s: float, at_s: float) -> str:
+    age_s = max(now_s - at_s, 0.0)
+    for unit in ("d", "h", "m"):
+        if age_s >= UNITS_S[unit]:
+            return f"{age_s / UNITS_S[unit]:.0f}{unit}"
+    return f"{age_s:.0f}s"
+
+
+# ---- verify -----------------------------------------------------------------------------------
+
+
+def _verify(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+    key_seal = open_seal(config.hmac_key_file)
+    seals = {name: seal_for(each, key_seal) for name, each in store.namespaces().items()}
+    num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
+    for item in store.items():
+        if item.is_temporary:
+            continue
+        try:
+            problem = problem_of(store, item, seals.get(item.namespace, key_seal))
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        if problem == NOT_CHECKED:
+            num_sealed += 1
+            continue
+        num_objects += 1
+        size_bytes += item.size_bytes
+        if problem:
+            bad.append({"file": item.place, "problem": problem})
+            if arguments.delete:
+                store.delete([item])
+    is_well = not bad or arguments.delete
+    document = {
+        "tier": store.label,
+        "num_objects": num_objects,
+        "size_bytes": size_bytes,
+        "num_sealed": num_sealed,
+        "bad": bad,
+        "deleted": bool(bad) and arguments.delete,
+    }
+    lines = [
+        f"{printable(each['file'], _PLACE_LENGTH_MAX)}: {each['problem']}"
+        for each in bad[:_BAD_SHOWN_MAX]
+    ]
+    if len(bad) > _BAD_SHOWN_MAX:
+        lines.append(f"… and {len(bad) - _BAD_SHOWN_MAX} more; --json prints all")
+    lines.append(f"{num_objects:,} objects, {format_bytes(size_bytes)} checked: {len(bad)} bad.")
+    if bad:
+        lines[-1] += (
+            " They were deleted."
+            if arguments.delete
+            else " No engine ever uses them. Fix: run this again with --delete."
+        )
+    if num_sealed:
+        lines.append(
+            f"{num_sealed:,} more objects are sealed with {'another' if key_seal.facts else 'a'} "
+            "key and were not checked. Fix: give it with --hmac-key-file."
+        )
+    return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
+
+
+# ---- prune and rm -----------------------------------------------------------------------------
+
+
+def _prune(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+    if arguments.to is None and arguments.older_than is None:
+        raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
+    _require_cache(store)
+    store, deleted, are = _store_to_change(arguments, store)
+    to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
+    before_s = 0.0
+    if arguments.older_than is not None:
+        before_s = time.time() - _age_s(arguments.older_than)
+    kept = store.prune(to_bytes, before_s)
+    text = (
+        f"{deleted} {kept.num_evicted:,} objects, {format_bytes(kept.evicted_bytes)}, and "
+        f"{kept.num_orphans} orphaned temporary files. {format_bytes(kept.held_bytes)} {are} left."
+    )
+    document = {"tier": store.label, "dry_run": arguments.dry_run, **asdict(kept)}
+    return document, text, 0
+
+
+def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+    if (arguments.namespace is None) == (not arguments.all):
+        raise CacheError("rm: name what goes. Fix: add a namespace, as `ls` shows it, or --all.")
+    _require_cache(store)
+    chosen = sorted(store.namespaces())
+    if not arguments.all:
+        chosen = [name for name in chosen if name.startswith(arguments.namespace)]
+        if len(chosen) != 1 or not arguments.namespace:
+            found = "none begins" if not chosen else f"{len(chosen)} begin"
+            raise CacheError(
+                f"rm: of the namespaces in {store.label} {found} with "
+                f"{arguments.namespace!r}. Fix: run `safe-offload cache ls {store.label}` and "
+                "write one of them."
+            )
+    store, deleted, _ = _store_to_change(arguments, store)
+    num_objects, size_bytes = 0, 0
+    for namespace in chosen:
+        for batch in batches(store.items(namespace)):
+            for item in store.delete(batch):
+                num_objects += not item.is_temporary
+                size_bytes += 0 if item.is_temporary else item.size_bytes
+    store.forget(chosen)
+    document = {
+        "tier": store.label,
+        "dry_run": arguments.dry_run,
+        "namespaces": chosen,
+        "num_objects": num_objects,
+        "size_bytes": size_bytes,
+    }
+    names = ", ".join(chosen) or "nothing"
+    return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
+
+
+def _store_to_change(arguments: Namespace, store: Store) -> tuple[Store, str, str]:
+    """Return the store that is changed, and what is said of that."""
+    if arguments.dry_run:
+        return DryRun(store), "Would delete", "would be"
+    return store, "Deleted", "are"
+
+
+def _require_cache(store: Store) -> None:
+    """Refuse a place that no tier has used: nothing is deleted or made there."""
+    if not store.is_cache():
+        raise CacheError(
+            f"{store.label} holds no cache of a tier. Fix: give the directory of a tier."
+        )

@@ -1,0 +1,68 @@
+"""From what a user writes to the store that it means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote
+
+from safe_offload.commands.cache.directory_store import DirectoryStore
+from safe_offload.commands.cache.store import Store
+from safe_offload.config.printing import printable, without_secrets
+from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY, problem_of_path
+from safe_offload.config.tiers import TierConfig, tiers
+from safe_offload.errors import ConfigError
+
+OPTIONS: Final = {
+    "--password-file": "password_file",
+    "--ca-file": "ca_file",
+    "--cert-file": "cert_file",
+    "--key-file": "key_file",
+    "--endpoint": "endpoint",
+    "--hmac-key-file": "hmac_key_file",
+}
+"""Options, and the settings of a tier that they are."""
+
+
+def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
+    """Return the tier at a place.
+
+    Args:
+        place: its url, or the path of its directory.
+        options: settings by name; None for what was not given.
+
+    Raises:
+        ConfigError: it is no url, or an option does not go with it.
+    """
+    path, url = os.path.abspath(place), place
+    if "://" not in place:
+        if problem := problem_of_path(path):
+            label = printable(without_secrets(place))
+            raise ConfigError(f"{label}: {problem}. Fix: give the directory or the url of a tier.")
+        url = f"{FILE}://{quote(path)}"
+    written = {
+        name: os.path.abspath(value) if name.endswith("_file") else value
+        for name, value in options.items()
+        if value is not None
+    }
+    config: TierConfig = tiers().read("tiers", [{URL_KEY: url, **written}])[0]
+    return config
+
+
+def open_store(place: str, config: TierConfig) -> Store:
+    """Return what is at a place.
+
+    Raises:
+        CacheError, ConfigError: it cannot be used, with the fix.
+    """
+    scheme = config.location.scheme
+    if scheme == FILE:
+        return DirectoryStore(config.location.path if "://" in place else place)
+    if scheme in SERVERS:
+        from safe_offload.commands.cache.valkey_store import ValkeyStore
+
+        return ValkeyStore(config)
+    from safe_offload.commands.cache.bucket_store import BucketStore
+
+    return BucketStore(config)

@@ -1,0 +1,101 @@
+"""The `safe-offload` command: reads arguments and makes one call for each subcommand.
+
+Nothing heavy is imported for `--help` and `--version`: most subcommands need torch or vLLM, which
+take seconds to import and print lines of their own.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from safe_offload import __version__
+from safe_offload.config.printing import printable
+from safe_offload.errors import SafeOffloadError
+
+_ERROR_LENGTH_MAX: Final = 4000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status.
+
+    Args:
+        argv: the arguments without the program's name, `sys.argv[1:]` if not given.
+
+    Returns:
+        0 if all is well, 1 if what was asked for failed or showed a defect.
+    """
+    return run(_make_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Read the arguments, make the call that they choose, and return its exit status."""
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except SafeOffloadError as error:
+        print(f"{parser.prog}: {printable(str(error), _ERROR_LENGTH_MAX)}", file=sys.stderr)
+        return 1
+    return status
+
+
+class Subcommand(argparse.ArgumentParser):
+    """A group of subcommands, or one that is imported when it is chosen.
+
+    Args:
+        module: has `add_arguments` and `run_command`, and a docstring for the help; empty for a
+            group.
+        options: those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, module: str = "", **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._module = module
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser; called once, with what follows the name of the subcommand."""
+        if self._module:
+            module = importlib.import_module(self._module)
+            self.description = module.__doc__
+            module.add_arguments(self)
+            self.set_defaults(run=module.run_command)
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and hasattr(parsed, "rest"):  # the subcommand takes what it does not know
+            parsed.rest = rest
+            return parsed, []
+        return parsed, rest
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="safe-offload", description="Tools around vLLM's SafeCPUOffloadConnector."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
+    commands.add_parser(
+        "config", help="every setting; check a configuration", module="safe_offload.commands.config"
+    )
+    commands.add_parser(
+        "doctor",
+        help="what would go wrong on this machine",
+        module="safe_offload.commands.doctor.command",
+    )
+    commands.add_parser(
+        "cache",
+        help="what a tier holds; check it, delete some of it",
+        module="safe_offload.commands.cache.command",
+    )
+    commands.add_parser("top", help="watch a server's metrics", module="safe_offload.commands.top")
+    bench = commands.add_parser("bench", help="measure")
+    benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    benchmarks.add_parser(
+        "engine",
+        help="time to first token in a real vLLM engine, with and without us",
+        module="safe_offload.commands.bench.engine",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

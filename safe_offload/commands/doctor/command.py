@@ -1,0 +1,195 @@
+"""Find out, before the server starts, what would go wrong with it on this machine.
+
+    safe-offload doctor
+    safe-offload doctor MODEL --kv-transfer-config '{"kv_connector":"SafeCPUOffloadConnector"}'
+    safe-offload doctor MODEL -tp 8 --max-model-len 32768 --kv-transfer-config '{...}'
+
+Write what follows `vllm serve`: every argument but --json is read by vLLM's own parser. Each
+finding says what was found, and if something is wrong what was expected and the fix. The exit
+status is 0 if there is nothing to change, else 1. Nothing is started; what is written to a tier, to
+try it, is deleted again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from safe_offload.commands.doctor import configuration, copies, memory, model, versions
+from safe_offload.commands.doctor.findings import Finding, exit_status, guarded, render
+from safe_offload.commands.doctor.machine import Machine, read_machine
+from safe_offload.commands.doctor.tiers import check as tiers
+from safe_offload.commands.doctor.tiers.safety import check_user
+from safe_offload.commands.doctor.vllm_facts import Probe, VllmFacts
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tier_url import FILE
+from safe_offload.config.transfer_config import CONNECTOR_NAME
+from safe_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from safe_offload.commands.doctor.trial import Trial
+
+_DEFAULT_CONFIG: Final = json.dumps({"kv_connector": CONNECTOR_NAME})
+_PASTED: Final = ("vllm", "serve")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of the command; what it does not know is for vLLM."""
+    parser.usage = "safe-offload doctor [--json] [MODEL] [any argument of `vllm serve`]"
+    parser.allow_abbrev = False
+    parser.set_defaults(rest=[])
+    _add_options(parser)
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print findings and figures as JSON")
+    parser.add_argument(
+        "--kv-transfer-config", metavar="JSON", default="", help="as vLLM is given it"
+    )
+
+
+def run_command(arguments: Namespace) -> int:
+    """Check everything, print what was found, and return the exit status."""
+    # What is logged on the way comes back as findings.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+    rest = read_rest(arguments)
+    written = configuration.Written.read(arguments.kv_transfer_config)
+    probe = Probe(vllm_arguments(rest, written))
+    findings, measured = examine(written, probe, read_machine())
+    if arguments.json:
+        document = {"findings": [found.to_json() for found in findings], "measured": measured}
+        text = json.dumps(document, indent=1)
+    else:
+        text = render(findings)
+    sys.stdout.write(f"{text}\n")
+    return exit_status(findings)
+
+
+def read_rest(arguments: Namespace) -> list[str]:
+    """Return the arguments of `vllm serve`; our options may stand among them, also after `--`."""
+    rest = [argument for argument in arguments.rest if argument != "--"]
+    while rest and rest[0] in _PASTED:
+        rest.pop(0)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    return parser.parse_known_args(rest, arguments)[1]
+
+
+def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[str]:
+    """Return what vLLM's parser is to read: without what it would refuse for our reasons alone."""
+    if any(argument.startswith(("--kv-transfer-config.", "--config")) for argument in rest):
+        return list(rest)
+    text = written.text if written.text and not written.problem else _DEFAULT_CONFIG
+    return [*rest, "--kv-transfer-config", text]
+
+
+def examine(
+    written: configuration.Written, probe: Probe, machine: Machine
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Run every check; return the findings by theme, and the figures."""
+    found = guarded("configuration", configuration.check_written, written)
+    trials: list[Trial] = []
+    # MultiConnector's children all copy in the same way.
+    config = written.configs()[0]
+    found += guarded("copies", _check_copies, config, machine.available_bytes, trials)
+    is_gpu = any(trial.is_gpu for trial in trials)
+    vllm = probe.facts()
+    configs = _configs(written, vllm)
+    pools = memory.pools_of(configs, vllm.engine, vllm.model)
+    found += guarded("configuration", configuration.check_environment, machine.environment, vllm)
+    found += guarded("configuration", configuration.check_arguments, vllm, configs)
+    found += guarded("versions", versions.check_versions, vllm)
+    found += guarded("versions", versions.check_gpu_packages, is_gpu)
+    found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
+    found += guarded("model", model.check_model, vllm, configs)
+    measured: dict[str, Any] = {"machine": _figures(machine), "copies": [asdict(t) for t in trials]}
+    if vllm.model is not None:
+        measured["model"] = asdict(vllm.model)
+        for trial in trials[:1]:
+            found += guarded("model", _break_even, vllm, trial, measured)
+    found += guarded("tiers", _check_tiers, configs, vllm, measured)
+    if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
+        found += guarded("tiers", check_user, is_root=machine.is_root)
+    order = ("configuration", "versions", "memory", "copies", "model", "tiers")
+    return sorted(found, key=lambda one: order.index(one.id.partition(".")[0])), measured
+
+
+def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[OffloadConfig]:
+    """Return our settings, shared by as many ranks as the engine has."""
+    num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
+    if not written.text and vllm.engine is not None:
+        # It was written as --kv-transfer-config.x or in a file, which only vLLM reads.
+        written = configuration.Written.read(json.dumps(vllm.engine.transfer_config))
+    try:
+        return written.configs(num_ranks)
+    except ConfigError:
+        return written.configs()
+
+
+def _memory_findings(
+    machine: Machine, pools: Sequence[memory.Pool], trials: Sequence[Trial], *, is_gpu: bool
+) -> list[Finding]:
+    nodes = {trial.name: trial.node for trial in trials} if is_gpu else {}
+    found = guarded("memory", memory.check_pool, machine, pools)
+    found += guarded("memory", memory.check_swap, machine, is_gpu=is_gpu)
+    found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
+    found += guarded("memory", memory.check_huge_pages, machine)
+    found += guarded("memory", memory.check_numa, machine, nodes, pools)
+    for trial in trials:
+        found += guarded("memory", copies.check_ready, trial, pools)
+    return found
+
+
+def _check_copies(
+    config: OffloadConfig, available_bytes: int, trials: list[Trial]
+) -> Iterator[Finding]:
+    """Try the copies of every device, and put what was found into `trials` too."""
+    too_little = list(copies.check_room(available_bytes))
+    yield from too_little
+    if too_little:
+        return
+    from safe_offload.commands.doctor.trial import devices, run_trial
+
+    for device in devices():
+        trial = run_trial(device, config)
+        trials.append(trial)
+        yield from copies.check_copies(trial)
+
+
+def _check_tiers(
+    configs: Sequence[OffloadConfig], vllm: VllmFacts, measured: dict[str, Any]
+) -> Iterator[Finding]:
+    """Try the tiers, and compare them with computing if that has been measured."""
+    token_bytes = 0 if vllm.model is None else int(vllm.model.token_bytes)
+    compute = measured.get("break_even", {}).get("compute_tokens_per_s", 0)
+    for config in configs:
+        for tier in config.tiers:
+            figures = measured.setdefault("tiers", [])
+            yield from tiers.check_tier(tier, figures, token_bytes, compute)
+
+
+def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:
+    from safe_offload.commands.doctor.trial import weight_seconds
+
+    assert vllm.model is not None
+    load_gbps = [rates["load"] for rates in trial.gbps.values()]
+    if not load_gbps:
+        return  # there is no way to load
+    num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
+    seconds = weight_seconds(trial.device, vllm.model.dtype)
+    result = model.break_even(vllm.model, num_ranks, max(load_gbps), seconds)
+    measured["break_even"] = asdict(result)
+    yield from model.check_break_even(result)
+
+
+def _figures(machine: Machine) -> dict[str, Any]:
+    names = ("available_bytes", "machine_available_bytes", "swap_bytes", "swap_used_bytes")
+    figures = {name: getattr(machine, name) for name in (*names, "memlock_bytes", "huge_pages")}
+    return figures | {
+        "numa_nodes": {node: facts.free_bytes for node, facts in machine.nodes.items()}
+    }

@@ -1,0 +1,216 @@
+"""Checks of what the user has written: our settings, vLLM's arguments, the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from safe_offload.commands.config import check, parse
+from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
+from safe_offload.commands.doctor.vllm_facts import VllmFacts
+from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
+from safe_offload.config.printing import without_arguments
+from safe_offload.config.tiers import SHARED_HASH, hash_problem
+from safe_offload.config.transfer_config import (
+    CONNECTOR_MODULE,
+    CONNECTOR_NAME,
+    DEFAULT_FAILURE_POLICY,
+    DEFAULT_KV_ROLE,
+)
+from safe_offload.errors import ConfigError
+from safe_offload.start.checks import DEFAULT_HASH
+
+PLUGIN_NAME: Final = "safe_offload"
+PLUGINS_VARIABLE: Final = "VLLM_PLUGINS"
+ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
+"""That nobody can make collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `--kv-transfer-config` says.
+
+    Attributes:
+        text: empty if it was not given, or in another form than JSON.
+        extras: `kv_connector_extra_config` of each of our connectors; the defaults if the text
+            cannot be used.
+        failure_policy, role: as they would be in force.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    text: str
+    extras: tuple[Mapping[str, Any], ...] = ({},)
+    failure_policy: str = DEFAULT_FAILURE_POLICY
+    role: str = DEFAULT_KV_ROLE
+    problem: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> Written:
+        """Check the text as the start of an engine does."""
+        if not text:
+            return cls(text)
+        try:
+            config, ours = check(parse(text))
+        except ConfigError as problem:
+            return cls(text, problem=str(problem))
+        extras = tuple(each.get("kv_connector_extra_config") or {} for each in ours.values())
+        return cls(text, extras, config.kv_load_failure_policy, config.kv_role)
+
+    def configs(self, world_size: int = 1) -> Sequence[OffloadConfig]:
+        """Return the settings of each of our connectors."""
+        return [OffloadConfig.from_extra_config(e, world_size=world_size) for e in self.extras]
+
+
+def check_written(written: Written) -> Iterator[Finding]:
+    """Check our settings and what stands beside them, without vLLM."""
+    id = "configuration.settings"
+    if written.problem:
+        expected = "a configuration that vLLM starts with"
+        yield refusal(id, written.problem, expected, "see `safe-offload config --explain`")
+        return
+    if written.text:
+        yield ok(id, "every key of --kv-transfer-config is known, and every value can be used")
+    else:
+        yield info(id, f"no --kv-transfer-config in JSON: the defaults of {CONNECTOR_NAME}")
+    for extra, config in zip(written.extras, written.configs(), strict=True):
+        sizes = [key for key in CAPACITY_KEYS if key in extra]
+        if len(sizes) > 1:
+            yield warning(
+                "configuration.size-keys",
+                f'{" and ".join(sizes)} are all written; only "{config.capacity_key}" counts',
+                "one key for the size of the pool",
+                "remove the others",
+            )
+    yield from _check_policy(written)
+
+
+def _check_policy(written: Written) -> Iterator[Finding]:
+    id = "configuration.failure-policy"
+    if written.failure_policy == "fail":
+        yield warning(
+            id,
+            'kv_load_failure_policy is "fail": a load that fails ends its request with an error',
+            f'"{DEFAULT_FAILURE_POLICY}", so that its tokens are computed again',
+            f'write "kv_load_failure_policy": "{DEFAULT_FAILURE_POLICY}" beside "kv_connector", '
+            "under MultiConnector beside its name",
+        )
+    else:
+        yield ok(id, "the tokens of a load that fails are computed again")
+    if written.role != DEFAULT_KV_ROLE:
+        yield warning(
+            "configuration.role",
+            f'kv_role "{written.role}" has no effect: {CONNECTOR_NAME} stores and loads anyway',
+            f'"{DEFAULT_KV_ROLE}"',
+            'leave "kv_role" out',
+        )
+
+
+def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterator[Finding]:
+    """Check that vLLM will find the connector by its name."""
+    id = "configuration.plugin"
+    wanted = f"vLLM loads the plugin {PLUGIN_NAME}"
+    allowed = environment.get(PLUGINS_VARIABLE)
+    names = [] if allowed is None else [name.strip() for name in allowed.split(",")]
+    if allowed is not None and PLUGIN_NAME not in names:
+        listed = ",".join([*filter(None, names), PLUGIN_NAME])
+        yield error(
+            id,
+            f'{PLUGINS_VARIABLE} is "{allowed}", so vLLM does not load {PLUGIN_NAME}',
+            wanted,
+            f"export {PLUGINS_VARIABLE}={listed}, or unset it",
+        )
+    elif not vllm.version:
+        return  # versions.vllm says so
+    elif vllm.connector_problem:
+        yield error(
+            id,
+            f"vLLM does not know {CONNECTOR_NAME}: {vllm.connector_problem}",
+            wanted,
+            "install safe-offload in the environment that runs vLLM, and a version of vLLM that "
+            "it is tested with",
+        )
+    elif vllm.connector and vllm.connector != CONNECTOR_MODULE:
+        yield error(
+            id,
+            f"another package has registered {CONNECTOR_NAME}: {vllm.connector}",
+            f"the one of {CONNECTOR_MODULE}",
+            f'add "kv_connector_module_path": "{CONNECTOR_MODULE}" to --kv-transfer-config',
+        )
+    elif vllm.connector:
+        yield ok(id, f"{wanted} and knows {CONNECTOR_NAME}")
+
+
+def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[Finding]:
+    """Check what vLLM says of all its arguments together, and with our settings."""
+    id = "configuration.arguments"
+    problem = without_arguments(vllm.arguments_problem) or vllm.engine_problem
+    if problem:
+        yield refusal(
+            id,
+            f"vLLM refuses its arguments: {problem}",
+            "arguments that vLLM starts with",
+            "correct the argument that the message names; if MODEL cannot be read here, give a "
+            "folder with its config.json",
+        )
+    elif vllm.engine is not None:
+        yield ok(id, "vLLM accepts them")
+    if vllm.engine is None:
+        return
+    if vllm.engine.other_offloading_gib is not None:
+        size = f"{vllm.engine.other_offloading_gib:g}"
+        yield error(
+            "configuration.offloading-size",
+            f"--kv-offloading-size {size} makes vLLM use a connector of its own in the place of "
+            f"{CONNECTOR_NAME}",
+            "no --kv-offloading-size",
+            f'remove it, and write "cpu_bytes_to_use": "{size}GiB" in kv_connector_extra_config',
+        )
+    yield from _check_prefix_caching(vllm)
+    yield from _check_hash(vllm.engine.hash_algorithm)
+    if any(config.tiers for config in configs):
+        yield _tier_hash(vllm.engine.hash_algorithm, has_seed=vllm.engine.has_hash_seed)
+
+
+def _check_prefix_caching(vllm: VllmFacts) -> Iterator[Finding]:
+    assert vllm.engine is not None
+    id = "configuration.prefix-caching"
+    if vllm.engine.prefix_caching:
+        yield ok(id, "prefix caching is on")
+        return
+    yield error(
+        id,
+        f"prefix caching is off, and without it {CONNECTOR_NAME} does nothing",
+        "prefix caching on, as it is by default for most models",
+        "remove --no-enable-prefix-caching; if it is not there, vLLM turns it off for this model: "
+        "try --enable-prefix-caching",
+    )
+
+
+def _check_hash(algorithm: str) -> Iterator[Finding]:
+    id = "configuration.hash"
+    if algorithm in ISOLATING_HASHES:
+        yield ok(id, f"blocks are found by {algorithm}, which nobody can make collide")
+    else:
+        yield warning(
+            id,
+            f"blocks are found by {algorithm}: a client could make a prompt collide with another's",
+            f"{ISOLATING_HASHES[0]}, unless you trust every client",
+            f"remove --prefix-caching-hash-algo, or write {ISOLATING_HASHES[0]}",
+        )
+
+
+def _tier_hash(algorithm: str, *, has_seed: bool) -> Finding:
+    id = "configuration.tier-hash"
+    if algorithm == DEFAULT_HASH:
+        algorithm = SHARED_HASH  # as the start does
+    problem = hash_problem(algorithm, has_seed=has_seed)
+    if problem is None:
+        return ok(id, f"other engines find what is in the tiers: by {algorithm}")
+    what, fix = problem
+    return error(
+        id,
+        f"prefix_caching_hash_algo is {algorithm}, which {what}",
+        'hashes that are the same in every process, which "tiers" need',
+        fix,
+    )

@@ -1,0 +1,158 @@
+"""What a check found, how it is shown, and what becomes of a check that fails itself."""
+
+from __future__ import annotations
+
+import enum
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safe_offload.config.printing import printable
+
+WIDTH: Final = 100
+NOT_CHECKED: Final = "not-checked"
+_FOUND_LENGTH_MAX: Final = 2000
+
+
+class Severity(enum.Enum):
+    """How bad a finding is, the worst first."""
+
+    ERROR = "error"
+    """The server would not start, or the connector would be of no use or do harm."""
+    WARNING = "warning"
+    """It works, but slower or less well than it could, or with a risk."""
+    OK = "ok"
+    INFO = "info"
+    """Says something without judging it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        id: theme and name, such as "memory.pool"; it stays the same from version to version.
+        found: in one sentence.
+        expected: what would be right; empty if that is what was found.
+        fix: what to do; empty if there is nothing to do.
+    """
+
+    id: str
+    severity: Severity
+    found: str
+    expected: str = ""
+    fix: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fields as words."""
+        return asdict(self) | {"severity": self.severity.value}
+
+
+def ok(id: str, found: str) -> Finding:
+    """Return a finding that all is well."""
+    return Finding(id, Severity.OK, found)
+
+
+def info(id: str, found: str) -> Finding:
+    """Return a finding that judges nothing."""
+    return Finding(id, Severity.INFO, found)
+
+
+def warning(id: str, found: str, expected: str, fix: str) -> Finding:
+    """Return a finding of something that could be better."""
+    return Finding(id, Severity.WARNING, found, expected, fix)
+
+
+def error(id: str, found: str, expected: str, fix: str) -> Finding:
+    """Return a finding of something that has to be changed."""
+    return Finding(id, Severity.ERROR, found, expected, fix)
+
+
+def split_message(message: str) -> tuple[str, str]:
+    """Return what one of our own error messages says before and after the word Fix."""
+    found, _, fix = message.partition("Fix: ")
+    return found.strip().removesuffix("."), fix.strip().removesuffix(".")
+
+
+def refusal(id: str, message: str, expected: str, otherwise: str) -> Finding:
+    """Return the error that a message of ours stands for; `otherwise` if it has no fix."""
+    found, fix = split_message(message)
+    return error(id, found, expected, fix or otherwise)
+
+
+def guarded(
+    theme: str, check: Callable[..., Iterable[Finding]], *facts: Any, **options: Any
+) -> list[Finding]:
+    """Return what a check finds; if it fails itself, that is what is found."""
+    try:
+        return list(check(*facts, **options))
+    except Exception as problem:
+        what = f"{type(problem).__name__} in {_place_of(problem)}"
+        return [
+            warning(
+                f"{theme}.{NOT_CHECKED}",
+                f"the check `{check.__name__}` failed: {what}",
+                "a check that runs",
+                "if another finding explains it, fix that first; otherwise open an issue with this "
+                "line. The other findings hold",
+            )
+        ]
+
+
+def _place_of(problem: BaseException) -> str:
+    """Return where an error comes from; its text may hold what a server has sent, or a secret."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    return ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames[-2:])
+
+
+def exit_status(findings: Iterable[Finding]) -> int:
+    """Return 0 if there is nothing to change, 1 otherwise."""
+    return int(any(found.severity in (Severity.ERROR, Severity.WARNING) for found in findings))
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """Return the findings as text, by theme, with a line that sums them up."""
+    lines: list[str] = []
+    for theme in dict.fromkeys(found.id.partition(".")[0] for found in findings):
+        lines += [f"{theme}"]
+        for found in findings:
+            if found.id.partition(".")[0] == theme:
+                lines += _lines(found)
+        lines.append("")
+    counts = {
+        severity: sum(found.severity is severity for found in findings) for severity in Severity
+    }
+    words = [
+        _count(counts[Severity.ERROR], "error"),
+        _count(counts[Severity.WARNING], "warning"),
+    ]
+    is_well = not exit_status(findings)
+    lines.append("Nothing to change." if is_well else f"{', '.join(words)}: see each `fix:` above.")
+    return "\n".join(lines)
+
+
+def _lines(found: Finding) -> Iterator[str]:
+    name = found.id.partition(".")[2]
+    head = f"  {found.severity.value:<8} {name:<16} "
+    yield from _wrapped(head, found.found)
+    for label, text in (("expected", found.expected), ("fix", found.fix)):
+        if text:
+            yield from _wrapped(f"{'':<28}{label}: ", text)
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        printable(" ".join(text.split()), _FOUND_LENGTH_MAX),
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * 28,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,129 @@
+"""What the system tells about this machine and this process; nothing else here reads it.
+
+Source: Linux kernel, Documentation/filesystems/proc.rst (meminfo, status), admin-guide/mm/
+transhuge.rst; ABI/stable/sysfs-devices-node; getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safe_offload.worker.memory.host_memory import available_host_bytes
+from safe_offload.worker.memory.placement import cores_of
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One NUMA node: the memory that is free on it, and its cores."""
+
+    free_bytes: int
+    cores: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts of the machine and of what this process may use of it.
+
+    Attributes:
+        available_bytes: of host memory, without swapping and below every limit of the cgroups.
+        machine_available_bytes: the same without the limits of the cgroups.
+        memlock_bytes: that a process may lock; None for no limit.
+        huge_pages: the word in brackets in `transparent_hugepage/enabled`, empty if unknown.
+        nodes: by number; empty if the system does not tell.
+        allowed_nodes: that this process may take memory from; empty if the system does not tell.
+        cores: that this process may run on.
+        environment: its variables.
+        is_root: this process may do everything.
+    """
+
+    available_bytes: int
+    machine_available_bytes: int
+    swap_bytes: int = 0
+    swap_used_bytes: int = 0
+    memlock_bytes: int | None = None
+    huge_pages: str = ""
+    nodes: Mapping[int, Node] = field(default_factory=dict)
+    allowed_nodes: frozenset[int] = frozenset()
+    cores: frozenset[int] = frozenset()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_root: bool = False
+
+
+def read_machine(
+    *,
+    proc: Path = Path("/proc"),
+    system: Path = Path("/sys"),
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+) -> Machine:
+    """Read the facts from the folders where Linux shows them."""
+    meminfo = _kib_values(proc / "meminfo")
+    swap_bytes = meminfo.get("SwapTotal", 0) * 1024
+    memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        available_bytes=available_host_bytes(
+            meminfo_path=proc / "meminfo",
+            cgroup_path=proc / "self/cgroup",
+            cgroup_root=cgroup_root,
+        ),
+        machine_available_bytes=meminfo.get("MemAvailable", 0) * 1024,
+        swap_bytes=swap_bytes,
+        swap_used_bytes=swap_bytes - meminfo.get("SwapFree", 0) * 1024,
+        memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
+        huge_pages=_chosen(system / "kernel/mm/transparent_hugepage/enabled"),
+        nodes=_read_nodes(system),
+        allowed_nodes=_allowed_nodes(proc / "self/status"),
+        cores=frozenset(os.sched_getaffinity(0)),
+        environment=dict(os.environ),
+        is_root=os.geteuid() == 0,
+    )
+
+
+def _read_nodes(system: Path) -> dict[int, Node]:
+    nodes: dict[int, Node] = {}
+    for folder in sorted((system / "devices/system/node").glob("node[0-9]*")):
+        number = int(folder.name[4:])
+        try:
+            cores = frozenset(cores_of(number, system))
+        except (OSError, ValueError):
+            cores = frozenset()
+        # Its lines begin with "Node 0 ". File cache counts as free: the kernel drops it on demand.
+        free = _kib_values(folder / "meminfo", skip=2)
+        free_kib = free.get("MemFree", 0) + free.get("FilePages", 0) - free.get("Shmem", 0)
+        nodes[number] = Node(free_kib * 1024, cores)
+    return nodes
+
+
+def _kib_values(path: Path, skip: int = 0) -> dict[str, int]:
+    """Return the `name: number kB` lines of a file, without the first `skip` words of each."""
+    values: dict[str, int] = {}
+    for line in _read(path).splitlines():
+        words = line.split()[skip:]
+        if len(words) > 1 and words[1].isdigit():
+            values[words[0].rstrip(":")] = int(words[1])
+    return values
+
+
+def _chosen(path: Path) -> str:
+    match = re.search(r"\[(\S+)\]", _read(path))
+    return match[1] if match else ""
+
+
+def _allowed_nodes(path: Path) -> frozenset[int]:
+    match = re.search(r"^Mems_allowed_list:\s*(\S+)", _read(path), re.MULTILINE)
+    nodes: set[int] = set()
+    for part in match[1].split(",") if match else ():
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    return frozenset(nodes)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,193 @@
+"""Checks of the host memory: how much there is, whether it can be locked, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from safe_offload.commands.doctor.findings import Finding, info, ok, refusal, warning
+from safe_offload.commands.doctor.machine import Machine
+from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.units import format_bytes
+from safe_offload.errors import ConfigError
+from safe_offload.worker.memory.host_memory import check_host_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The host memory of one of our connectors, on this machine.
+
+    Attributes:
+        config: its settings.
+        rank_bytes: of each rank; None if it is set in blocks whose size is not known.
+        num_ranks: of all engines on this machine.
+    """
+
+    config: OffloadConfig
+    rank_bytes: int | None
+    num_ranks: int
+
+    @property
+    def bytes(self) -> int | None:
+        """Return the memory of all ranks."""
+        return None if self.rank_bytes is None else self.rank_bytes * self.num_ranks
+
+
+def pools_of(
+    configs: Sequence[OffloadConfig], engine: EngineFacts | None, model: ModelFacts | None
+) -> list[Pool]:
+    """Return the pool of each connector, as far as engine and model are known."""
+    num_ranks = 1 if engine is None else engine.num_local_ranks
+    pools = []
+    for config in configs:
+        rank_bytes: int | None = config.cpu_bytes_per_rank
+        if config.num_slots is not None:
+            block_bytes = None if model is None else model.block_bytes // config.world_size
+            rank_bytes = None if block_bytes is None else config.num_slots * block_bytes
+        pools.append(Pool(config, rank_bytes, num_ranks))
+    return pools
+
+
+def check_pool(machine: Machine, pools: Sequence[Pool]) -> Iterator[Finding]:
+    """Compare the pools of all ranks with what the machine and the cgroups leave."""
+    id = "memory.pool"
+    limit = ""
+    if machine.available_bytes < machine.machine_available_bytes:
+        size = format_bytes(machine.machine_available_bytes)
+        limit = f" (the cgroup of this process allows that much; the machine has {size})"
+    for pool in pools:
+        if pool.rank_bytes is None:
+            yield info(id, 'only with MODEL is known how many bytes "num_cpu_blocks" are')
+            continue
+        try:
+            check_host_bytes(
+                pool.config,
+                pool_bytes_per_rank=pool.rank_bytes,
+                num_ranks_on_host=pool.num_ranks,
+                available_bytes=machine.available_bytes,
+            )
+        except ConfigError as problem:
+            expected = f"a pool that fits{limit}"
+            yield refusal(id, str(problem), expected, "give a smaller pool")
+            continue
+        ranks = f" for {pool.num_ranks} ranks" if pool.num_ranks > 1 else ""
+        yield ok(
+            id,
+            f"{format_bytes(pool.bytes or 0)}{ranks} of {format_bytes(machine.available_bytes)} "
+            f"that is available{limit}",
+        )
+
+
+def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
+    """See whether the pool could be swapped out, which makes a load slower than computing."""
+    id = "memory.swap"
+    if not machine.swap_bytes:
+        yield ok(id, "there is no swap, so no page of the pool can be swapped out")
+    elif machine.swap_used_bytes and not is_gpu:
+        yield warning(
+            id,
+            f"{format_bytes(machine.swap_used_bytes)} of swap is in use; pages of the pool could "
+            "be swapped out, and reading them back takes longer than computing",
+            "a machine that does not swap",
+            "give a smaller pool, stop what else needs memory, or swapoff -a",
+        )
+    else:
+        used = f"{format_bytes(machine.swap_used_bytes)} of {format_bytes(machine.swap_bytes)}"
+        locked = "; a page-locked pool is not swapped out" if is_gpu else ""
+        yield info(id, f"{used} of swap is in use{locked}")
+
+
+def check_memlock(machine: Machine, pools: Sequence[Pool], *, is_gpu: bool) -> Iterator[Finding]:
+    """Compare the limit for locked memory with the pool of a rank."""
+    id = "memory.memlock"
+    limit_bytes = machine.memlock_bytes
+    if limit_bytes is None:
+        yield ok(id, "a process may lock as much memory as it likes")
+        return
+    limit = f"a process may lock {format_bytes(limit_bytes)} of memory (ulimit -l)"
+    wanted_bytes = max((pool.rank_bytes or 0 for pool in pools), default=0)
+    if not is_gpu:
+        yield info(id, f"{limit}; the CPU engine locks none, so this does not matter here")
+    elif limit_bytes >= wanted_bytes:
+        yield ok(id, limit)
+    else:
+        yield warning(
+            id,
+            f"{limit}: the driver may refuse to page-lock the pool, and copies from pageable "
+            "memory are slower and hold up one another",
+            f"at least {format_bytes(wanted_bytes)}, the pool of one rank, or no limit",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd",
+        )
+
+
+def check_huge_pages(machine: Machine) -> Iterator[Finding]:
+    """See whether the kernel gives huge pages to those who ask, as the pool does."""
+    id = "memory.huge-pages"
+    folder = "/sys/kernel/mm/transparent_hugepage"
+    if not machine.huge_pages:
+        yield info(id, "the system does not tell whether it has transparent huge pages")
+    elif machine.huge_pages == "never":
+        yield warning(
+            id,
+            "transparent huge pages are off: making the pool ready takes longer",
+            '"madvise" or "always"',
+            f"echo madvise > {folder}/enabled, on the host",
+        )
+    else:
+        yield ok(id, f'transparent huge pages are "{machine.huge_pages}": the pool asks for them')
+
+
+def check_numa(
+    machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[Pool]
+) -> Iterator[Finding]:
+    """Compare the node of each GPU with the cores and the memory that this process may use.
+
+    Args:
+        machine: has the nodes.
+        gpu_nodes: of each GPU, by its name; None where there is only one or none.
+        pools: whose pages should lie on these nodes.
+    """
+    id = "memory.numa"
+    if not gpu_nodes:
+        yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so any of them will do")
+        return
+    rank_bytes = sum(pool.rank_bytes or 0 for pool in pools)
+    needed: dict[int, int] = {}
+    for gpu, node in gpu_nodes.items():
+        if node is None or node not in machine.nodes:
+            yield info(id, f"{gpu} is on no NUMA node that the system tells")
+            continue
+        needed[node] = needed.get(node, 0) + rank_bytes
+        yield _placement(id, machine, gpu, node)
+    for node, needed_bytes in needed.items():
+        free_bytes = machine.nodes[node].free_bytes
+        if needed_bytes > free_bytes:
+            yield warning(
+                id,
+                f"the pools of the GPUs on NUMA node {node} need {format_bytes(needed_bytes)}, and "
+                f"{format_bytes(free_bytes)} is free there: the rest lies on another node, and "
+                "copies of it have about half the rate",
+                f"{format_bytes(needed_bytes)} free on node {node}",
+                "give a smaller pool, or stop what else uses that node",
+            )
+
+
+def _placement(id: str, machine: Machine, gpu: str, node: int) -> Finding:
+    has_cores = bool(machine.nodes[node].cores & machine.cores)
+    has_memory = not machine.allowed_nodes or node in machine.allowed_nodes
+    if has_cores and has_memory:
+        return ok(id, f"{gpu} is on NUMA node {node}, whose cores and memory may be used")
+    what = "memory" if has_cores else "cores"
+    return warning(
+        id,
+        f"{gpu} is on NUMA node {node}, and this process may not use the {what} of that node: the "
+        "pool will lie on another one, with about half the rate",
+        f"cores and memory of node {node}",
+        f"docker run --cpuset-cpus and --cpuset-mems with node {node}; in Kubernetes a CPU manager "
+        "policy with topology hints",
+    )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} NUMA node{'' if count == 1 else 's'}" if count else "no NUMA nodes are told"

@@ -1,0 +1,215 @@
+"""Asks vLLM what it makes of the arguments of `vllm serve`; run by `vllm_facts.Probe`.
+
+Nothing is started and no weight is read. The model is made of tensors without memory, which tells
+the bytes of its KV cache exactly, whatever kinds of attention it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from safe_offload.commands.doctor.vllm_facts import MARK
+from safe_offload.config.transfer_config import CONNECTOR_NAME
+from safe_offload.start import plugin
+
+ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest request has to fit
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is known in a line, after each thing that is found out; the last line counts."""
+    known: dict[str, Any] = {}
+
+    def tell(**facts: Any) -> None:
+        known.update(facts)
+        print(MARK, json.dumps(known, default=str), flush=True)
+
+    try:
+        import torch
+        import vllm
+        from vllm.plugins import load_general_plugins
+
+        tell(version=vllm.__version__, torch_version=torch.__version__)
+        load_general_plugins()
+    except Exception as error:
+        tell(problem=_in_words(error), is_complete=True)
+        return 0
+    try:
+        from safe_offload import compat
+
+        installed = compat.installed_version() or vllm.__version__
+        tell(version=installed, tested=compat.TESTED_VERSIONS)
+    except Exception as error:
+        tell(connector_problem=_in_words(error), is_complete=True)
+        return 0
+    try:
+        tell(connector=_connector_module())
+    except Exception as error:
+        tell(connector_problem=_in_words(error))
+        plugin.register()  # as the fix will, to find out what else there is
+    _ask_about(arguments, tell)
+    tell(is_complete=True)
+    return 0
+
+
+def _connector_module() -> str:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return str(KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME).__module__)
+
+
+def _ask_about(arguments: Sequence[str], tell: Any) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from safe_offload import compat
+
+    complaint = io.StringIO()
+    try:
+        parser = compat.make_serve_parser()
+        with contextlib.redirect_stderr(complaint):
+            namespace = parser.parse_args(list(arguments))
+            if namespace.model_tag is not None:
+                vars(namespace)["model"] = namespace.model_tag
+            engine_args = AsyncEngineArgs.from_cli_args(namespace)
+    except SystemExit:
+        tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
+        return
+    except Exception as error:
+        tell(arguments_problem=_in_words(error))
+        return
+    tell(engine=_from_arguments(engine_args))
+    if engine_args.model == parser.get_default("model"):
+        return
+    tell(model_name=engine_args.model)
+    try:
+        tell(engine=_from_config(engine_args.create_engine_config(), engine_args))
+    except Exception as error:
+        tell(engine_problem=_in_words(error))
+    try:
+        tell(model=_model_facts(engine_args))
+    except Exception as error:
+        tell(model_problem=_in_words(error))
+
+
+def _from_arguments(args: Any) -> dict[str, Any]:
+    """What is known of an engine without its model."""
+    from safe_offload import compat
+
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    return {
+        "prefix_caching": args.enable_prefix_caching is not False,
+        "hash_algorithm": args.prefix_caching_hash_algo,
+        "transfer_config": _fields_of(args.kv_transfer_config),
+        "num_ranks": num_ranks,
+        "num_local_ranks": num_ranks
+        // (args.nnodes or 1)
+        * (args.data_parallel_size_local or args.data_parallel_size),
+        "other_offloading_gib": args.kv_offloading_size,
+        "has_hash_seed": compat.has_hash_seed(args.prefix_caching_hash_algo),
+    }
+
+
+def _from_config(config: Any, args: Any) -> dict[str, Any]:
+    from safe_offload import compat
+
+    parallel = config.parallel_config
+    return _from_arguments(args) | {
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
+        "transfer_config": _fields_of(config.kv_transfer_config),
+        "num_ranks": parallel.world_size,
+        "num_local_ranks": compat.num_ranks_on_host(parallel)
+        if compat.are_workers_here(parallel)
+        else 1,
+    }
+
+
+def _fields_of(transfer_config: Any) -> dict[str, Any]:
+    if transfer_config is None:
+        return {}
+    names = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+    return {name: getattr(transfer_config, name) for name in names}
+
+
+def _model_facts(args: Any) -> dict[str, Any]:
+    """Make the model of one rank out of tensors without memory, and ask for its KV cache."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    from safe_offload import compat
+
+    one_rank = dataclasses.replace(
+        args,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        kv_transfer_config=None,
+        kv_offloading_size=None,
+    )
+    config = one_rank.create_engine_config()
+    with set_current_vllm_config(config):
+        # One process that meets no other: a store in memory, no port and no file.
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        init_distributed_environment(1, 0, "env://", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        torch.set_default_dtype(config.model_config.dtype)
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=config)
+        spec = get_kv_cache_spec(config)
+        compat.settle_kv_cache_layout(config)
+        (kv_cache,) = get_kv_cache_configs(config, [spec], [ENOUGH_BYTES])
+        return {
+            "block_bytes": compat.block_bytes(kv_cache),
+            "num_request_blocks": compat.num_blocks_of_longest_request(config, kv_cache),
+            "max_model_len": config.model_config.max_model_len,
+            "num_groups": len(kv_cache.kv_cache_groups),
+            "num_parameters": _num_parameters(model, config.model_config.hf_text_config),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "num_step_tokens_max": config.scheduler_config.max_num_batched_tokens,
+        }
+
+
+def _num_parameters(model: Any, hf_config: Any) -> int:
+    """Count the parameters that a token is computed with: of experts those that are chosen."""
+    num_chosen = getattr(hf_config, "num_experts_per_tok", None) or 1
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    num_experts = next((n for name in names if (n := getattr(hf_config, name, None))), num_chosen)
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        is_routed = ".experts." in name
+        total += parameter.numel() * (num_chosen / num_experts if is_routed else 1)
+    return round(total)
+
+
+def _in_words(error: Exception) -> str:
+    return _of_pydantic(str(error).splitlines()) or type(error).__name__
+
+
+def _of_pydantic(lines: Sequence[str]) -> str:
+    """Return what is wrong, without what pydantic and argparse say around it."""
+    for line in lines:
+        _, is_pydantic, rest = line.partition("Value error, ")
+        if is_pydantic:
+            return rest.partition(" [type=value_error")[0]
+    found = next((line for line in lines if " error: " in line), lines[0] if lines else "")
+    return found.partition(" error: ")[2] or found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,4 @@
+"""What doctor finds about tiers: directories, servers, buckets.
+
+Imports tiers and doctor's findings. Door: `check`.
+"""

@@ -1,0 +1,164 @@
+"""How fast a tier writes and reads objects, and what that means against computing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+from safe_offload.commands.doctor.findings import Finding, info, warning
+from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import MIB
+from safe_offload.errors import SafeOffloadError
+from safe_offload.tiers.base import Name, Result, Tier
+from safe_offload.tiers.choice import open_tier
+
+NUM_OBJECTS: Final = 16
+OBJECT_BYTES: Final = 2 * MIB
+RATE_S_MAX: Final = 10.0
+"""Of writing and of reading; what is not begun by then is left out."""
+TRIAL_S: Final = 60.0
+"""All that is tried of a tier over the network."""
+T = TypeVar("T")
+
+
+def trial_facts() -> dict[str, str]:
+    """Return what makes a namespace that nobody else uses."""
+    return {"model": "safe-offload doctor", "trial": secrets.token_hex(8)}
+
+
+def trial_names(namespace: bytes) -> list[Name]:
+    """Return the names of the objects that are written, to be deleted again."""
+    return [Name(namespace, 0, index.to_bytes(32, "big")) for index in range(NUM_OBJECTS)]
+
+
+def try_rates(
+    config: TierConfig,
+    places: Callable[[bytes], Iterable[str]],
+    delete: Callable[[str], object],
+) -> tuple[float, float]:
+    """Return bytes a second of writing and of reading over the network; nothing is left there.
+
+    Args:
+        config: of the tier.
+        places: from a namespace to where its objects and its description are.
+        delete: deletes what is in one place.
+    """
+    tier, namespace_of = open_tier(config, OBJECT_BYTES, trial_facts())
+    space = namespace_of("")
+    try:
+        return asyncio.run(rates_of(tier, space))
+    finally:
+        for place in places(space):
+            with contextlib.suppress(Exception):
+                delete(place)
+
+
+async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
+    """Return bytes a second of writing and of reading; the tier is closed.
+
+    Args:
+        tier: has slots of OBJECT_BYTES.
+        namespace: that nobody else uses.
+    """
+    memory = memoryview(mmap.mmap(-1, NUM_OBJECTS * OBJECT_BYTES))
+    memory[:] = os.urandom(memory.nbytes)
+    starts = range(0, memory.nbytes, OBJECT_BYTES)
+    slots = [(memory[start : start + OBJECT_BYTES],) for start in starts]
+    names = trial_names(namespace)
+    rates = []
+    try:
+        for move in (tier.spill, tier.fetch):
+            start_s = time.monotonic()
+            task = asyncio.create_task(move(names, slots))
+            await asyncio.wait([task], timeout=RATE_S_MAX)
+            task.cancel()  # what has not begun; it returns normally
+            num_done = (await task).count(Result.DONE)
+            rates.append(num_done * OBJECT_BYTES / (time.monotonic() - start_s))
+    finally:
+        await tier.close()
+    return rates[0], rates[1]
+
+
+def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+    """Return what a trial finds; it is left behind if it takes longer than TRIAL_S.
+
+    Args:
+        label: of the tier.
+        work: tries all that is tried.
+        failed: from a problem to what was found.
+
+    Raises:
+        Exception: of the work, if it is none of ours.
+    """
+    found: list[T] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except SafeOffloadError as problem:
+            found.append(failed(str(problem)))
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name="safe-offload-doctor", daemon=True)
+    thread.start()
+    thread.join(TRIAL_S)
+    if problems:
+        raise problems[0]
+    return found[0] if found else failed(f"{label} does not come to an end")
+
+
+def check_rate(
+    label: str,
+    rates: tuple[float, float],
+    token_bytes: int,
+    compute_tokens_per_s: int,
+    expected: str = "a file system with room for some MiB",
+) -> Finding:
+    """Judge the rates of a tier.
+
+    Args:
+        label: of the tier.
+        rates: bytes a second of writing and of reading; 0 if nothing could be written or read.
+        token_bytes: of all ranks; 0 if the model is not known.
+        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
+        expected: what a tier with rates is.
+    """
+    id = "tiers.rate"
+    if not all(rates):
+        return warning(
+            id,
+            f"{label}: no object could be written and read again",
+            expected,
+            "look at the other findings of this tier",
+        )
+    write, read = (rate / 1e9 for rate in rates)
+    found = f"{label}: objects are written at {write:.2g} GB/s and read at {read:.2g} GB/s"
+    if token_bytes:
+        found += f", {rates[1] / token_bytes:.0f} tokens a second"
+    if compute_tokens_per_s:
+        found += f" (computing: at most {compute_tokens_per_s}; the server measures both)"
+    return info(id, found)
+
+
+def round_trip(call: Callable[[], Any], count: int) -> float:
+    """Return the median of how many seconds a call takes."""
+    taken = []
+    for _ in range(count):
+        start_s = time.monotonic()
+        call()
+        taken.append(time.monotonic() - start_s)
+    return sorted(taken)[count // 2]
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time for people."""
+    return f"{seconds * 1e3:.2g} ms"

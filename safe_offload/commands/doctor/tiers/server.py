@@ -1,0 +1,357 @@
+"""A Valkey or Redis server on trial: whether it can be used, how it is set, how fast it is.
+
+What is written is written to a namespace of its own, with a time to live of five minutes, and
+deleted again.
+
+Source: https://valkey.io/commands/info/ and https://valkey.io/topics/lru-cache/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from safe_offload.commands.cache.valkey_client import Server, code_of
+from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
+from safe_offload.commands.doctor.tiers.rates import (
+    check_rate,
+    in_time,
+    milliseconds,
+    round_trip,
+    trial_facts,
+    trial_names,
+    try_rates,
+)
+from safe_offload.config.printing import printable
+from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import format_bytes
+from safe_offload.tiers.naming import namespace
+from safe_offload.tiers.valkey.commands import (
+    DEL,
+    EXISTS,
+    GET,
+    GETEX,
+    NOT_NEEDED,
+    PEXPIRE,
+    SET,
+    SETNAME,
+    SLOTS,
+    WITH_TTL,
+    allowing,
+    sent_by,
+    words_of,
+)
+from safe_offload.tiers.valkey.login import CLIENT_NAME
+from safe_offload.tiers.valkey.names import ALL_KEYS, description_key, key_of
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+ANSWER_S: Final = 3.0
+NUM_PINGS: Final = 21
+TTL_S: Final = 300
+_LRU: Final = "allkeys-lru"
+_WORD_LENGTH_MAX: Final = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTrial:
+    """What the trial of a server found; None and empty stand for what could not be seen.
+
+    Attributes:
+        label: what the log calls it.
+        problem: why nothing could be tried; empty if it could.
+        version: its name and version.
+        num_nodes: that have keys.
+        is_cluster: keys are spread over nodes.
+        maxmemory_bytes: of all nodes; 0 for no limit.
+        used_bytes: of all nodes.
+        policies: what nodes evict.
+        persistence: what is written to disk.
+        num_evicted: keys, since the nodes started.
+        denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
+            the code of the answer.
+        unseen: what could not be asked.
+        ttl_s: what the server says of a key that lives TTL_S.
+        latency_s: of one round trip.
+        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
+    """
+
+    label: str
+    problem: str = ""
+    version: str = ""
+    num_nodes: int = 1
+    is_cluster: bool = False
+    maxmemory_bytes: int | None = None
+    used_bytes: int | None = None
+    policies: tuple[str, ...] = ()
+    persistence: tuple[str, ...] | None = None
+    num_evicted: int | None = None
+    denied: Mapping[str, str] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
+    ttl_s: float | None = None
+    latency_s: float = 0.0
+    write_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+
+
+def try_server(config: TierConfig) -> ServerTrial:
+    """Try the server of a tier; it takes a minute at most."""
+    label = config.location.label
+    return in_time(
+        label, lambda: _try(config), lambda problem: ServerTrial(label=label, problem=problem)
+    )
+
+
+def _try(config: TierConfig) -> ServerTrial:
+    server = Server(config, ANSWER_S)
+    try:
+        with server.errors():
+            latency_s = max(round_trip(partial(_name, node), NUM_PINGS) for node in server.nodes)
+            seen = [look(node) for node in server.nodes]
+            refused, is_cluster, ttl_s = _refusals(server)
+            sent = *sent_by(config), *([GET] if GETEX in refused else [])
+            denied = {name: refused[name] for name in sent if name in refused}
+            rates = 0.0, 0.0
+            if not _without_use(denied, is_cluster):
+                rates = _rates(config, server, refused)
+    finally:
+        with contextlib.suppress(Exception):
+            server.close()
+    return ServerTrial(
+        label=server.label,
+        version=next((each["version"] for each in seen if "version" in each), ""),
+        num_nodes=len(server.nodes),
+        is_cluster=is_cluster,
+        maxmemory_bytes=_sum(seen, "maxmemory"),
+        used_bytes=_sum(seen, "used_memory"),
+        policies=tuple(sorted({each["policy"] for each in seen if "policy" in each})),
+        persistence=_persistence(seen),
+        num_evicted=_sum(seen, "evicted_keys"),
+        denied=denied,
+        unseen=tuple(sorted({name for each in seen for name in each["unseen"]})),
+        ttl_s=ttl_s,
+        latency_s=latency_s,
+        write_bytes_per_s=rates[0],
+        read_bytes_per_s=rates[1],
+    )
+
+
+def look(node: Redis) -> dict[str, Any]:
+    """Return how a node is set, as far as it tells."""
+    from redis.exceptions import ResponseError
+
+    found: dict[str, Any] = {"unseen": []}
+    try:
+        facts: Any = node.info()
+        found |= {name: facts[name] for name in ("maxmemory", "used_memory", "evicted_keys")}
+        name = "Valkey" if "valkey_version" in facts else "Redis"
+        version = facts.get("valkey_version") or facts["redis_version"]
+        found["version"] = f"{name} {printable(str(version), _WORD_LENGTH_MAX)}"
+        found["policy"] = printable(str(facts["maxmemory_policy"]), _WORD_LENGTH_MAX)
+        found["append-only file"] = bool(facts["aof_enabled"])
+    except ResponseError:
+        found["unseen"].append("INFO")
+    except KeyError:  # a server that speaks the protocol and is none of the two
+        found["unseen"].append("parts of INFO")
+    try:
+        settings: Any = node.config_get("save")
+        found["snapshots"] = bool(settings["save"])
+    except (ResponseError, KeyError):
+        found["unseen"].append("CONFIG GET save")
+    return found
+
+
+def _sum(seen: list[dict[str, Any]], name: str) -> int | None:
+    """Return a sum over all nodes; 0 if one has none, None if one does not tell."""
+    values = [each.get(name) for each in seen]
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(numbers) < len(values):
+        return None
+    return 0 if name == "maxmemory" and 0 in numbers else sum(numbers)
+
+
+def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
+    kinds = ("append-only file", "snapshots")
+    if not any(kind in each for each in seen for kind in kinds):
+        return None
+    return tuple(kind for kind in kinds if any(each.get(kind) for each in seen))
+
+
+def _name(node: Redis) -> str:
+    """Give a connection the name that the tier gives it; return the code of an error."""
+    return _code_of_answer(node, SETNAME, CLIENT_NAME)
+
+
+def _code_of_answer(node: Redis, name: str, *arguments: object) -> str:
+    from redis.exceptions import ResponseError
+
+    execute: Any = node.execute_command
+    try:
+        execute(*words_of(name), *arguments)
+    except ResponseError as problem:
+        return code_of(problem)
+    return ""
+
+
+def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
+    """Try what tiers send.
+
+    Returns:
+        The codes of what is refused, by command; whether keys are spread over nodes; and how long
+        a key lives that was to live TTL_S, None if that is not told.
+    """
+    from redis.exceptions import ResponseError
+
+    keys = [key_of(name).decode() for name in trial_names(namespace(trial_facts()))]
+    node, expiry = server.node_of(keys[0]), ("PX", TTL_S * 1000)
+    codes = {SETNAME: _name(node), SLOTS: "" if server.tells_nodes else "NOPERM"}
+    for name, *arguments in (
+        *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, TTL_S * 1000)),
+    ):
+        codes[name] = _code_of_answer(node, name, keys[0], *arguments)
+    ttl_s = None
+    with contextlib.suppress(ResponseError):
+        ttl_s = node.pttl(keys[0]) / 1000
+    codes[DEL] = _code_of_answer(node, DEL, keys[0])
+    is_cluster = server.is_cluster
+    if not server.tells_nodes:  # then MOVED is all that tells a node of a cluster
+        is_cluster = any(_code_of_answer(node, EXISTS, key) == "MOVED" for key in keys)
+    is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
+    return is_told, is_cluster, ttl_s
+
+
+def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
+    """Return whether a tier does not work without what is refused."""
+    return not NOT_NEEDED.issuperset(refused) or (is_cluster and SLOTS in refused)
+
+
+def _rates(config: TierConfig, server: Server, refused: Collection[str]) -> tuple[float, float]:
+    def keys(space: bytes) -> list[str]:
+        return [key.decode() for key in (*map(key_of, trial_names(space)), description_key(space))]
+
+    may_expire = not set(WITH_TTL).intersection(refused)
+    if DEL in refused and not may_expire:
+        return 0.0, 0.0  # it would stay
+    config = dataclasses.replace(config, ttl_s=TTL_S if may_expire else None)
+    return try_rates(config, keys, lambda key: server.node_of(key).delete(key))
+
+
+def check_server(
+    config: TierConfig, trial: ServerTrial, token_bytes: int = 0, compute_tokens_per_s: int = 0
+) -> Iterator[Finding]:
+    """Judge what was found.
+
+    Args:
+        config: of the tier.
+        trial: of its server.
+        token_bytes: of all ranks; 0 if the model is not known.
+        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
+    """
+    label = trial.label
+    if trial.problem:
+        expected = "a server that can be reached and logged in to"
+        yield refusal("tiers.server", trial.problem, expected, "look whether the server hangs")
+        return
+    nodes = f", a cluster of {trial.num_nodes} nodes with keys" if trial.num_nodes > 1 else ""
+    yield ok(
+        "tiers.server",
+        f"{label} can be reached and logged in to: {trial.version or 'a server'}{nodes}",
+    )
+    yield _access(trial)
+    yield from _memory(trial)
+    yield from _eviction(config, trial)
+    if trial.persistence:
+        yield warning(
+            "tiers.persistence",
+            f"{label} writes to disk: {' and '.join(trial.persistence)}",
+            "none: a cache fills again, and a fork can take as much memory again",
+            'set save "" and appendonly no',
+        )
+    elif trial.persistence is not None:
+        yield ok("tiers.persistence", f"{label} writes nothing to disk, as far as it tells")
+    if config.ttl_s is not None:
+        yield _ttl(trial)
+    if trial.unseen:
+        yield info(
+            "tiers.unseen",
+            f"{label} does not tell this user everything: {', '.join(trial.unseen)}; a user with "
+            "+info +config|get sees it",
+        )
+    yield info("tiers.latency", f"{label}: a round trip takes {milliseconds(trial.latency_s)}")
+    rates = trial.write_bytes_per_s, trial.read_bytes_per_s
+    expected = "a server with room for some MiB that answers in time"
+    yield check_rate(label, rates, token_bytes, compute_tokens_per_s, expected)
+
+
+def _access(trial: ServerTrial) -> Finding:
+    id, codes = "tiers.access", set(trial.denied.values())
+    if not trial.denied:
+        return ok(id, f"{trial.label} lets this user read, write and delete")
+    denied = ", ".join(f"{name.upper()} ({code})" for name, code in trial.denied.items())
+    fix = "look at the log of the server"
+    if "NOPERM" in codes:
+        denied_to_user = [name for name, code in trial.denied.items() if code == "NOPERM"]
+        fix = f"give the user of the url ~{ALL_KEYS} {allowing(denied_to_user)}"
+    elif "OOM" in codes:
+        fix = f"raise maxmemory, and set maxmemory-policy {_LRU}, so that it makes room itself"
+    elif "READONLY" in codes:
+        fix = "name the primary in the url, not a replica"
+    kind = error if _without_use(trial.denied, trial.is_cluster) else warning
+    return kind(id, f"{trial.label} refuses {denied}", "all that the tier sends", fix)
+
+
+def _memory(trial: ServerTrial) -> Iterator[Finding]:
+    id = "tiers.memory"
+    if trial.maxmemory_bytes is None:
+        return
+    used = format_bytes(trial.used_bytes or 0)
+    if trial.maxmemory_bytes == 0:
+        yield warning(
+            id,
+            f"{trial.label} has no maxmemory, and uses {used}: it grows until its machine has no "
+            "memory left",
+            "a limit below the memory of its machine or container",
+            "set maxmemory to nine tenths of that memory",
+        )
+    else:
+        of = format_bytes(trial.maxmemory_bytes)
+        yield ok(id, f"{trial.label} uses {used} of a maxmemory of {of}")
+
+
+def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
+    id = "tiers.eviction"
+    fix = f"set maxmemory-policy {_LRU}"
+    expected = "what was not used for longest goes first"
+    for policy in trial.policies:
+        found = f"{trial.label} has the policy {policy}"
+        if policy == "noeviction":
+            found += ": once it is full, nothing new is stored"
+            yield warning(id, found, expected, fix)
+        elif policy.startswith("volatile") and config.ttl_s is None:
+            found += ', which evicts nothing without a time to live, and there is no "ttl"'
+            yield warning(id, found, expected, f'{fix}, or write a "ttl" into the tier')
+        elif policy.endswith("random"):
+            found += ", which also evicts what is in use"
+            yield warning(id, found, expected, fix)
+        else:
+            so_far = "" if trial.num_evicted is None else f"; {trial.num_evicted:,} keys so far"
+            yield ok(id, f"{found}{so_far}")
+
+
+def _ttl(trial: ServerTrial) -> Finding:
+    id = "tiers.ttl"
+    if trial.ttl_s is None:
+        return info(id, f"{trial.label} does not tell how long a key lives (PTTL)")
+    if not TTL_S - 60 <= trial.ttl_s <= TTL_S:
+        return warning(
+            id,
+            f"{trial.label} gave {trial.ttl_s:.0f} s to a key that was to live {TTL_S} s",
+            "keys that live as long as they are told to",
+            "look for a proxy, or a clock of the server that jumps",
+        )
+    return ok(id, f"{trial.label} lets keys live as long as they are told to")

@@ -1,0 +1,140 @@
+"""What vLLM makes of the user's arguments, asked in a process of its own.
+
+Importing vLLM takes seconds, may fail and may end the process. A process of its own is also what
+the user is about to start: it has the same environment and loads the same plugins.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+PROBE: Final = "safe_offload.commands.doctor.probe"
+PROBE_TIMEOUT_S: Final = 300.0
+MARK: Final = "safe-offload-doctor:"
+"""What the line with the facts begins with; vLLM prints others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """The configuration that an engine with these arguments has.
+
+    Attributes:
+        transfer_config: fields of its KVTransferConfig, as vLLM and we have completed them.
+        num_ranks: workers of one engine.
+        num_local_ranks: workers on this machine, of all data-parallel replicas here.
+        other_offloading_gib: `--kv-offloading-size`; None if it is not set.
+        has_hash_seed: hashes begin with the same seed in every process.
+    """
+
+    prefix_caching: bool
+    hash_algorithm: str
+    transfer_config: dict[str, Any]
+    num_ranks: int
+    num_local_ranks: int
+    other_offloading_gib: float | None
+    has_hash_seed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What follows from a model's configuration; of all ranks together, as if there were one.
+
+    Attributes:
+        block_bytes: of a GPU block, over all layers.
+        num_request_blocks: that a request of `max_model_len` holds.
+        num_parameters: that compute each token; of experts only those that are chosen.
+        num_step_tokens_max: a step computes no more.
+    """
+
+    block_bytes: int
+    num_request_blocks: int
+    max_model_len: int
+    num_groups: int
+    num_parameters: int
+    dtype: str
+    num_step_tokens_max: int
+
+    @property
+    def token_bytes(self) -> float:
+        """Return the host memory of one token in a request of `max_model_len`."""
+        return self.num_request_blocks * self.block_bytes / self.max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFacts:
+    """What the process found out; each `..._problem` says why something is not known.
+
+    Attributes:
+        version: of vLLM; empty if it cannot be imported.
+        tested: versions that this package is tested with.
+        connector: module that vLLM takes our name for; empty if it does not know the name.
+        model_name: empty if none was given.
+    """
+
+    version: str = ""
+    tested: tuple[tuple[int, int], ...] = ()
+    torch_version: str = ""
+    problem: str = ""
+    connector: str = ""
+    connector_problem: str = ""
+    arguments_problem: str = ""
+    engine: EngineFacts | None = None
+    engine_problem: str = ""
+    model_name: str = ""
+    model: ModelFacts | None = None
+    model_problem: str = ""
+
+
+@dataclass(slots=True)
+class Probe:
+    """The process that asks vLLM; it begins at once, so that other checks run beside it.
+
+    Args:
+        arguments: of `vllm serve`.
+    """
+
+    arguments: Sequence[str]
+    _process: subprocess.Popen[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROBE, *self.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> VllmFacts:
+        """Wait for the process; return what it knew last, whatever became of it."""
+        try:
+            output, _ = self._process.communicate(timeout=timeout_s)
+            problem = f"the process ended with status {self._process.returncode}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            output, _ = self._process.communicate()
+            problem = f"it did not answer within {timeout_s:.0f} s"
+        return read_output(output, problem)
+
+
+def read_output(output: str, problem: str) -> VllmFacts:
+    """Return the facts in a process's output; `problem` says what became of it."""
+    lines = output.splitlines()
+    answers = [line for line in lines if line.startswith(MARK)]
+    written: dict[str, Any] = json.loads(answers[-1].removeprefix(MARK)) if answers else {}
+    if not written.pop("is_complete", False):
+        last = next((line for line in reversed(lines) if line.strip() and line not in answers), "")
+        written["problem"] = written.get("problem") or f"{problem}: {last.strip()}"
+    written["tested"] = tuple((major, minor) for major, minor in written.get("tested", ()))
+    for name, made_of in (("engine", EngineFacts), ("model", ModelFacts)):
+        if written.get(name) is not None:
+            known = {one.name for one in fields(made_of)}
+            values = {key: value for key, value in written[name].items() if key in known}
+            written[name] = made_of(**values)
+    return VllmFacts(**written)

@@ -1,0 +1,560 @@
+"""Watch a server's metrics in the terminal: is it worth it, healthy, large enough, what it costs.
+
+    safe-offload top http://localhost:8000
+    safe-offload top http://localhost:8000 --once
+
+It reads /metrics of a vLLM server every few seconds, until q is pressed. Several engines of one
+server are added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+import urllib.error
+import urllib.request
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from importlib.util import find_spec
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from safe_offload.config.printing import printable, without_secrets
+from safe_offload.config.units import format_bytes
+from safe_offload.errors import SafeOffloadError
+
+PREFIX: Final = "vllm:safe_offload_"
+PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
+TIMEOUT_S: Final = 5.0
+INTERVAL_S: Final = 2.0
+NOTHING: Final = "-"
+_KEYS_MAX: Final = 64
+
+Labels = Mapping[str, str]
+Row = tuple[str, str, str]
+"""What it is, since the server started, and now."""
+Show = Callable[[float], str]
+
+
+class TopError(SafeOffloadError):
+    """The metrics cannot be read."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("url", help="of a vLLM server, such as http://localhost:8000")
+    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=INTERVAL_S,
+        metavar="SECONDS",
+        help="between two readings (%(default)s); rates are over one interval",
+    )
+
+
+def run_command(arguments: Namespace) -> int:
+    """Show the metrics until the user presses q or interrupts; return the exit status.
+
+    Raises:
+        TopError: nothing can be shown: there is no server, or it has no metrics of ours.
+    """
+    _require_rich()
+    if arguments.interval <= 0:
+        raise TopError(f"--interval {arguments.interval:g}: expected more than 0 seconds.")
+    watch = Watch(metrics_url(arguments.url))
+    watch.read()
+    try:
+        console = _console()
+        if arguments.once or not console.is_terminal:
+            time.sleep(arguments.interval)
+            watch.read()
+            console.print(frame(watch))
+        else:
+            _show(console, watch, arguments.interval)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _require_rich() -> None:
+    if find_spec("rich") is None or find_spec("prometheus_client") is None:
+        raise TopError("`top` needs two more packages. Fix: pip install 'safe-offload[top]'.")
+
+
+def metrics_url(url: str) -> str:
+    """Return the address of the metrics of a server.
+
+    Raises:
+        TopError: it is no address of a web server.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise TopError(
+            f"{without_secrets(url)} is no address of a server. Fix: write http://HOST:PORT."
+        )
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+# ---- reading ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The metrics at a moment.
+
+    Attributes:
+        at_s: of a clock that never goes back.
+        samples: by name and labels, of every engine of the server.
+        info: labels of the set-up in force.
+    """
+
+    at_s: float
+    samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+    info: Labels
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of the series of a name that have these labels."""
+        wanted = set(labels.items())
+        full = name if name == PROMPT_TOKENS else PREFIX + name
+        return sum(
+            value for (key, has), value in self.samples.items() if key == full and wanted <= has
+        )
+
+    def largest(self, name: str, **labels: str) -> float:
+        """Return the largest of such series: engines that share something all report it."""
+        wanted = set(labels.items())
+        return max(
+            (v for (key, has), v in self.samples.items() if key == PREFIX + name and wanted <= has),
+            default=0.0,
+        )
+
+    def values_of(self, label: str) -> list[str]:
+        """Return the values that a label has."""
+        return sorted({value for _, has in self.samples for key, value in has if key == label})
+
+    def by(self, name: str, *labels: str, **having: str) -> dict[str, float]:
+        """Return the series of a name that are not 0, by the values of some labels."""
+        wanted = set(having.items())
+        found: dict[str, float] = defaultdict(float)
+        for (key, has), value in self.samples.items():
+            if key == PREFIX + name and value and wanted <= has:
+                found[" ".join(dict(has).get(label, "") for label in labels)] += value
+        return dict(found)
+
+
+def read(url: str) -> Reading:
+    """Read the metrics of a server.
+
+    Raises:
+        TopError: what is wrong, and how to fix it.
+    """
+    label = without_secrets(url)
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            text = answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as problem:
+        reason = printable(str(problem.reason))
+        raise TopError(
+            f"{label} answers {problem.code} {reason}. Fix: give the address of a vLLM server, "
+            "http://HOST:PORT; its metrics are at /metrics."
+        ) from None
+    except (OSError, ValueError, HTTPException) as problem:
+        cause = getattr(problem, "reason", problem)
+        # The text of another error may have the address in it, or what the server sent.
+        reason = getattr(cause, "strerror", None) or type(cause).__name__
+        raise TopError(
+            f"{label} cannot be read: {reason}. Fix: check host and port, and that the server has "
+            "started."
+        ) from None
+    return parse(text, label)
+
+
+def parse(text: str, url: str) -> Reading:
+    """Return what a server's metrics say.
+
+    Raises:
+        TopError: they are none, or none of ours is among them.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    info: dict[str, str] = {}
+    is_vllm = False
+    try:
+        for family in text_string_to_metric_families(text):
+            is_vllm = is_vllm or family.name.startswith("vllm:")
+            for name, found, value in (sample[:3] for sample in family.samples):
+                labels = {label: printable(text) for label, text in found.items()}
+                if name == f"{PREFIX}info" and value:
+                    info = labels
+                elif name.startswith(PREFIX) or name == PROMPT_TOKENS:
+                    samples[name, frozenset(labels.items())] = value
+    except ValueError as problem:
+        raise TopError(
+            f"{url} does not answer with metrics ({printable(str(problem))}). Fix: give the "
+            "address of a vLLM server, http://HOST:PORT."
+        ) from problem
+    if not any(name.startswith(PREFIX) for name, _ in samples):
+        raise TopError(_no_metrics(url, is_vllm=is_vllm))
+    return Reading(time.monotonic(), samples, info)
+
+
+def _no_metrics(url: str, *, is_vllm: bool) -> str:
+    if not is_vllm:
+        return f"{url} has no metrics of vLLM. Fix: give the address of a vLLM server."
+    return (
+        f"{url} is a vLLM server without SafeCPUOffloadConnector: no metric begins with {PREFIX}. "
+        "Fix: start it with --kv-transfer-config "
+        '\'{"kv_connector":"SafeCPUOffloadConnector"}\', without --disable-log-stats.'
+    )
+
+
+@dataclass(slots=True)
+class Watch:
+    """Reads a server again and again; `read` alone changes it.
+
+    Attributes:
+        last, before: the last two readings; None if there are not so many of this server's start.
+        problem: why the last attempt failed; empty if it did not.
+        problem_since_s: when the first of the attempts failed that have failed since.
+    """
+
+    url: str
+    last: Reading | None = None
+    before: Reading | None = None
+    problem: str = ""
+    problem_since_s: float = field(default=0.0)
+
+    def read(self) -> None:
+        """Read once.
+
+        Raises:
+            TopError: the first reading failed; later ones are noted in `problem`.
+        """
+        try:
+            reading = read(self.url)
+        except TopError as problem:
+            if self.last is None:
+                raise
+            if not self.problem:
+                self.problem_since_s = time.monotonic()
+            self.problem = str(problem)
+            return
+        has_restarted = self.last is not None and _has_restarted(self.last, reading)
+        self.before = None if has_restarted else self.last
+        self.last, self.problem = reading, ""
+
+
+def _has_restarted(before: Reading, after: Reading) -> bool:
+    """Return whether a counter has become smaller, which only a new process makes it."""
+    return any(
+        after.samples.get(key, 0.0) < value
+        for key, value in before.samples.items()
+        if key[0].endswith(("_total", "_count"))
+    )
+
+
+# ---- what is shown ----------------------------------------------------------------------------
+
+
+class View:
+    """Two readings, and what follows from them.
+
+    Args:
+        now: the last reading.
+        before: the one before it, or None.
+    """
+
+    def __init__(self, now: Reading, before: Reading | None) -> None:
+        self.now = now
+        self._before = before
+
+    def grown(self, name: str, **labels: str) -> float | None:
+        """Return by how much a counter has grown since the reading before."""
+        if self._before is None:
+            return None
+        return self.now.total(name, **labels) - self._before.total(name, **labels)
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """Return the growth of a counter in a second."""
+        grown = self.grown(name, **labels)
+        if grown is None or self._before is None:
+            return None
+        return grown / max(self.now.at_s - self._before.at_s, 1e-9)
+
+    def counter(self, title: str, name: str, **labels: str) -> Row:
+        """Return the row of a counter."""
+        return (
+            title,
+            _number(self.now.total(name, **labels)),
+            _per_second(self.rate(name, **labels)),
+        )
+
+    def bytes(self, title: str, name: str, **labels: str) -> Row:
+        """Return the row of a counter of bytes."""
+        rate = _unless(self.rate(name, **labels), lambda r: f"{format_bytes(int(r))}/s")
+        return title, format_bytes(int(self.now.total(name, **labels))), rate
+
+    def mean(self, title: str, name: str, show: Show, **labels: str) -> Row:
+        """Return the row of the mean of a histogram."""
+        since_start, now = (
+            _quotient(total(f"{name}_sum", **labels), total(f"{name}_count", **labels), show)
+            for total in (self.now.total, self.grown)
+        )
+        return title, since_start, now
+
+    def share(self, title: str, part: str, whole: str, show: Show) -> Row:
+        """Return the row of one counter divided by another."""
+        since_start, now = (
+            _quotient(total(part), total(whole), show) for total in (self.now.total, self.grown)
+        )
+        return title, since_start, now
+
+
+def worth(view: View) -> list[Row]:
+    """Is it worth it?"""
+    computed, loaded = (view.now.total(f"{what}_tokens_per_second") for what in ("compute", "load"))
+    computed_text = _number(computed) if computed else NOTHING
+    speeds = f"computed {computed_text}, loaded {_number(loaded)}" if loaded else NOTHING
+    return [
+        view.share("prompt tokens from the host", "loaded_tokens_total", PROMPT_TOKENS, _percent),
+        view.counter("tokens from the host", "loaded_tokens_total"),
+        (
+            "computing saved, at least",
+            _seconds(view.now.total("saved_seconds_total")),
+            _unless(view.rate("saved_seconds_total"), lambda s: f"{_seconds(s)}/s"),
+        ),
+        view.counter("hits", "hit_length_tokens_count"),
+        view.mean("tokens of a hit", "hit_length_tokens", _number),
+        view.mean("a request waits for a load", "load_wait_seconds", _seconds),
+        view.counter("hits that would not pay", "unpaid_hits_total"),
+        ("tokens a second", speeds, ""),
+    ]
+
+
+def health(view: View) -> list[Row]:
+    """Is it healthy?"""
+    is_disabled = bool(view.now.total("is_disabled"))
+    rows = [("state", "SWITCHED OFF: the log says why" if is_disabled else "working", "")]
+    rows += [
+        view.counter("errors contained", "contained_errors_total"),
+        view.counter("copies overdue", "overdue_transfers_total"),
+        view.counter("checksums that did not match", "checksum_mismatches_total"),
+        view.counter("ways to copy given up", "copy_path_demotions_total"),
+        view.counter("transfers failed", "transfer_failures_total"),
+    ]
+    for what, count in view.now.by("transfer_failures_total", "direction", "reason").items():
+        rows.append((f"  {what}", _number(count), ""))
+    rows.append(view.counter("ids dropped", "dropped_ids_total"))
+    for what, count in view.now.by("dropped_ids_total", "reason").items():
+        rows.append((f"  {what}", _number(count), ""))
+    return rows
+
+
+def size(view: View) -> list[Row]:
+    """Is it large enough?"""
+    slots, used, leased = (view.now.total(name) for name in ("slots", "used_slots", "leased_slots"))
+    return [
+        ("slots in use", f"{_number(used)} of {_number(slots)}", _quotient(used, slots, _percent)),
+        ("slots leased", _number(leased), _quotient(leased, slots, _percent)),
+        view.counter("blocks stored", "stored_blocks_total"),
+        view.counter("blocks evicted after a hit", "evicted_blocks_total", hit="true"),
+        view.counter("blocks evicted, never hit", "evicted_blocks_total", hit="false"),
+        view.share(
+            "age of what is evicted", "evicted_age_seconds_total", "evicted_blocks_total", _seconds
+        ),
+        view.counter("blocks not stored: no room", "skipped_blocks_total"),
+    ]
+
+
+def cost(view: View) -> list[Row]:
+    """What does it cost?"""
+    memory = view.now.info.get("memory", "")
+    rows: list[Row] = [("host memory", format_bytes(int(view.now.total("capacity_bytes"))), memory)]
+    for direction in ("load", "store"):
+        rows.append(view.bytes(f"bytes of {direction}s", f"{direction}_bytes_total"))
+    for name, title in (
+        ("transfer_seconds", "a {} copies"),
+        ("transfer_wait_seconds", "a {} waits before it"),
+    ):
+        rows += [
+            view.mean(title.format(direction), name, _seconds, direction=direction)
+            for direction in ("load", "store")
+        ]
+    in_flight = (f"{_number(view.now.total(f'{d}s_in_flight'))} {d}s" for d in ("load", "store"))
+    return [*rows, ("under way", ", ".join(in_flight), "")]
+
+
+def tiers(view: View) -> list[Row]:
+    """What do tiers do? Nothing if the server has none."""
+    rows: list[Row] = []
+    # They have samples from the start; a capacity of 0 is that of a tier without a limit.
+    for tier in view.now.values_of("tier"):
+        stored_bytes, capacity_bytes = (
+            view.now.largest(f"tier_{what}_bytes", tier=tier) for what in ("stored", "capacity")
+        )
+        used = format_bytes(int(stored_bytes))
+        if capacity_bytes:
+            used += f" of {format_bytes(int(capacity_bytes))}"
+        out = [
+            f"not {done}"
+            for operation, done in (("read", "read"), ("write", "written"))
+            if view.now.total("tier_is_out", tier=tier, operation=operation)
+        ]
+        state = f"LEFT ALONE, {' and '.join(out)}: the log says why" if out else "working"
+        rows += [
+            (f"tier {tier}", state, ""),
+            ("  holds", used, _quotient(stored_bytes, capacity_bytes, _percent)),
+            view.bytes("  read", "tier_read_bytes_total", tier=tier),
+            view.bytes("  written", "tier_written_bytes_total", tier=tier),
+            view.mean(
+                "  a fetch takes", "tier_call_seconds", _seconds, tier=tier, operation="fetch"
+            ),
+        ]
+        for title, name in (("blocks missed", "misses"), ("blocks not written", "dropped_spills")):
+            rows.append(view.counter(f"  {title}", f"tier_{name}_total", tier=tier))
+            for what, count in view.now.by(f"tier_{name}_total", "reason", tier=tier).items():
+                rows.append((f"    {what}", _number(count), ""))
+    if rows:
+        rows.append(view.mean("a request waits for tiers", "tier_wait_seconds", _seconds))
+    return rows
+
+
+QUESTIONS: Final = {
+    "Is it worth it?": worth,
+    "Is it healthy?": health,
+    "Is it large enough?": size,
+    "What does it cost?": cost,
+    "What do tiers do?": tiers,
+}
+"""One without rows is not shown."""
+
+
+def frame(watch: Watch) -> Any:
+    """Return what `rich` prints: a panel for each question, and how the server is."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    assert watch.last is not None
+    view = View(watch.last, watch.before)
+    panels = [
+        Panel(_table(rows), title=question, title_align="left")
+        for question, ask in QUESTIONS.items()
+        if (rows := ask(view))
+    ]
+    return Group(_status(watch, Text), Columns(panels, equal=True, expand=True))
+
+
+def _status(watch: Watch, text: Any) -> Any:
+    assert watch.last is not None
+    if watch.problem:
+        gone_s = time.monotonic() - watch.problem_since_s
+        return text(
+            f"The server has not answered for {gone_s:.0f} s; these are the last figures. "
+            f"{watch.problem}",
+            style="bold red",
+        )
+    info = watch.last.info
+    version = f"safe-offload {info['version']}, " if "version" in info else ""
+    since = "rates follow with the next reading" if watch.before is None else "right column: now"
+    return text(f"{version}{without_secrets(watch.url)}: left column: since the start, {since}")
+
+
+def _table(rows: Iterable[Row]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column()
+    grid.add_column(justify="right")
+    grid.add_column(justify="right", min_width=10)
+    for row in rows:
+        grid.add_row(*map(Text, row))  # no markup: words of a server are in it
+    return grid
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _show(console: Any, watch: Watch, interval_s: float) -> None:
+    from rich.live import Live
+
+    with (
+        _keyboard() as keyboard,
+        Live(frame(watch), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not _is_ended(keyboard, interval_s):
+            watch.read()
+            live.update(frame(watch), refresh=True)
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[int | None]:
+    """Let keys be read as they are pressed; None without a terminal to read them from."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard)
+        yield keyboard
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _is_ended(keyboard: int | None, wait_s: float) -> bool:
+    """Wait so long; return whether the user has pressed q meanwhile, or the terminal is gone."""
+    if keyboard is None:
+        time.sleep(wait_s)
+        return False
+    end_s = time.monotonic() + wait_s
+    while select.select([keyboard], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        pressed = os.read(keyboard, _KEYS_MAX)
+        if not pressed or b"q" in pressed.lower():
+            return True
+    return False
+
+
+# ---- words ------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _per_second(value: float | None) -> str:
+    return _unless(value, lambda number: f"{_number(number)}/s")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:,.1f} min" if value < 7200 else f"{value / 3600:,.1f} h"
+    return f"{value:.3g} s" if value >= 1 or not value else f"{value * 1000:.3g} ms"
+
+
+def _unless(value: float | None, show: Show) -> str:
+    return NOTHING if value is None else show(value)
+
+
+def _quotient(part: float | None, whole: float | None, show: Show) -> str:
+    return show(part / whole) if part is not None and whole else NOTHING

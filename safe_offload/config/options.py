@@ -1,0 +1,284 @@
+"""What a user can set, read from `kv_connector_extra_config` and checked before anything starts.
+
+`OffloadConfig` is the one table of settings: what is read, the table of docs/configuration.md and
+`safe-offload config` come from it. The keys of vLLM's other offloading connectors keep their names
+and meanings, as far as they have one here (other_connectors.py). Unlike there, unknown keys and
+impossible values are errors.
+
+vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vllm.py,
+`_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from safe_offload.config import other_connectors
+from safe_offload.config.printing import NOT_SHOWN, shown, shown_key
+from safe_offload.config.settings import (
+    MAX_BYTES_PER_RANK,
+    choice,
+    count,
+    refuse,
+    sampling,
+    seconds,
+    setting,
+    settings_of,
+    size,
+    switch,
+)
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig, directory, tiers
+from safe_offload.config.units import format_bytes
+from safe_offload.errors import ConfigError
+
+# As many ranks as any server has. It does not depend on the world size, so that settings can be
+# checked before that is known.
+MAX_BYTES_PER_SERVER: Final = 1024 * MAX_BYTES_PER_RANK
+MAX_NUM_SLOTS: Final = (1 << 31) - 1
+MAX_COPY_THREADS: Final = 64
+MAX_TRANSFER_TIMEOUT_S: Final = 3600
+MAX_MIN_LOAD_TOKENS: Final = (1 << 31) - 1
+DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
+
+# Of those that are written, the first decides.
+CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
+
+EVICTION_POLICIES: Final = ("lru", "slru")
+
+# The fields of vLLM's KVTransferConfig, which users put one level too deep.
+# Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
+OUTER_KEYS: Final = (
+    *("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
+    *("kv_connector_module_path", "kv_buffer_device", "kv_port", "engine_id"),
+    "enable_permute_local_kv",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """The settings of one engine, the same in the scheduler and in every worker.
+
+    A field made by `setting` is a key that users may write: what it may be, its default as they
+    would write it, and what it does. To add a setting, add such a field.
+    """
+
+    # Source of the default: SimpleCPUOffloadConnector of vLLM 0.32.0.
+    cpu_bytes_to_use: int = setting(
+        size(MAX_BYTES_PER_SERVER),
+        "8GiB",
+        "Host memory of one engine; each rank gets an equal share.",
+    )
+    cpu_bytes_to_use_per_rank: int | None = setting(
+        size(MAX_BYTES_PER_RANK), None, "Host memory of each rank; overrides `cpu_bytes_to_use`."
+    )
+    num_slots: int | None = setting(
+        count(1, MAX_NUM_SLOTS, example=4096),
+        None,
+        "Exact number of host blocks of each rank; overrides both sizes.",
+        key="num_cpu_blocks",
+    )
+    lazy_offload: bool = setting(
+        switch(), False, "Store a block when vLLM is about to evict it, not as soon as it is full."
+    )
+    eviction_policy: str = setting(
+        choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
+        "lru",
+        "Which block is overwritten first: the least recently used one (`lru`), or the least "
+        "recently used one that was never hit (`slru`).",
+    )
+    kv_offload_backend: str = setting(
+        choice(["cpu", "disk"]),
+        "cpu",
+        "`disk` is SimpleCPUOffloadConnector's word for one tier, the directory `disk_path`, below "
+        "host memory.",
+    )
+    disk_path: str | None = setting(
+        directory(), None, 'The directory of `"kv_offload_backend": "disk"`.'
+    )
+    disk_capacity_bytes: int = setting(
+        size(MAX_BYTES_PER_RANK), "100GiB", "What each rank may keep in `disk_path`."
+    )
+    tiers: tuple[TierConfig, ...] = setting(
+        tiers(), [], "Where the KV cache is kept below host memory, the nearest first."
+    )
+    max_inflight_bytes: int = setting(
+        size(MAX_BYTES_PER_RANK),
+        "256MiB",
+        "Bytes of copies that one rank has under way at a time in each direction.",
+    )
+    copy_threads: int = setting(
+        count(1, MAX_COPY_THREADS, example=2),
+        1,
+        "Threads that copy in each rank; vLLM's CPU engine only.",
+    )
+    copy_path: str = setting(
+        choice(["auto", "batch", "kernel", "each"]),
+        "auto",
+        "How a GPU copies: one batched driver call, one kernel launch, or one call for each range; "
+        "`auto` chooses by what both took in the self-test.",
+    )
+    enable_cross_layers_blocks: bool = setting(
+        switch(),
+        False,
+        "Ask vLLM for a KV cache in which a block lies in one piece, not in one for each layer, "
+        "where the model's attention can read it.",
+    )
+    self_test: bool = setting(
+        choice({"on": True, "off": False}),
+        "on",
+        "Test every way to copy on the real KV cache memory before vLLM serves; a way that "
+        "delivers a wrong byte is not used.",
+    )
+    transfer_timeout_s: float = setting(
+        seconds(MAX_TRANSFER_TIMEOUT_S),
+        DEFAULT_TRANSFER_TIMEOUT_S,
+        "A transfer that has not begun by then fails, and its tokens are recomputed.",
+    )
+    min_load_tokens: int | None = setting(
+        count(0, MAX_MIN_LOAD_TOKENS, example=256, word="auto"),
+        "auto",
+        "Hits of fewer tokens are computed instead of loaded; `auto` loads a hit if that is "
+        "expected to be faster.",
+    )
+    verify_every: int = setting(
+        sampling(),
+        "off",
+        "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
+        key="verify",
+    )
+    verify_invariants: bool = setting(
+        switch(),
+        False,
+        "Check the connector's own state after every step; slow, for tests.",
+        key="check_invariants",
+    )
+    # Not settings: the workers of this engine, and how many of them keep one copy together because
+    # all hold the same KV cache.
+    world_size: int = 1
+    ranks_per_copy: int = 1
+
+    @property
+    def capacity_key(self) -> str:
+        """Return the key that decides the size of the pool."""
+        sizes = (self.num_slots, self.cpu_bytes_to_use_per_rank, self.cpu_bytes_to_use)
+        return CAPACITY_KEYS[[size is not None for size in sizes].index(True)]
+
+    @property
+    def cpu_bytes_per_rank(self) -> int:
+        """Return the host memory of one worker in bytes; not used where `num_slots` is set."""
+        return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // self.world_size
+
+    def num_slots_of(self, slot_bytes: int) -> int:
+        """Return how many host slots of this size each rank has; ranks with one copy the same.
+
+        Raises:
+            ConfigError: there is not room for one.
+        """
+        pool_bytes = self.cpu_bytes_per_rank * self.ranks_per_copy
+        num_slots = self.num_slots or pool_bytes // slot_bytes
+        if num_slots:
+            return num_slots
+        raise ConfigError(
+            f'"{self.capacity_key}" gives each rank {format_bytes(self.cpu_bytes_per_rank)}; '
+            f"expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or shorten "
+            "the block size."
+        )
+
+    @classmethod
+    def from_extra_config(
+        cls, extra: Mapping[str, object] | None, *, world_size: int
+    ) -> "OffloadConfig":
+        """Read and check `kv_connector_extra_config`, also keys that another key overrides.
+
+        Args:
+            extra: what the user wrote; None is an empty mapping, as in vLLM.
+            world_size: number of workers of the engine, at least 1. Where it is not known yet, 1
+                refuses nothing that any other number would accept.
+
+        Raises:
+            ConfigError: the first thing that cannot be used, with what is allowed and the fix.
+        """
+        if type(world_size) is not int or world_size < 1:
+            raise ConfigError(f"world_size is {shown(world_size)}; expected an integer of 1 up.")
+        written = _require_mapping({} if extra is None else extra)
+        values = {
+            field: row.kind.read(row.key, written[row.key])
+            for field, row in SETTINGS.items()
+            if row.key in written
+        }
+        if "cpu_bytes_to_use" in values:
+            shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
+            shares.read("cpu_bytes_to_use", written["cpu_bytes_to_use"])
+        _require_known_keys(written)
+        if disk := _disk_tier(written, values, world_size):
+            values["tiers"] = (disk,)
+        elif "tiers" not in written:
+            paths = other_connectors.directories(written)
+            values["tiers"] = tuple(
+                TierConfig(Location("file", directory().read("root_dir", path))) for path in paths
+            )
+        return cls(**values, world_size=world_size)
+
+
+SETTINGS: Final = settings_of(OffloadConfig)
+VALID_KEYS: Final = tuple(row.key for row in SETTINGS.values())
+
+
+def _disk_tier(
+    written: Mapping[str, object], values: Mapping[str, Any], world_size: int
+) -> TierConfig | None:
+    """Return the tier that SimpleCPUOffloadConnector's keys mean, if they are written.
+
+    There the capacity is that of each rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
+    """
+    path_key, capacity_key = "disk_path", "disk_capacity_bytes"
+    if values.get("kv_offload_backend") != "disk":
+        for key in (path_key, capacity_key):
+            if key in written:
+                allowed = 'it beside "kv_offload_backend": "disk"'
+                fix = 'add "kv_offload_backend": "disk", or remove it'
+                refuse(key, written[key], "it has no effect alone", allowed, fix)
+        return None
+    if "tiers" in written:
+        allowed, fix = "one of the two", 'move the directory into "tiers", and remove this key'
+        refuse("kv_offload_backend", "disk", '"tiers" is written too', allowed, fix)
+    if path_key not in values:
+        allowed, fix = 'it beside "disk_path"', 'add "disk_path": "/mnt/nvme/kv"'
+        refuse("kv_offload_backend", "disk", "no directory is given", allowed, fix)
+    row = SETTINGS[capacity_key]
+    per_rank_bytes = values.get(capacity_key) or row.kind.read(row.key, row.default)
+    return TierConfig(Location("file", values[path_key]), per_rank_bytes * world_size)
+
+
+def _require_mapping(extra: object) -> Mapping[str, object]:
+    """Return `extra` if it is a mapping."""
+    if isinstance(extra, Mapping):
+        return extra
+    found = shown(NOT_SHOWN if isinstance(extra, str) else extra)
+    raise ConfigError(
+        f"kv_connector_extra_config is {found}; expected a mapping of settings. "
+        'Fix: write it as {"cpu_bytes_to_use": "64GiB"}, or leave it out.'
+    )
+
+
+def _require_known_keys(written: Mapping[Any, object]) -> None:
+    """Refuse a key that is not one of ours, with the likeliest fix."""
+    known = (*VALID_KEYS, *other_connectors.KNOWN)
+    unknown = [key for key in written if not isinstance(key, str) or key not in known]
+    for key in unknown[:1]:
+        problem = "is not a setting of SafeCPUOffloadConnector"
+        spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
+        nearest = difflib.get_close_matches(spelling, VALID_KEYS, n=1, cutoff=0.5)
+        fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
+        if isinstance(key, str) and key in OUTER_KEYS:
+            problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
+            fix = f'move "{key}" one level up, beside "kv_connector"'
+        others = ", ".join(map(shown_key, unknown[1:]))
+        as_well = f" Unknown as well: {others}." if others else ""
+        raise ConfigError(
+            f"kv_connector_extra_config[{shown_key(key)}] = {shown(NOT_SHOWN)}: this {problem}. "
+            f"Allowed keys: {', '.join(VALID_KEYS)}. Fix: {fix}."
+            f"{as_well}"
+        )

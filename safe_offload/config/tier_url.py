@@ -1,0 +1,238 @@
+"""The url of a tier: where it is, and as whom it is used.
+
+What a url may have beside the place is little: the rest are settings of the tier. A password is
+never shown: neither in a message about the url nor in what a tier is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from safe_offload.config.printing import NOT_SHOWN, shown, without_secrets
+from safe_offload.config.settings import Kind, Setting, refuse
+
+FILE: Final = "file"
+SERVERS: Final = ("redis", "rediss", "unix")
+"""Schemes of a Valkey or Redis server: plain, with TLS, and on a socket of this machine."""
+BUCKETS: Final = ("s3", "gs", "az")
+"""Schemes of an object store."""
+URL_KEY: Final = "url"
+EXAMPLES: Final = {
+    "file": "file:///mnt/nvme/kv",
+    "redis": "redis://valkey.internal:6379",
+    "rediss": "rediss://valkey.internal:6379",
+    "unix": "unix:///run/valkey/valkey.sock",
+    "s3": "s3://bucket/kv",
+    "gs": "gs://bucket/kv",
+    "az": "az://container/kv",
+}
+URL_FORMS: Final = (
+    "file:// and the absolute path of a directory, redis:// or rediss:// (TLS) and a machine (also "
+    "written valkey:// and valkeys://), "
+    "unix:// and the path of a socket, s3://, gs:// or az:// and a bucket"
+)
+PATH_LENGTH_SHOWN: Final = 100
+DEFAULT_PORT: Final = 6379
+DATABASE_MAX: Final = 16383
+
+_SAME: Final = {"valkey": "redis", "valkeys": "rediss", "gcs": "gs", "azure": "az"}
+_SCHEME: Final = re.compile(
+    r"([a-z][a-z0-9+.-]{0,19})://(.*)", re.ASCII | re.IGNORECASE | re.DOTALL
+)
+_HOST: Final = re.compile(r"[A-Za-z0-9._:-]{1,255}", re.ASCII)
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._/=-]{0,512}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tier is.
+
+    Attributes:
+        scheme: one of `EXAMPLES`.
+        path: of the directory or the socket, absolute; below which names a bucket is used, without
+            a slash at either end; empty for a server.
+        host: name or address of a server, or a bucket.
+        port: of a server.
+        database: number of a server's database.
+        user: to log in as; empty for the server's default user.
+        password: to log in with, as the url has it; empty if it has none.
+    """
+
+    scheme: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    database: int = 0
+    user: str = field(default="", repr=False, compare=False)
+    password: str = field(default="", repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Return the url without user and password."""
+        if self.scheme in BUCKETS:
+            return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
+        database = f"/{self.database}" if self.database else ""
+        if self.scheme in ("redis", "rediss"):
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            return f"{self.scheme}://{host}:{self.port}{database}"
+        query = f"?db={self.database}" if self.database else ""
+        return f"{self.scheme}://{self.path}{query}"
+
+
+def read_url(key: str, value: object) -> Location:
+    """Return what a url means.
+
+    Raises:
+        ConfigError: it is none, with one that is.
+    """
+    example = EXAMPLES["file"]
+    if not isinstance(value, str):
+        refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
+    match = _SCHEME.match(value)
+    if match is None:
+        fix = f'write "{key}": "{example}"'
+        if not problem_of_path(value) and _can_be_shown(value):
+            fix = f'write "{key}": "file://{value}"'
+        shown_value = value if value.startswith("/") else NOT_SHOWN
+        refuse(key, shown_value, "this is not a url", URL_FORMS, fix)
+    scheme = _meant_by(match[1].lower())
+    example = EXAMPLES.get(scheme, example)
+    found: Location | None = None
+    fix = ""
+    if scheme == FILE:
+        found, problem, fix = _read_file(match[2])
+    elif scheme in EXAMPLES and value.isprintable():
+        try:
+            found, problem = _READERS[scheme](scheme, urlsplit(value))
+        except ValueError:  # a port that is no number, brackets that do not close
+            problem = "the machine or its port cannot be read"
+    elif scheme in EXAMPLES:
+        problem = "it has characters that cannot be printed"
+    else:
+        problem = f'the scheme "{scheme}" is unknown'
+        nearest = difflib.get_close_matches(scheme, (*EXAMPLES, *_SAME), n=1)
+        example = EXAMPLES[_meant_by(nearest[0])] if nearest else example
+        fix = ", or leave this tier out"
+    if found is None or problem:
+        fix = fix if fix.startswith("write") else f"write {shown(key)}: {shown(example)}{fix}"
+        refuse(key, value, problem, URL_FORMS, fix)
+    return found
+
+
+def _meant_by(scheme: str) -> str:
+    return _SAME.get(scheme, scheme)
+
+
+def problem_of_path(path: str) -> str:
+    """Return what is wrong with the path of a directory, or nothing."""
+    if not path.startswith("/"):
+        return "the path is not absolute"
+    if not path.isprintable():
+        return "the path has characters that cannot be printed"
+    return "the whole file system is no tier" if not path.strip("/.") else ""
+
+
+def _can_be_shown(path: str) -> bool:
+    return len(path) <= PATH_LENGTH_SHOWN and path == without_secrets(path)
+
+
+def _read_file(rest: str) -> tuple[Location, str, str]:
+    """Return the location of a directory, what is wrong with it, and perhaps a fix."""
+    machine, slash, written = rest.partition("/")
+    path = unquote(slash + written)
+    problem, fix = problem_of_path(path), ""
+    if machine not in ("", "localhost"):
+        what = shown(machine) if _can_be_shown(rest) else "something"
+        problem = f"{what} stands where a machine is named; three slashes are needed"
+        if machine in (".", "..", "~"):
+            problem = "the path is not absolute"
+            path = os.path.abspath(os.path.expanduser(unquote(rest)))
+            if not problem_of_path(path) and _can_be_shown(path):
+                fix = f'write "{URL_KEY}": "file://{path}"'
+        elif not problem_of_path(f"/{machine}{path}") and _can_be_shown(rest):
+            fix = f'write "{URL_KEY}": "file:///{rest}"'
+    elif "?" in written or "#" in written:
+        problem = 'a path with "?" or "#" must be written with %3F or %23'
+    return Location(FILE, os.path.normpath(path)), problem, fix
+
+
+def _read_server(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    host, path = url.hostname or "", url.path.strip("/")
+    found = Location(
+        scheme,
+        host=host,
+        port=url.port or DEFAULT_PORT,
+        database=_database(path),
+        user=unquote(url.username or ""),
+        password=unquote(url.password or ""),
+    )
+    problem = ""
+    if not _HOST.fullmatch(host):
+        problem = "it names no machine"
+    elif found.database < 0:
+        problem = "what follows the machine is not the number of a database"
+    return found, problem or _no_query(url)
+
+
+def _read_socket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    path = unquote(url.path)
+    problem = problem_of_path(path)
+    name, _, number = url.query.partition("=")
+    database = _database(number)
+    if "@" in url.path:
+        problem = 'in a user or password "/" is written as %2F, in a path "@" as %40'
+    elif url.hostname:
+        problem = "something stands where a machine is named; three slashes are needed"
+    elif (url.query and name != "db") or database < 0 or url.fragment:
+        problem = 'only "db" and the number of a database may follow the path, as in ?db=1'
+    user, password = unquote(url.username or ""), unquote(url.password or "")
+    return Location(
+        scheme, os.path.normpath(path), "", 0, max(database, 0), user, password
+    ), problem
+
+
+def _read_bucket(scheme: str, url: SplitResult) -> tuple[Location, str]:
+    bucket, prefix = url.netloc, url.path.strip("/")
+    problem = ""
+    if "@" in bucket:
+        problem = "credentials do not belong here: the environment or the machine's role has them"
+    elif not _BUCKET.fullmatch(bucket):
+        problem = "it names no bucket"
+    elif not _PREFIX.fullmatch(prefix) or ".." in prefix or "//" in prefix:
+        problem = "the names below the bucket may have letters, digits and . _ / = - only"
+    return Location(scheme, prefix, bucket), problem or _no_query(url)
+
+
+def _database(number: str) -> int:
+    """Return the number of a database, 0 if none is named, -1 if this is none."""
+    if not number:
+        return 0
+    is_number = number.isascii() and number.isdigit() and len(number) <= 5
+    return int(number) if is_number and int(number) <= DATABASE_MAX else -1
+
+
+def _no_query(url: SplitResult) -> str:
+    if url.query or url.fragment:
+        return 'nothing may follow "?" or "#": what else is wanted is a setting of the tier'
+    return ""
+
+
+_READERS: Final = {
+    "redis": _read_server,
+    "rediss": _read_server,
+    "unix": _read_socket,
+    **dict.fromkeys(BUCKETS, _read_bucket),
+}
+
+URL: Final = Setting(
+    URL_KEY,
+    Kind(URL_FORMS, read_url),
+    None,
+    "Where the tier is; it must be written.",
+)

@@ -1,0 +1,379 @@
+"""What a user says about tiers, as both processes know it.
+
+`TierConfig` is the table of what may be written of one tier, as `OffloadConfig` is of all else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from safe_offload.config.printing import NOT_SHOWN, shown, shown_key
+from safe_offload.config.settings import (
+    MAX_BYTES_PER_RANK,
+    Kind,
+    Place,
+    choice,
+    count,
+    duration,
+    refuse,
+    seconds,
+    setting,
+    settings_of,
+    size,
+    switch,
+    text,
+)
+from safe_offload.config.tier_url import (
+    BUCKETS,
+    EXAMPLES,
+    FILE,
+    SERVERS,
+    URL,
+    URL_FORMS,
+    URL_KEY,
+    Location,
+    problem_of_path,
+    read_url,
+)
+
+MAX_TIERS: Final = 8
+MAX_TIER_THREADS: Final = 64
+MAX_TIER_WAIT_S: Final = 600
+MAX_CAPACITY_BYTES: Final = 1024 * MAX_BYTES_PER_RANK
+DEFAULT_WAIT_S: Final = 2
+DEFAULT_TIER_TIMEOUT_S: Final = 5
+
+ENDPOINT_MAX: Final = 255
+MAX_CONNECTIONS: Final = 64
+DEFAULT_CONNECTIONS: Final = 4
+BUCKET_CONNECTIONS: Final = 16
+"""To an object store, if nothing is written: each answer takes it tens of milliseconds."""
+MAX_TTL_S: Final = 366 * 86400
+_EXAMPLE: Final = '[{"url": "file:///mnt/nvme/kv", "capacity": "1TiB"}]'
+
+SHARED_HASH: Final = "sha256_cbor"
+HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+
+
+def file() -> Kind:
+    """Return the kind of the path of a file."""
+    return _path("the absolute path of a file", "/run/secrets/{key}")
+
+
+def directory() -> Kind:
+    """Return the kind of the path of a directory."""
+    what = "the absolute path of a directory"
+    return _path(what, "/mnt/nvme/kv", f"{what}, but not /")
+
+
+def _path(what: str, example: str, allowed: str = "") -> Kind:
+    """Return the kind of a path; `{key}` in the example stands for the key."""
+
+    def read(key: str, value: object) -> str:
+        fix = f'write "{key}": "{example.format(key=key)}"'
+        if not isinstance(value, str):
+            refuse(key, value, "this is not a string", allowed or what, fix)
+        if problem := problem_of_path(value):
+            refuse(key, value, problem, allowed or what, fix)
+        return os.path.normpath(value)
+
+    return Kind(what, read)
+
+
+def endpoint() -> Kind:
+    """Return the kind of the address of an object store."""
+    allowed = "http:// or https:// and a machine, perhaps with its port"
+
+    def read(key: str, value: object) -> str:
+        fix = f'write "{key}": "https://minio.internal:9000", or leave it out for the cloud itself'
+        if not isinstance(value, str) or not value.isprintable() or len(value) > ENDPOINT_MAX:
+            refuse(key, value, "this is not an address", allowed, fix)
+        if any(mark in value for mark in "@?#"):
+            problem = "credentials do not belong here: the environment or a role has them"
+            refuse(key, value, problem, allowed, fix)
+        scheme, separator, machine = value.partition("://")
+        if scheme.lower() not in ("http", "https") or not separator or not machine.strip("/"):
+            refuse(key, value, "this is not an address", allowed, fix)
+        return value.rstrip("/")
+
+    return Kind(allowed, read)
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """One tier; the order of tiers is that in which they are asked, the nearest first.
+
+    Attributes:
+        location: where it is.
+        capacity_bytes: of all engines that share it together; None for no limit of ours.
+        namespace: a word of the operator's, which keeps apart what would otherwise be shared.
+        model_version: of the operator: weights that carry it are the same after a reset. All tiers
+            have one, or none.
+        stores_evicted: only what the host is about to evict is written, not all that it stores; the
+            same for all tiers.
+        keep: what comes from a farther tier is written to this one.
+        write_bytes_per_s: at most so much is written by one engine; None for no limit.
+        wait_s: no request waits longer for it.
+        timeout_s: an operation that takes longer counts as a failure of the tier.
+        num_threads: of a directory: that read and write in each rank, each one object at a time.
+        num_connections: to a server or an object store, of each rank.
+        ttl_s: after so long without use a server deletes an object; None for never.
+        password_file: holds the password of a server; None for none.
+        ca_file: certificates that a server's is checked against; None for those of the system.
+        cert_file: certificate that is shown to a server; None for none.
+        key_file: private key of `cert_file`.
+        endpoint: address of an object store; None for that of the cloud, or of the environment.
+        hmac_key_file: holds the key that objects are authenticated with; None for none.
+    """
+
+    location: Location
+    capacity_bytes: int | None = setting(
+        size(MAX_CAPACITY_BYTES),
+        None,
+        "Of a directory: bytes of all engines that share it together; without it, no limit.",
+        key="capacity",
+    )
+    namespace: str = setting(text(), "", "A word that keeps apart what would otherwise be shared.")
+    model_version: str = setting(
+        text(),
+        "",
+        "Your name for these weights: what carries it may be used again after a reset, and with "
+        "LoRA adapters after a restart.",
+    )
+    stores_evicted: bool = setting(
+        choice({"computed": False, "evicted": True}),
+        "computed",
+        "What is written: all that the host stores (`computed`), or only what it is about to evict "
+        "(`evicted`).",
+        key="store",
+    )
+    write_bytes_per_s: int | None = setting(
+        size(MAX_BYTES_PER_RANK),
+        None,
+        "At most so many bytes are written in a second by one engine.",
+        key="max_bytes_per_s",
+    )
+    wait_s: float = setting(
+        seconds(MAX_TIER_WAIT_S), DEFAULT_WAIT_S, "No request waits longer for it, in total."
+    )
+    timeout_s: float = setting(
+        seconds(MAX_TIER_WAIT_S),
+        DEFAULT_TIER_TIMEOUT_S,
+        "A probe, read or write that takes longer is given up, and counts as a failure.",
+    )
+    num_threads: int = setting(
+        count(1, MAX_TIER_THREADS, example=4),
+        4,
+        "Of a directory: threads of each rank that read and write.",
+        key="threads",
+    )
+    keep: bool = setting(
+        switch(), False, "What comes from a tier farther away is written to this one as well."
+    )
+    num_connections: int = setting(
+        count(1, MAX_CONNECTIONS, example=4),
+        DEFAULT_CONNECTIONS,
+        "To a server or an object store: connections of each rank. To an object store 16 if it is "
+        "not written.",
+        key="connections",
+    )
+    ttl_s: float | None = setting(
+        duration(MAX_TTL_S),
+        None,
+        "Of a server: it deletes what was not used for so long. Without it, what it evicts itself.",
+        key="ttl",
+    )
+    password_file: str | None = setting(
+        file(),
+        None,
+        "Of a server: holds its password, so that the url need not have it.",
+        is_secret=True,
+    )
+    ca_file: str | None = setting(
+        file(), None, "With `rediss://`: certificates to trust, instead of the system's."
+    )
+    cert_file: str | None = setting(
+        file(), None, "With `rediss://`: the certificate of this client, if the server wants one."
+    )
+    key_file: str | None = setting(
+        file(), None, "With `rediss://`: the key of `cert_file`.", is_secret=True
+    )
+    endpoint: str | None = setting(
+        endpoint(), None, "Of an object store: its address, if it is not the cloud's own."
+    )
+    hmac_key_file: str | None = setting(
+        file(),
+        None,
+        "Holds a key: only objects that were written with the same key are used. All tiers have "
+        "one, or none.",
+        is_secret=True,
+    )
+
+    @classmethod
+    def at(cls, url: str, **values: Any) -> TierConfig:
+        """Return the tier at a url, all else as for `TierConfig`."""
+        location = read_url(URL_KEY, url)
+        return cls(location, **(_defaults(location) | values))
+
+
+def _defaults(location: Location) -> dict[str, Any]:
+    """Return the values of fields that are not those of the table for a tier at this place."""
+    return {"num_connections": BUCKET_CONNECTIONS} if location.scheme in BUCKETS else {}
+
+
+TIER_SETTINGS: Final = settings_of(TierConfig)
+TIER_KEYS: Final = (URL_KEY, *(row.key for row in TIER_SETTINGS.values()))
+_MAXMEMORY: Final = "; the server's own maxmemory, with allkeys-lru, is the limit"
+_LIFECYCLE: Final = "; a lifecycle rule of the bucket deletes what is old"
+# Settings that only some schemes have, and what stands in their place elsewhere.
+_ONLY: Final = {
+    "capacity": ((FILE,), f"{_MAXMEMORY}, or{_LIFECYCLE[1:]}"),
+    "threads": ((FILE,), '; "connections" says how much is done at a time'),
+    "connections": ((*SERVERS, *BUCKETS), '; "threads" says how much is done at a time'),
+    "ttl": (SERVERS, f', or write "capacity"; of a bucket{_LIFECYCLE[1:]}'),
+    "password_file": (SERVERS, ""),
+    "ca_file": (("rediss",), ", or write rediss:// for TLS"),
+    "cert_file": (("rediss",), ", or write rediss:// for TLS"),
+    "key_file": (("rediss",), ", or write rediss:// for TLS"),
+    "endpoint": (BUCKETS, ""),
+}
+# What all tiers have, or none: a spill goes to each of them, under the same word of the namespace.
+_FIELDS_ALIKE: Final = ("stores_evicted", "model_version")
+_ALIKE: Final = "all tiers with it, or all without"
+MIXED_KEYS: Final = (
+    "whoever can write to a tier without a key could have his blocks, and all that is computed "
+    "after them, sealed with yours"
+)
+
+
+def tiers() -> Kind:
+    """Return the kind of a list of tiers, nearest first."""
+
+    def read(key: str, value: object) -> tuple[TierConfig, ...]:
+        allowed = f"a list of 0 to {MAX_TIERS} mappings, the nearest tier first"
+        fix = f'write "{key}": {_EXAMPLE}, or leave it out'
+        if not isinstance(value, list | tuple):
+            refuse(key, NOT_SHOWN, "this is not a list", allowed, fix)
+        if len(value) > MAX_TIERS:
+            refuse(key, value, f"these are {len(value)} tiers", allowed, fix)
+        found: list[TierConfig] = []
+        for index, written in enumerate(value):
+            place = f'["{key}"][{index}]'
+            tier = _read_tier(key, place, written)
+            for other, earlier in enumerate(found):
+                if earlier.location == tier.location:
+                    what = "directory" if tier.location.scheme == FILE else "url"
+                    problem = f'tier {other + 1}, ["{key}"][{other}], has the same {what}'
+                    url = written[URL_KEY]
+                    fix = "remove one of the two"
+                    refuse(Place(URL_KEY, place), url, problem, URL_FORMS, fix)
+            found.append(tier)
+            _require_alike(found, value, place)
+        return tuple(found)
+
+    return Kind('a list of mappings, each with a "url"', read)
+
+
+def _read_tier(key: str, place: str, written: object) -> TierConfig:
+    """Return one tier of the list under `key`, or a ConfigError that says where it stands."""
+    if not isinstance(written, Mapping):
+        refuse(
+            Place(place, ""),
+            NOT_SHOWN,
+            "this is not a mapping",
+            f"a mapping with the keys {', '.join(TIER_KEYS)}",
+            f'write "{key}": {_EXAMPLE}',
+        )
+    for name in written:
+        if name not in TIER_KEYS:
+            spelling = name.strip().lower().replace("-", "_") if isinstance(name, str) else ""
+            nearest = difflib.get_close_matches(spelling, TIER_KEYS, n=1, cutoff=0.5)
+            fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else ""
+            refuse(
+                Place(f"{place}[{shown_key(name)}]", ""),
+                NOT_SHOWN,
+                "this is not a setting of a tier",
+                f"the keys {', '.join(TIER_KEYS)}",
+                fix or "remove it",
+            )
+    if URL_KEY not in written:
+        allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
+        refuse(Place(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
+    location = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
+    _require_fitting(location, place, written)
+    values: dict[str, Any] = {
+        field: row.kind.read(Place(row.key, place), written[row.key])
+        for field, row in TIER_SETTINGS.items()
+        if row.key in written
+    }
+    return TierConfig(location, **(_defaults(location) | values))
+
+
+def _require_fitting(location: Location, place: str, written: Mapping[str, object]) -> None:
+    """Refuse settings that mean nothing for a tier at this place."""
+    for key, (schemes, instead) in _ONLY.items():
+        if key in written and location.scheme not in schemes:
+            which = f"{EXAMPLES[location.scheme].partition(':')[0]}:// has no such setting"
+            allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
+            refuse(Place(key, place), written[key], which, allowed, f"remove it{instead}")
+    if location.password and "password_file" in written:
+        problem, fix = "the url has a password too", "remove the password from the url"
+        refuse(Place("password_file", place), NOT_SHOWN, problem, "one of the two", fix)
+    if ("cert_file" in written) != ("key_file" in written):
+        has, lacks = ("cert_file", "key_file")[:: 1 if "cert_file" in written else -1]
+        fix = f'add "{lacks}"'
+        refuse(Place(has, place), written[has], f'"{lacks}" is missing', "both or none", fix)
+
+
+def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
+    """Refuse the last tier if what all must have alike is not as in the first."""
+    for field in _FIELDS_ALIKE:
+        if bool(getattr(found[0], field)) == bool(getattr(found[-1], field)):
+            continue
+        row = TIER_SETTINGS[field]
+        first, last = (value[i].get(row.key, row.default) for i in (0, len(found) - 1))
+        more = shown(first if getattr(found[0], field) else last)
+        refuse(
+            Place(row.key, place),
+            last,
+            f"the first tier has {shown(first)}, and what is written goes to all tiers",
+            _ALIKE,
+            f'write "{row.key}": {more} into each tier, or into none',
+        )
+    has_key = [each.hmac_key_file is not None for each in (found[0], found[-1])]
+    if has_key[0] != has_key[1]:
+        refuse(
+            Place("hmac_key_file", place),
+            NOT_SHOWN if has_key[1] else None,
+            f"the first tier has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
+            _ALIKE,
+            'write "hmac_key_file" into each tier, directories too (one file does for all), or '
+            "into none",
+        )
+
+
+def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
+    """Return why another process would not find blocks by these hashes, and the fix.
+
+    Args:
+        algorithm: vLLM's `prefix_caching_hash_algo`.
+        has_seed: hashes begin with a seed that all processes know.
+
+    Returns:
+        None if it would.
+
+    Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
+    """
+    if not algorithm.endswith("_cbor"):
+        problem = "hashes pickles, which can differ between processes for equal tokens"
+        return problem, f"write --prefix-caching-hash-algo {SHARED_HASH}"
+    if not has_seed:
+        fix = f"set the variable {HASH_SEED_VARIABLE} to one number for all engines"
+        if algorithm != SHARED_HASH:
+            fix += f", or write --prefix-caching-hash-algo {SHARED_HASH}"
+        return "begins with a seed that is another one in every process", fix
+    return None

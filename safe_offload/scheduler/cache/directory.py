@@ -1,0 +1,203 @@
+"""Which host slot holds a block, by the block's hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safe_offload.errors import InvariantError
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.cache.events import KvEvents
+
+
+class Key(NamedTuple):
+    """What a slot is found under."""
+
+    group_idx: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatistics:
+    """How many slots hold something, and how many of these are still being stored."""
+
+    num_held: int
+    num_being_stored: int
+
+
+class Directory:
+    """Block hash to slot, for each KV cache group.
+
+    Args:
+        num_slots: slots are 0 to `num_slots - 1`.
+        num_groups: KV cache groups.
+        events: told what begins to be stored, can be found, and no longer can; None for nobody.
+
+    Attributes:
+        tables: for each group, slots by block hash: those that can be found, and those that are
+            being stored. Read only.
+        hashes: by slot, its hash in the tables. Read only.
+        version: changes when a slot can be found that could not, or the other way round.
+        num_forgets: how often slots were forgotten that may be leased.
+        epoch: how often all were forgotten; a store of an earlier epoch is not published.
+    """
+
+    def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
+        self.events = events
+        # Everything below is mutable. A store changes it when it begins and when it is published;
+        # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
+        self.tables: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
+        self.hashes: dict[int, bytes] = {}
+        self.version = self.num_forgets = self.epoch = 0
+        self._groups = bytearray(num_slots)
+        self._more_keys: dict[int, list[Key]] = {}
+        self._being_stored: set[int] = set()
+
+    def begin_store(
+        self,
+        slots: Sequence[int],
+        group_idx: int,
+        hashes: Sequence[bytes],
+        more_keys: Mapping[bytes, Sequence[Key]],
+    ) -> None:
+        """Leased slots are being filled: nothing else need store this, and it is not found yet.
+
+        Args:
+            slots: one for each block.
+            group_idx: KV cache group of all the blocks.
+            hashes: of the blocks, none of them in the group's table.
+            more_keys: by such a hash, what else the block is known under.
+        """
+        self._being_stored.update(slots)
+        self.hashes.update(zip(slots, hashes, strict=True))
+        self.tables[group_idx].update(zip(hashes, slots, strict=True))
+        if len(self.tables) > 1:
+            for slot in slots:
+                self._groups[slot] = group_idx
+        for block_hash, keys in more_keys.items():
+            slot = self.tables[group_idx][block_hash]
+            free = [key for key in keys if key.block_hash not in self.tables[key.group_idx]]
+            self._more_keys[slot] = free
+            for key in free:
+                self.tables[key.group_idx][key.block_hash] = slot
+        if self.events is not None:
+            self.events.storing(self._keys_of(slots))
+
+    def publish(self, slots: Sequence[int]) -> None:
+        """The slots are filled: from now on they can be found, unless they were forgotten."""
+        self.version += 1
+        self._being_stored.difference_update(slots)
+        if self.events is not None:
+            self.events.published(self._keys_of(slots))
+
+    def find(self, group_idx: int, block_hash: bytes) -> int | None:
+        """Return the slot that holds a block, if any."""
+        slot = self.tables[group_idx].get(block_hash)
+        return None if slot in self._being_stored else slot
+
+    def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
+        """Return the slots that hold the first blocks of a prefix, up to the first missing one."""
+        table = self.tables[group_idx]
+        if not hashes or hashes[0] not in table:
+            return []  # most prompts are new
+        found = list(map(table.get, hashes))
+        slots: list[Any] = found[: found.index(None)] if None in found else found
+        if not self._being_stored.isdisjoint(slots):
+            unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)
+            del slots[next(unfilled) :]
+        return slots
+
+    def filled(self, slots: list[int]) -> list[int]:
+        """Return those slots of a table that can be found."""
+        if self._being_stored.isdisjoint(slots):
+            return slots
+        return [slot for slot in slots if slot not in self._being_stored]
+
+    def kept(self) -> dict[int, Key]:
+        """Return what each slot holds that can be found."""
+        return {
+            slot: Key(self._groups[slot], block_hash)
+            for slot, block_hash in self.hashes.items()
+            if slot not in self._being_stored
+        }
+
+    def group_of(self, slot: int) -> int:
+        """Return the KV cache group of what a slot holds."""
+        return self._groups[slot]
+
+    def all_keys(self) -> list[Key]:
+        """Return all that is found, or being stored, under each of its keys."""
+        return [Key(group_idx, h) for group_idx, table in enumerate(self.tables) for h in table]
+
+    def _keys_of(self, slots: Iterable[int]) -> Iterator[Key]:
+        """Yield the keys of some slots, in their order; none of one that was forgotten."""
+        for slot in slots:
+            block_hash = self.hashes.get(slot)
+            if block_hash is not None:
+                yield Key(self._groups[slot], block_hash)
+                yield from self._more_keys.get(slot, ())
+
+    # ---- for `SlotPool` ------------------------------------------------------------------------
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Slots that are in the tables are overwritten: drop every key of theirs."""
+        self.version += 1
+        if self.events is not None:
+            self.events.removed(self._keys_of(slots))
+        groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
+        if len(tables) == 1:
+            list(map(tables[0].pop, hashes))
+        else:
+            for slot, block_hash in zip(slots, hashes, strict=True):
+                del tables[groups[slot]][block_hash]
+        if self._more_keys:
+            for slot in slots:
+                for key in self._more_keys.pop(slot, ()):
+                    del tables[key.group_idx][key.block_hash]
+
+    def forget(self, slots: Iterable[int]) -> list[int]:
+        """Drop every key of some slots, leased or not; return those that had one."""
+        held = [slot for slot in slots if slot in self.hashes]
+        self.num_forgets += 1
+        self._being_stored.difference_update(held)
+        self.remove(held)
+        return held
+
+    def forget_all(self) -> list[int]:
+        """Begin a new epoch with empty tables; return the slots that were in them."""
+        self.epoch += 1
+        return self.forget(list(self.hashes))
+
+    def mend(self, leased: Iterable[int]) -> None:
+        """After an error: rebuild the tables, without what was being stored without a lease."""
+        for slot in self._being_stored.difference(leased):
+            self.hashes.pop(slot, None)
+        self._being_stored &= self.hashes.keys()
+        self._more_keys.clear()
+        for table in self.tables:
+            table.clear()
+        for slot, block_hash in self.hashes.items():
+            self.tables[self._groups[slot]][block_hash] = slot
+
+    def statistics(self) -> DirectoryStatistics:
+        """Return how full it is."""
+        return DirectoryStatistics(len(self.hashes), len(self._being_stored))
+
+    def __repr__(self) -> str:
+        return f"<Directory of epoch {self.epoch}: {self.statistics()}>"
+
+    def check_invariants(self, leased: set[int]) -> None:
+        """Compare the tables with each other, and what is being stored with what is leased.
+
+        Raises:
+            InvariantError: they differ (I6), or a store has no lease (I5).
+        """
+        if not self._being_stored <= leased:
+            raise InvariantError("I5", "a slot that is being stored is not leased")
+        num_names = len(self.hashes) + sum(map(len, self._more_keys.values()))
+        if sum(map(len, self.tables)) != num_names:
+            raise InvariantError("I6", "two slots are to be found under one key")
+        if any(self.tables[self._groups[s]].get(h) != s for s, h in self.hashes.items()):
+            raise InvariantError("I6", "a slot cannot be found under its own key")

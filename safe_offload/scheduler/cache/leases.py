@@ -1,0 +1,155 @@
+"""Why a slot may not be evicted: every reference to a slot in the pool belongs to one lease."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence, Set
+
+from safe_offload.scheduler.cache.slots import SlotPool
+
+
+class LeaseKind(enum.Enum):
+    """What a lease is held for."""
+
+    MATCH = "match"
+    """A hit that vLLM was told of, until it is loaded or given up (I1)."""
+    LOAD = "load"
+    """Its slots are being copied to the GPU."""
+    STORE = "store"
+    """Its slots are being written from the GPU."""
+    PREFIX = "prefix"
+    """The host copy of a live request's prefix. It keeps the head of a long prompt in a pool that
+    is too small for all of it."""
+    FETCH = "fetch"
+    """Its slots are being filled from a tier, or were, for requests that have not matched yet."""
+    SPILL = "spill"
+    """Its slots are being written to a tier."""
+
+
+class Lease:
+    """Slots that stay as they are until `release`; releasing twice is the same as once."""
+
+    __slots__ = ("_book", "kind", "slots")
+
+    def __init__(self, book: LeaseBook, kind: LeaseKind, slots: list[int]) -> None:
+        # All is mutable. This file alone changes it; a lease without a book is released.
+        self._book: LeaseBook | None = book
+        self.kind = kind
+        self.slots = slots
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease still protects its slots."""
+        return self._book is not None
+
+    def release(self) -> None:
+        """Let go of all slots, given in prefix order; a second call does nothing."""
+        if self._book is not None:
+            book, self._book = self._book, None
+            del book._held[self]
+            if self.slots:
+                book._pool.release(self.slots)
+
+    def put_back(self) -> None:
+        """Let go of all slots; those that nothing else leases are evicted before all others."""
+        slots = self.slots
+        if self._book is not None:
+            pool = self._book._pool
+            self.release()
+            pool.evict_first(slots)
+
+    def keep(self, kind: LeaseKind, slots: list[int]) -> None:
+        """Hold some of its slots for another reason, and let go of the others."""
+        if len(slots) < len(self.slots) and self._book is not None:
+            kept = set(slots)
+            self._book._pool.release([slot for slot in self.slots if slot not in kept])
+        self.kind, self.slots = kind, slots
+
+    def share(self, shares: Sequence[tuple[int, Lease | None]]) -> None:
+        """Hand all slots over to other held leases, without a moment in which they are free.
+
+        Args:
+            shares: how many of the first slots go to which lease, how many of the next, and so on;
+                None lets go of them, as of the slots after the last share.
+        """
+        if self._book is None or any(other and other._book is None for _, other in shares):
+            raise ValueError("all leases must be held")
+        slots, left, start = self.slots, [], 0
+        for count, other in shares:
+            taken = slots[start : start + count]
+            start += count
+            if other is not None:
+                other.slots += taken
+            else:
+                left += taken
+        self.slots = left + slots[start:]
+        self.release()
+
+    def give_to(self, other: Lease) -> None:
+        """Hand all slots over to another held lease."""
+        self.share([(len(self.slots), other)])
+
+    def __repr__(self) -> str:
+        state = "held" if self.held else "released"
+        return f"<Lease: {len(self.slots)} slots for {self.kind.value}, {state}>"
+
+
+class LeaseBook:
+    """All leases that are held."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        # Mutable: the leases that are held, in order. A lease takes itself out when it is released.
+        self._held: dict[Lease, None] = {}
+
+    def lease(self, kind: LeaseKind, slots: Sequence[int] = ()) -> Lease:
+        """Lease slots that hold something (they may be evictable now)."""
+        if slots:
+            self._pool.lease(slots)
+        return self._hold(kind, list(slots))
+
+    def grant(self, kind: LeaseKind, count: int) -> Lease | None:
+        """Lease up to `count` slots to overwrite; None, and nothing changed, if none is free."""
+        slots = self._pool.grant(count)
+        return self._hold(kind, slots) if slots else None
+
+    def hold(self, kind: LeaseKind, slots: Sequence[int]) -> Lease:
+        """Lease slots that hold something, without that being a use of what they hold."""
+        self._pool.hold(slots)
+        return self._hold(kind, list(slots))
+
+    def extend(self, lease: Lease, slots: Sequence[int]) -> None:
+        """Add slots that hold something to a held lease."""
+        self._pool.lease(slots)
+        lease.slots.extend(slots)
+
+    def extend_head(self, lease: Lease, slots: Sequence[int]) -> None:
+        """Add slots that come before those of a held lease."""
+        self._pool.lease(slots)
+        lease.slots[:0] = slots
+
+    def keep_only(self, needed: Set[Lease]) -> None:
+        """After an internal error: end all other leases, and whatever is leased half way."""
+        for lease in self:
+            if lease not in needed:
+                lease._book = None
+        self._held = {lease: None for lease in needed if lease.held}
+        self._pool.mend(lease.slots for lease in self)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return f"<LeaseBook: {list(self)}>"
+
+    def check_invariants(self) -> None:
+        """Check that every slot has as many references as leases; see `SlotPool`."""
+        self._pool.check_invariants(lease.slots for lease in self)
+
+    def _hold(self, kind: LeaseKind, slots: list[int]) -> Lease:
+        lease = Lease(self, kind, slots)
+        self._held[lease] = None
+        return lease

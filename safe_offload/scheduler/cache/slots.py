@@ -1,0 +1,267 @@
+"""Host slots: which are free, which are leased, which go when a new one is needed.
+
+A slot is one position in the host memory of every rank, as large as one GPU block; here a plain
+number, from 0. A call takes many at once: a long prompt has thousands, and vLLM waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """How many slots there are of each kind; those that are retired do not count as leased."""
+
+    num_usable: int
+    num_empty: int
+    num_evictable: int
+    num_leased: int
+    num_retired: int
+
+    @property
+    def num_free(self) -> int:
+        """What a grant can take."""
+        return self.num_empty + self.num_evictable
+
+
+class SlotPool:
+    """Host slots; every operation is one step that cannot half happen.
+
+    Args:
+        num_slots: that every rank will have in the end.
+        directory: what the slots hold; empty.
+        policy: which of the filled slots goes first; empty.
+        counters: evictions are counted here.
+    """
+
+    def __init__(
+        self, num_slots: int, directory: Directory, policy: EvictionPolicy, counters: Counters
+    ) -> None:
+        self.num_slots = num_slots
+        self.directory = directory
+        self._counters = counters
+        # What follows is mutable, and only this class changes it, and the policy with it. A usable
+        # slot is leased, or it is evictable (it is in the directory), or else it is empty.
+        self.num_usable = 0
+        self._empty: list[int] = []  # the last one is taken first
+        self._evictable = policy
+        self._now_s = 0.0
+        self._leased: set[int] = set()
+        self._more_leases: Counter[int] = Counter()  # of a slot, beyond the first
+        self._retired: set[int] = set()
+        self._hit: set[int] = set()  # what they hold has been loaded
+
+    @property
+    def num_leased(self) -> int:
+        """Slots under at least one lease; those that are retired do not count."""
+        return len(self._leased) - len(self._retired)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold something, are being filled or are retired."""
+        return self.num_usable - len(self._empty)
+
+    @property
+    def num_empty(self) -> int:
+        """Slots that hold nothing and can be granted."""
+        return len(self._empty)
+
+    @property
+    def num_free(self) -> int:
+        """What a grant can take."""
+        return len(self._empty) + len(self._evictable)
+
+    @property
+    def num_retired(self) -> int:
+        """Slots that are never granted again."""
+        return len(self._retired)
+
+    def open(self, num_usable: int) -> None:
+        """Allow the first `num_usable` slots, as many as every rank has made ready by now.
+
+        Fewer than before changes nothing.
+        """
+        opened = range(self.num_usable, min(num_usable, self.num_slots))
+        if opened:
+            self._empty[:0] = reversed(opened)
+            self.num_usable = opened.stop
+
+    def grant(self, count: int) -> list[int]:
+        """Take up to `count` slots, each under one lease of the caller's.
+
+        Returns:
+            Possibly fewer than asked for, possibly none: full is normal. What a granted slot held
+            before is forgotten.
+        """
+        if count <= 0:
+            return []
+        granted = self._empty[-count:]
+        granted.reverse()
+        del self._empty[-count:]
+        if len(granted) < count:
+            evicted = self._evictable.evict(count - len(granted), self._now_s)
+            self._count_evicted(evicted)
+            self.directory.remove(evicted)
+            granted += evicted
+        self._leased.update(granted)
+        return granted
+
+    def lease(self, slots: Sequence[int]) -> None:
+        """Add one lease to each slot, given once: none is evicted until it is released."""
+        leased, more = self._leased, self._more_leases
+        if leased.isdisjoint(slots):
+            leased.update(slots)
+        else:
+            more.update(leased.intersection(slots))
+            leased.update(slots)
+        self._evictable.lease(slots)
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Add one lease to each slot, given once, which is no use of what they hold."""
+        self._more_leases.update(self._leased.intersection(slots))
+        self._leased.update(slots)
+        self._evictable.hold(slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Take one lease from each slot, given in prefix order.
+
+        The tail of a prefix is evicted before its head, without which it can never be hit.
+
+        Raises:
+            InvariantError: one of them is not leased; then nothing has changed.
+        """
+        if not self._leased.issuperset(slots):
+            unleased = sorted(set(slots) - self._leased)
+            raise InvariantError("I8", f"slots {unleased} released more often than leased")
+        more = self._more_leases
+        if more and not more.keys().isdisjoint(slots):
+            last = []
+            for slot in slots:  # one may be among them twice
+                num_more = more.get(slot)
+                if num_more is None:
+                    last.append(slot)
+                elif num_more == 1:
+                    more.pop(slot)
+                else:
+                    more[slot] = num_more - 1
+            slots = last
+        self._leased.difference_update(slots)
+        hashes = self.directory.hashes
+        if all(map(hashes.__contains__, slots)):
+            self._evictable.release(slots[::-1], self._now_s)
+        else:
+            filled = [slot for slot in reversed(slots) if slot in hashes]
+            self._evictable.release(filled, self._now_s)
+            self._empty += [slot for slot in reversed(slots) if slot not in hashes]
+
+    def evict_first(self, slots: Sequence[int]) -> None:
+        """Let those of the slots that are evictable go before all others, in this order."""
+        hashes = self.directory.hashes
+        self._evictable.hurry(
+            [slot for slot in slots if slot in hashes and slot not in self._leased], self._now_s
+        )
+
+    def next_evicted(self, count: int) -> list[int]:
+        """Return up to so many evictable slots, those that go first, in their order."""
+        return self._evictable.peek(count)
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Never find these slots again; leases on them stay as they are."""
+        self._forgotten(self.directory.forget(slots))
+
+    def forget_all(self) -> None:
+        """Never find any slot again that holds something now, or will; begin a new epoch."""
+        self._forgotten(self.directory.forget_all())
+
+    def _forgotten(self, slots: list[int]) -> None:
+        self._hit.difference_update(slots)
+        self._evictable.forget(slots)
+        self._empty += [slot for slot in slots if slot not in self._leased]
+
+    def retire(self, slots: Iterable[int]) -> list[int]:
+        """Never grant these slots again: the memory under them is not to be trusted (I6).
+
+        Each is given one lease that is never released, and can be found until it is forgotten.
+
+        Returns:
+            The slots that were not retired before.
+        """
+        usable = (slot for slot in slots if 0 <= slot < self.num_usable)
+        retired = [slot for slot in dict.fromkeys(usable) if slot not in self._retired]
+        self._retired.update(retired)
+        self._empty = [slot for slot in self._empty if slot not in self._retired]
+        self.lease(retired)
+        return retired
+
+    def mend(self, leases: Iterable[Sequence[int]]) -> None:
+        """After an error: rebuild all books from the leases that exist."""
+        expected = self._count(leases)
+        self.directory.mend(expected)
+        self._leased = set(expected)
+        self._more_leases = Counter({slot: n - 1 for slot, n in expected.items() if n > 1})
+        unleased = [slot for slot in range(self.num_usable) if slot not in expected]
+        held = self.directory.hashes
+        self._evictable.forget(range(self.num_slots))
+        self._evictable.release([slot for slot in unleased if slot in held], self._now_s)
+        self._empty = [slot for slot in reversed(unleased) if slot not in held]
+
+    def mark_hit(self, slots: Iterable[int]) -> None:
+        """A load reads these slots."""
+        self._hit.update(slots)
+
+    def set_time(self, now_s: float) -> None:
+        """Note the time; only the age of what is evicted depends on it."""
+        self._now_s = now_s
+
+    def _count_evicted(self, slots: Sequence[int]) -> None:
+        hit = self._hit.intersection(slots)
+        if hit:
+            self._hit -= hit
+            self._counters[Count.EVICTED_BLOCKS_HIT] += len(hit)
+        self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - len(hit)
+        self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
+
+    def statistics(self) -> SlotStatistics:
+        """Return how many slots there are of each kind."""
+        num_free = len(self._empty), len(self._evictable)
+        return SlotStatistics(self.num_usable, *num_free, self.num_leased, self.num_retired)
+
+    def __repr__(self) -> str:
+        return f"<SlotPool of {self.num_slots}: {self.statistics()}>"
+
+    def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
+        """Return how many leases each slot should have."""
+        expected = Counter(slot for slots in leases for slot in slots)
+        expected.update(self._retired)
+        return expected
+
+    def check_invariants(self, leases: Iterable[Sequence[int]]) -> None:
+        """Compare every slot's leases with those that exist (I1, I8), and the directory.
+
+        Raises:
+            InvariantError: they differ, or the free slots are not exactly the unleased ones.
+        """
+        expected = self._count(leases)
+        for slot in range(self.num_slots):
+            found = (slot in self._leased) + self._more_leases.get(slot, 0)
+            if found != expected[slot]:
+                raise InvariantError(
+                    "I8",
+                    f"slot {slot} has {found} references and {expected[slot]} leases or reasons "
+                    "to keep it",
+                )
+        self.directory.check_invariants(self._leased)
+        unleased = {slot for slot in range(self.num_usable) if slot not in self._leased}
+        held = unleased & self.directory.hashes.keys()
+        if sorted(self._empty) != sorted(unleased - held):
+            raise InvariantError("I8", "the empty slots are not exactly those that hold nothing")
+        if len(self._evictable) != len(held):
+            raise InvariantError("I8", "the evictable slots are not exactly the other free ones")

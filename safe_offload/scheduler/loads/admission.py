@@ -1,0 +1,91 @@
+"""Which loads may hold GPU blocks at one time, so that no two of them wait for each other.
+
+A request that waits for its load, or whose load has landed, holds GPU blocks and cannot be
+preempted. When it goes on it needs more blocks, and vLLM looks at such requests in order and stops
+at the first for which there are too few. If two of them hold so much that neither can go on,
+nothing moves again. vLLM 0.32.0 has a check against it, which counts too few blocks for sliding
+windows: it caps what a request needs and then takes off the null blocks of its table too
+(Scheduler._inflight_prefill_reserved_blocks). So with such groups the connector reports a hit only
+if every request that holds blocks for a load could still go on were it the next, also if its load
+fails: then vLLM takes its blocks away, and it begins again at its first token, before the others
+in the queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
+
+SPARE_BLOCKS = 2
+"""Blocks of each group that a request may need beside those of its tokens: one for draft tokens,
+one for a copy of a shared block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """GPU blocks of one request.
+
+    Attributes:
+        held: while it waits.
+        missing: beside those, to be computed from its first token to the end of its prompt.
+    """
+
+    held: int
+    missing: int
+
+
+class Admission:
+    """The requests that hold GPU blocks for a load: they are its state, with what each needs.
+
+    Args:
+        hits: knows the groups.
+        num_gpu_blocks: all that can be allocated.
+    """
+
+    def __init__(self, hits: HostHits, num_gpu_blocks: int) -> None:
+        self._hits = hits
+        self._num_gpu_blocks = num_gpu_blocks
+        self._holders: dict[RequestState, Need] = {}
+
+    def __repr__(self) -> str:
+        return f"Admission({len(self._holders)} hold blocks)"
+
+    def admits(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether a request may hold the blocks of its first `num_tokens` tokens.
+
+        A request that is the only one may: whatever else holds blocks can be preempted. And so may
+        any where full attention is all there is, for there vLLM's own check counts right.
+        """
+        if self._hits.is_plain:
+            return True
+        others = [
+            need
+            for holder, need in self._holders.items()
+            if holder is not state and not holder.finished
+        ]
+        if not others:
+            return True
+        needs = [*others, self._need(state, num_tokens)]
+        num_left = self._num_gpu_blocks - sum(need.held for need in needs)
+        return max(need.missing for need in needs) <= num_left
+
+    def hold(self, state: RequestState, num_tokens: int) -> None:
+        """A request holds the blocks of its first `num_tokens` tokens, and waits."""
+        self._holders[state] = self._need(state, num_tokens)
+
+    def release(self, state: RequestState) -> None:
+        """A request goes on, or has ended; of others nothing changes."""
+        self._holders.pop(state, None)
+
+    def _need(self, state: RequestState, num_tokens: int) -> Need:
+        held = self._hits.num_blocks_held(num_tokens)
+        spanned = self._hits.num_blocks_spanned(state.request.num_tokens)
+        spare = SPARE_BLOCKS * len(self._hits.group_block_sizes)
+        return Need(held, spanned - held + spare)
+
+    def __len__(self) -> int:
+        return len(self._holders)

@@ -1,0 +1,333 @@
+"""vLLM's hit rules over what the host holds.
+
+The rules of hybrid models (full attention, sliding window, chunked local, Mamba states, MLA, the
+block that EAGLE drops) belong to vLLM: its own cache coordinator runs over the host's slots, so
+that a change of those rules touches one file here. Only the rule of full attention is here too,
+because it can do without a call for each block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+from safe_offload import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.cache.slots import SlotPool
+
+
+NO_SLOT = -1
+"""Stands in a hit for a block that its group does not need (a window has slid past it)."""
+
+
+def needed(items: list[Any], markers: list[Any], null: object) -> list[Any]:
+    """Return the items whose marker, in the same place, is not `null`.
+
+    A window leaves thousands of nulls at the head and none after it, so that is looked at first.
+    """
+    num_nulls = markers.count(null)
+    if num_nulls and null in markers[num_nulls:]:
+        return [item for item, marker in zip(items, markers, strict=True) if marker != null]
+    return items[num_nulls:]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A run of tokens that the host can deliver, after those that the GPU has.
+
+    Attributes:
+        slots_by_group: for each KV cache group, one slot for each block of the run; `NO_SLOT`
+            where the group does not need one.
+        num_tokens: length of the run.
+        num_computed_tokens: tokens before the run, which are on the GPU already.
+        end_max: token of the request at which the run would have ended at the latest.
+        as_of: `Directory.version` and `Directory.num_forgets` when it was found.
+    """
+
+    slots_by_group: tuple[list[int], ...]
+    num_tokens: int
+    num_computed_tokens: int
+    end_max: int
+    as_of: tuple[int, int]
+
+    def slots(self) -> list[int]:
+        """Return all real slots of the hit, each group in prefix order."""
+        slots: list[int] = []
+        for group in self.slots_by_group:
+            slots += needed(group, group, NO_SLOT)
+        return slots
+
+
+class Finder(Protocol):
+    """Where blocks are found: `Directory`, or what `reach.py` looks into."""
+
+    def find(self, group_idx: int, block_hash: bytes) -> Any:
+        """Return what stands for a block, its slot where it has one; None if it is nowhere."""
+
+    def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[Any]:
+        """Return what `find` finds, up to the first block that is nowhere."""
+
+
+class FoundAsBlocks:
+    """The part of vLLM's `BlockPool` that its hit rules use, over what is found elsewhere."""
+
+    null_block = NO_SLOT
+
+    def __init__(self, finder: Finder, hash_block_size: int) -> None:
+        self.hash_block_size = hash_block_size
+        self._find = finder.find
+        self._find_run = finder.find_run
+
+    def get_cached_block(self, block_hash: bytes, group_ids: Iterable[int]) -> list[Any] | None:
+        """Return what stands for a block in each group; None if one of them has none."""
+        found = []
+        for group_idx in group_ids:
+            block = self._find(group_idx, block_hash)
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def find_runs(
+        self, block_hashes: Sequence[bytes], group_ids: Iterable[int]
+    ) -> tuple[list[Any], ...]:
+        """Return what stands for the first blocks of each group, as many as all groups have."""
+        runs = tuple(self._find_run(group_idx, block_hashes) for group_idx in group_ids)
+        num_blocks = min(map(len, runs))
+        for run in runs:
+            del run[num_blocks:]
+        return runs
+
+
+class FullAttentionInRuns(FullAttentionManager):
+    """vLLM's rule of full attention for `FoundAsBlocks`, without a call for each block.
+
+    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, which is asked wherever more
+    than the number of leading blocks matters.
+    """
+
+    @classmethod
+    def find_longest_cache_hit(  # noqa: PLR0913 (they are vLLM's)
+        cls,
+        block_hashes: Sequence[bytes],
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> Any:
+        """Return the slots of each group, and the number of tokens that all of them cover."""
+        size = kv_cache_spec.block_size
+        is_aligned = size == block_pool.hash_block_size and alignment_tokens % size == 0
+        if not is_aligned or drop_eagle_block or dcp_world_size > 1 or pcp_world_size > 1:
+            what = block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec
+            how = drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size
+            return super().find_longest_cache_hit(*what, *how)
+        runs = block_pool.find_runs(block_hashes[: max_length // size], kv_cache_group_ids)
+        num_tokens = len(runs[0]) * size
+        num_tokens -= num_tokens % alignment_tokens
+        for run in runs:
+            del run[num_tokens // size :]
+        return runs, num_tokens
+
+
+def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
+    """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
+    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    # It makes a pool of its own, which has no use: one block is the least.
+    config = replace(kv_cache_config, num_blocks=1)
+    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
+    compat.replace_full_attention(coordinator, FullAttentionInRuns)
+    coordinator.block_pool = pool
+    for manager in coordinator.single_type_managers:
+        manager.block_pool = pool
+        manager._null_block = NO_SLOT
+    return coordinator
+
+
+class HostHits:
+    """Finds hits on the host; knows how the model's KV cache is cut into groups and blocks.
+
+    Nothing here is mutable but `slots` and its directory, which have rules of their own.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: the scheduler's view of the GPU KV cache.
+        slots: what can be found, and what loads and stores lease.
+
+    Attributes:
+        hash_block_size: tokens of one hash of `Request.block_hashes`.
+        alignment_tokens: hits start at a multiple of this.
+        group_ids: KV cache groups that are stored.
+        group_block_sizes: tokens of a block, for each group.
+        is_plain: there is nothing but one group of full attention.
+        has_states: there are Mamba states.
+        ends_inside_blocks: hits may end inside a block.
+        retention_interval: see `compat.retention_interval`.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, slots: SlotPool
+    ) -> None:
+        self.slots = slots
+        self.directory = slots.directory
+        block_size, self.hash_block_size = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+        chunk_sizes = [
+            group.kv_cache_spec.attention_chunk_size
+            for group in kv_cache_config.kv_cache_groups
+            if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
+        ]
+        # A chunked-local group counts its chunks from the first token, so a search that starts
+        # after the GPU's hit is right only at a chunk boundary.
+        self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
+        self.group_ids = compat.cacheable_group_ids(kv_cache_config)
+        coordinator = coordinator_over(
+            FoundAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
+        )
+        self._coordinator = coordinator
+        self._full_group = compat.full_attention_group(coordinator, self.hash_block_size)
+        self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
+        self.is_plain = compat.has_plain_hits(coordinator, self.hash_block_size)
+        self.has_states = bool(compat.state_group_ids(kv_cache_config))
+        self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
+        self.retention_interval = compat.retention_interval(coordinator)
+
+    # ---- hits ----------------------------------------------------------------------------------
+
+    def find_hit(
+        self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
+    ) -> Hit | None:
+        """Find the longest run of tokens from `num_computed_tokens` on that the host holds.
+
+        Args:
+            block_hashes: the request's, one for each `hash_block_size` tokens.
+            num_computed_tokens: tokens that the GPU has.
+            end_max: the run ends at this token of the request at the latest.
+
+        Returns:
+            None if there is none, or if it cannot start at `num_computed_tokens`.
+        """
+        if num_computed_tokens % self.alignment_tokens:
+            return None
+        remaining = block_hashes[num_computed_tokens // self.hash_block_size :]
+        num_tokens_max = end_max - num_computed_tokens
+        if not remaining or num_tokens_max <= 0:
+            return None
+        slots_by_group: tuple[list[int], ...]
+        if self.is_plain:
+            slots = self.directory.find_run(0, remaining[: num_tokens_max // self.hash_block_size])
+            if not slots:
+                return None
+            slots_by_group, num_tokens = (slots,), len(slots) * self.hash_block_size
+        else:
+            slots_by_group, num_tokens = self._coordinator.find_longest_cache_hit(
+                remaining, num_tokens_max
+            )[:2]
+        if not 0 < num_tokens <= num_tokens_max:
+            return None
+        as_of = self.directory.version, self.directory.num_forgets
+        return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of)
+
+    def is_still_longest(
+        self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
+    ) -> bool:
+        """Whether `find_hit` would find a leased hit again, so that no search is needed.
+
+        A request that waits at the head of the queue is asked about in every step.
+        """
+        return hit.num_computed_tokens == num_computed_tokens and self._ends_there(
+            hit, block_hashes, end_max
+        )
+
+    def grown(
+        self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
+    ) -> tuple[Hit, list[int]] | None:
+        """Let a leased hit begin earlier, because the GPU has lost blocks before it.
+
+        That is what happens to a preempted request while it waits at the head of the queue.
+
+        Returns:
+            What `find_hit` would find, and those of its slots that are new, which are its first;
+            None if that takes a search.
+        """
+        num_more = hit.num_computed_tokens - num_computed_tokens
+        if num_more <= 0 or num_computed_tokens % self.alignment_tokens:
+            return None
+        if not self._ends_there(hit, block_hashes, end_max):
+            return None
+        new: list[int] = []
+        slots_by_group: list[list[int]] = []
+        for group_idx, slots in enumerate(hit.slots_by_group):
+            if group_idx == self._full_group:
+                first = num_computed_tokens // self.hash_block_size
+                end = hit.num_computed_tokens // self.hash_block_size
+                new = self.directory.find_run(group_idx, block_hashes[first:end])
+                if len(new) < end - first:
+                    return None
+                slots_by_group.append([*new, *slots])
+            elif slots and slots[0] == NO_SLOT:
+                num_blocks = num_more // self.group_block_sizes[group_idx]
+                slots_by_group.append([NO_SLOT] * num_blocks + slots)
+            else:
+                return None
+        as_of = self.directory.version, self.directory.num_forgets
+        num_tokens = hit.num_tokens + num_more
+        return Hit(tuple(slots_by_group), num_tokens, num_computed_tokens, end_max, as_of), new
+
+    def _ends_there(self, hit: Hit, block_hashes: Sequence[bytes], end_max: int) -> bool:
+        """Whether a leased hit still cannot be found to end any later, or earlier."""
+        if hit.end_max != end_max:
+            return False  # it has grown: one that was preempted may get a token while it waits
+        version, num_forgets = hit.as_of
+        directory = self.directory
+        if num_forgets != directory.num_forgets:
+            return False  # a slot of a hit can be forgotten although it is leased
+        if version == directory.version:
+            return True
+        group_idx, block_size = self._full_group, self.hash_block_size
+        end = hit.num_computed_tokens + hit.num_tokens
+        if group_idx is None or end % block_size:
+            return False
+        if end + block_size > end_max or end // block_size >= len(block_hashes):
+            return True
+        return directory.find(group_idx, block_hashes[end // block_size]) is None
+
+    # ---- how the KV cache is cut ---------------------------------------------------------------
+
+    def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
+        """Return the hash of each block of a request, as large as the blocks of a group are."""
+        block_size = self.group_block_sizes[group_idx]
+        hashes: Sequence[bytes] = request.block_hashes
+        if block_size != self.hash_block_size:
+            hashes = BlockHashListWithBlockSize(hashes, self.hash_block_size, block_size)
+        return hashes
+
+    def num_blocks_spanned(self, num_tokens: int) -> int:
+        """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
+        return sum(-(-num_tokens // size) for size in self.group_block_sizes)
+
+    def num_blocks_held(self, num_tokens: int) -> int:
+        """Return how many of these a request needs to go on; a window has slid past the others."""
+        num_held = 0
+        for manager in self._coordinator.single_type_managers:
+            num_skipped = int(manager.get_num_skipped_tokens(num_tokens))
+            num_held += -(-num_tokens // manager.block_size) - num_skipped // manager.block_size
+        return num_held
+
+    def num_blocks_in_step(self, num_tokens: int) -> int:
+        """Return the most blocks that `num_tokens` tokens of one step may need, over all groups."""
+        return sum(-(-num_tokens // size) + 1 for size in self.group_block_sizes)

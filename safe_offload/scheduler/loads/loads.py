@@ -1,0 +1,439 @@
+"""Loads: from a leased hit to a request that may run, or to the word that it must recompute.
+
+vLLM waits for a load by the id of its request, and what it is told cannot be taken back. So the id
+is told once, when every rank has the bytes. A load that failed anywhere is withheld: the next plan
+announces it to all workers, and each of them reports it as received and failed. That is the only
+way in which vLLM recomputes with several KV cache groups.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import FAILED_LOADS, HIT_TOKENS, Count, Counters
+from safe_offload.protocol import FailureReason, Transfer, ids_of
+from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.loads.admission import Admission
+from safe_offload.scheduler.loads.cost import Costs, Offer
+from safe_offload.scheduler.loads.hits import NO_SLOT, Hit, HostHits, needed
+from safe_offload.scheduler.loads.sharing import Sharing, Wait
+from safe_offload.scheduler.pending import Load
+from safe_offload.scheduler.requests import Phase, RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+
+FAILED_LOADS_MAX = 3
+"""A request is offered no more hits once so many of its loads have failed."""
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """How far a request has come with its hits and loads; `Loads` alone changes it.
+
+    Attributes:
+        hit: the hit that was reported (MATCHED only), under `lease`.
+        must_compute: its load failed, or its hit does not pay; no hit is reported for it before it
+            has run.
+        num_failed: of its loads, over its whole life.
+        wait: for loads of others.
+    """
+
+    hit: Hit | None = None
+    lease: Lease | None = None
+    must_compute: bool = False
+    num_failed: int = 0
+    wait: Wait = field(default_factory=Wait)
+
+
+class Loads:
+    """Hits, loads that are planned or in flight, and failures that vLLM has not been told.
+
+    Its state: the progress of each request, the loads since the last `sent`, those in flight by
+    transfer id, and the requests whose failure is to be announced. Nothing else changes it.
+
+    Args:
+        hits: where hits are found.
+        leases: where hits are protected.
+        gpu: which GPU blocks there are.
+        transfer_ids: never gives the same twice.
+        num_ranks: workers that report.
+        counters: what happens is counted here.
+        wait_max_s: see `Sharing`.
+        costs: say whether a hit is worth loading.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        hits: HostHits,
+        leases: LeaseBook,
+        gpu: GpuBlocks,
+        transfer_ids: Iterable[int],
+        num_ranks: int,
+        counters: Counters,
+        wait_max_s: float,
+        costs: Costs,
+    ) -> None:
+        self._hits = hits
+        self._leases = leases
+        self._transfer_ids = iter(transfer_ids)
+        self._num_ranks = num_ranks
+        self._counters = counters
+        self._admission = Admission(hits, gpu.num_blocks)
+        self._sharing = Sharing(hits, wait_max_s, counters)
+        self._costs = costs
+        self._null_block_id = gpu.null_block_id
+        self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
+        self._new: list[Load] = []
+        self.in_flight: dict[int, Load] = {}
+        self._failures: list[RequestState] = []
+
+    def __repr__(self) -> str:
+        return f"Loads({len(self._new)} new, {len(self.in_flight)} in flight)"
+
+    # ---- hits ----------------------------------------------------------------------------------
+
+    def match(self, state: RequestState, num_computed_tokens: int, now_s: float) -> int | None:
+        """Find and lease the longest hit of a waiting request (I1).
+
+        Returns:
+            Its tokens; None if a load of another request brings the first of them (see `sharing`).
+        """
+        request, progress = state.request, self.progress[state]
+        if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX:
+            if progress.hit is not None:
+                self.drop_hit(state)
+            return 0
+        wait = progress.wait
+        if wait.load is not None and self._sharing.goes_on(
+            wait, request, num_computed_tokens, now_s
+        ):
+            num_wanted = request.num_tokens - num_computed_tokens - 1
+            if self._is_worth_waiting(wait.load, request, num_computed_tokens, num_wanted, now_s):
+                return None
+            wait.end()
+            self._counters[Count.UNPAID_HITS] += 1
+            return 0
+        # The last token is always computed, for its logits.
+        num_tokens_max = request.num_tokens - 1
+        if state.limits.load_tokens is not None:
+            num_tokens_max = min(num_tokens_max, num_computed_tokens + state.limits.load_tokens)
+        wanted = request.block_hashes, num_computed_tokens, num_tokens_max
+        hit = progress.hit
+        if hit is not None and not self._hits.is_still_longest(hit, *wanted):
+            hit = self._grow_hit(progress, hit, wanted)
+        if hit is None:
+            if progress.hit is not None:
+                self.drop_hit(state)
+            hit = self._hits.find_hit(*wanted)
+            if hit is None:
+                return 0
+        is_loading = self.in_flight or self._new
+        if is_loading and self._begins_to_wait(wait, request, hit, now_s):
+            self.drop_hit(state)
+            return None
+        num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
+        if hit is not progress.hit and not self._costs.pays(Offer(hit.num_tokens, num_left)):
+            self._counters[Count.UNPAID_HITS] += 1
+            progress.must_compute = True  # decided once, however often vLLM asks
+            self.drop_hit(state)
+            return 0
+        if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
+            self._counters[Count.POSTPONED_HITS] += 1
+            self.drop_hit(state)
+            return 0
+        if hit is not progress.hit:
+            progress.hit, progress.lease = hit, self._leases.lease(LeaseKind.MATCH, hit.slots())
+            state.move(Phase.MATCHED)
+        return hit.num_tokens
+
+    def drop_hit(self, state: RequestState) -> None:
+        """Give up a reported hit that is not turned into a load."""
+        progress = self.progress[state]
+        if progress.lease is not None:
+            progress.lease.release()
+        progress.hit = progress.lease = None
+        if state.phase is Phase.MATCHED:
+            state.move(Phase.WAITING)
+
+    def _begins_to_wait(self, wait: Wait, request: Request, hit: Hit, now_s: float) -> bool:
+        """Whether a request waits from now on for another's load of what it has a hit for."""
+        num_computed_tokens = hit.num_computed_tokens
+        under_way = chain(self.in_flight.values(), self._new)
+        load = self._sharing.find(wait, request, num_computed_tokens, under_way)
+        if load is None:
+            return False
+        wait.begin(load, num_computed_tokens, now_s)
+        if self._is_worth_waiting(load, request, num_computed_tokens, hit.num_tokens, now_s):
+            self._counters[Count.SHARED_WAITS] += 1
+            return True
+        wait.end()
+        return False
+
+    def _is_worth_waiting(
+        self,
+        load: Load,
+        request: Request,
+        num_computed_tokens: int,
+        num_tokens_max: int,
+        now_s: float,
+    ) -> bool:
+        """Whether a load is expected to bring what a request needs before it could be computed.
+
+        Args:
+            num_tokens_max: the request has a use for so many after those that the GPU has.
+        """
+        num_brought = load.end_hash * self._hits.hash_block_size - num_computed_tokens
+        num_tokens = min(num_brought, num_tokens_max)
+        num_left = request.num_tokens - num_computed_tokens - num_tokens
+        loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
+        return self._costs.pays(Offer(num_tokens, num_left, loading_s))
+
+    def _grow_hit(
+        self, progress: LoadProgress, hit: Hit, wanted: tuple[Sequence[bytes], int, int]
+    ) -> Hit | None:
+        """Return what `HostHits.grown` finds, with its new slots leased too."""
+        grown = self._hits.grown(hit, *wanted)
+        if grown is None or progress.lease is None:
+            return None
+        progress.hit, new_slots = grown
+        self._leases.extend_head(progress.lease, new_slots)
+        return progress.hit
+
+    # ---- loads ---------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        state: RequestState,
+        blocks_by_group: Sequence[Sequence[KVCacheBlock]],
+        num_tokens: int,
+    ) -> None:
+        """Turn the request's hit into a load of its first `num_tokens` tokens.
+
+        vLLM waits for it from now on, so that whatever is wrong with it ends in a failure that is
+        announced.
+        """
+        progress = self.progress[state]
+        hit, lease = progress.hit, progress.lease
+        block_ids, slots = self.pair(hit, blocks_by_group, num_tokens)
+        num_local_tokens = hit.num_computed_tokens if hit is not None else 0
+        self._admission.hold(state, num_local_tokens + num_tokens)
+        if slots and lease is not None:
+            progress.lease = None
+            lease.keep(LeaseKind.LOAD, slots)
+            transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
+            size = self._hits.hash_block_size
+            load = Load(
+                transfer_id=transfer.transfer_id,
+                ranks_left=set(range(self._num_ranks)),
+                transfer=transfer,
+                lease=lease,
+                owner=state,
+                num_tokens=num_tokens,
+                hashes=state.request.block_hashes,
+                first_hash=num_local_tokens // size,
+                end_hash=(num_local_tokens + num_tokens) // size,
+            )
+            self._new.append(load)
+            self._counters[Count.HIT_TOKENS] += num_tokens
+            self._counters.observe(HIT_TOKENS, num_tokens)
+            self._hits.slots.mark_hit(slots)
+        else:
+            self._counters[Count.UNUSABLE_HITS] += 1
+            self._failures.append(state)
+        self.drop_hit(state)
+        state.begin_load()
+
+    def pair(
+        self,
+        hit: Hit | None,
+        blocks_by_group: Sequence[Sequence[KVCacheBlock]],
+        num_tokens: int,
+    ) -> tuple[list[int], list[int]]:
+        """Return ids of GPU blocks and of their host slots, for the first tokens of a hit.
+
+        Returns:
+            Empty if the hit cannot fill every block that vLLM allocated for these tokens: loading
+            the rest would leave bytes in the window of attention that nothing wrote (I6). And if it
+            ends elsewhere than the Mamba state that it brings.
+        """
+        if hit is None or num_tokens > hit.num_tokens:
+            return [], []
+        if num_tokens < hit.num_tokens and self._hits.has_states:
+            return [], []
+        all_block_ids: list[int] = []
+        all_slots: list[int] = []
+        for group_idx in self._hits.group_ids:
+            block_size = self._hits.group_block_sizes[group_idx]
+            first = hit.num_computed_tokens // block_size
+            end = -(-(hit.num_computed_tokens + num_tokens) // block_size)
+            block_ids = [block.block_id for block in blocks_by_group[group_idx][first:end]]
+            slots = hit.slots_by_group[group_idx][: len(block_ids)]
+            if len(slots) < len(block_ids):
+                return [], []
+            if self._null_block_id in block_ids:
+                slots = needed(slots, block_ids, self._null_block_id)
+                block_ids = needed(block_ids, block_ids, self._null_block_id)
+            if NO_SLOT in slots:
+                return [], []
+            all_block_ids += block_ids
+            all_slots += slots
+        return all_block_ids, all_slots
+
+    def run(self, state: RequestState) -> None:
+        """A request goes on without a load: it may be offered hits and loads again."""
+        self._admission.release(state)
+        progress = self.progress[state]
+        if progress.hit is not None:
+            self.drop_hit(state)
+        progress.must_compute = False
+        if progress.wait.stuck_at >= 0:
+            progress.wait.unstick()
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended: it holds no blocks for a load any more, and needs no hit."""
+        self._admission.release(state)
+        if self.progress[state].hit is not None:
+            self.drop_hit(state)
+
+    def forget(self, state: RequestState) -> None:
+        """vLLM holds no block of a request that has ended."""
+        self.progress.pop(state, None)
+
+    def reset(self, state: RequestState) -> None:
+        """The host has forgotten everything: a request has no hit, and nothing to wait for."""
+        self.drop_hit(state)
+        self.progress[state].wait.call_off()
+
+    def fail_all(self) -> None:
+        """The host has forgotten everything: what is on its way to the GPU is not used either."""
+        for load in (*self._new, *self.in_flight.values()):
+            load.fail()
+
+    def owe_failure(self, state: RequestState) -> None:
+        """Something went wrong after vLLM began to wait: tell it to recompute."""
+        if state.owe_failure():
+            self._failures.append(state)
+
+    # ---- plans and reports ---------------------------------------------------------------------
+
+    def new_transfers(self) -> tuple[Transfer, ...]:
+        """Return the loads that have begun since the last `sent`."""
+        return tuple(load.transfer for load in self._new)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Ids of requests whose load failed since the last `sent`."""
+        return tuple(state.request.request_id for state in self._failures)
+
+    def sent(self, now_s: float | None = None) -> None:
+        """The workers have been told of the new loads, which are in flight now, and of failures.
+
+        From now on only the workers' echo ends the wait of a request whose load failed. It is
+        offered no other hit before it has run: the same might be unusable again, and vLLM 0.32.0
+        counts what it has reserved for the first load of a request against its second, which in a
+        small pool then never begins.
+        """
+        for load in self._new:
+            load.sent(now_s)
+            self.in_flight[load.transfer_id] = load
+        self._new = []
+        failures, self._failures = self._failures, []
+        for state in failures:
+            state.end_load(has_failed=True)
+            progress = self.progress[state]
+            progress.must_compute = True
+            progress.num_failed += 1
+            if progress.num_failed == FAILED_LOADS_MAX:
+                self._counters[Count.GIVEN_UP_REQUESTS] += 1
+
+    def give_up(self, book: Iterable[RequestState]) -> None:
+        """After an internal error: a load that no worker copies has failed, the others go on.
+
+        Args:
+            book: the requests of vLLM; what is noted about their loads is rebuilt.
+        """
+        states = {*book, *(load.owner for load in self._new), *self._failures}
+        states.update(load.owner for load in self.in_flight.values())
+        for load in self._new:
+            load.fail()
+            load.end()
+        self._new = []
+        self.in_flight = {i: load for i, load in self.in_flight.items() if load.ranks_left}
+        loading = {load.owner for load in self.in_flight.values()}
+        waiting = {s for s in states if s.phase is Phase.LOADING or s.num_loads}
+        self._failures = list(waiting - loading)
+        for state in states:
+            state.mend(int(state in loading or state in waiting))
+
+    def get(self, transfer_id: int) -> Load | None:
+        """Return the load of that id, if it is in flight."""
+        return self.in_flight.get(transfer_id)
+
+    def settle(self, load: Load) -> bool:
+        """Every rank has reported a load; return whether its request may run now.
+
+        The slots of a load that has landed stay leased, for the prefix of its request. A failure is
+        announced by the next plan.
+        """
+        del self.in_flight[load.transfer_id]
+        load.end()
+        state = load.owner
+        if load.failure is not None:
+            if load.failure is not FailureReason.SOURCE_LOST:  # a reset is no failure
+                self._counters[FAILED_LOADS[load.failure]] += 1
+            # The same hit must not be offered again.
+            self._hits.slots.forget(load.lease.slots)
+            self._failures.append(state)
+            load.lease.release()
+            return False
+        self._counters[Count.LOADED_TOKENS] += load.num_tokens
+        self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
+        if load.sent_s is not None and not state.finished:
+            self._costs.landed.append((load.num_tokens, load.sent_s))
+            num_left = state.request.num_tokens - load.end_hash * self._hits.hash_block_size
+            saved_s = self._costs.saved_s(Offer(load.num_tokens, max(1, num_left)))
+            self._counters.add_seconds(Count.SAVED_SECONDS, saved_s)
+        state.end_load(has_failed=False)
+        return True
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of hits, and of the loads in flight."""
+        hits = [p.lease for p in self.progress.values() if p.lease is not None]
+        return [*hits, *(load.lease for load in self.in_flight.values())]
+
+    @property
+    def owners_of_new(self) -> list[RequestState]:
+        """The requests whose load begins in this step."""
+        return [load.owner for load in self._new] if self._new else []
+
+    @property
+    def new_targets(self) -> set[int]:
+        """GPU blocks of the loads that have begun since the last `sent`."""
+        return {block_id for load in self._new for block_id in load.transfer.block_ids}
+
+    @property
+    def num_holders(self) -> int:
+        """Requests that hold GPU blocks for a load."""
+        return len(self._admission)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to tell the workers since the last `sent`."""
+        return bool(self._new or self._failures)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is planned or in flight, or a failure is to be announced."""
+        return bool(self._new or self.in_flight or self._failures)
+
+    def __len__(self) -> int:
+        return len(self.in_flight)

@@ -1,0 +1,178 @@
+"""Requests that wait for a load of another request instead of loading the same blocks once more.
+
+Requests with one prefix often come together: several answers to one prompt, agents, users with
+one system prompt. If each loaded a copy of its own before the first load has landed, all copies
+would hold GPU blocks (docs/guarantees.md: P3). So they wait: vLLM's scheduler asks again in its
+next step, goes on with the requests after them meanwhile, and puts what the load brings into its
+own prefix cache before it asks. (vLLM 0.32.0, Scheduler.schedule: it looks first at the requests
+that hold blocks for a load; _update_waiting_for_remote_kv caches the blocks of each group.)
+
+What bounds the wait (docs/guarantees.md: H5):
+
+- A load is waited for while it is under way and its request lives. vLLM frees the blocks of a
+  request that has been aborted without caching them, and a failed load has nothing to cache.
+- A request waits at most so many seconds over its whole life, whatever it waits for.
+- A load that a request has stopped waiting for, and every older one, it does not wait for again.
+- A load that has landed must have brought it further. If it did not, because vLLM does not keep
+  what the request needs of it, the request waits for no other before it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import Count, Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.pending import Load
+
+WAIT_MAX_S = 10.0
+"""A request waits no longer for loads of others, over its whole life; nor than a transfer may."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """How a request has waited for loads of others; only this file changes it.
+
+    Attributes:
+        load: the one that it waits for now.
+        is_called_off: the host forgot what it waits for.
+        asked_s: when vLLM asked last, while it waits.
+        waited_s: over its whole life, up to `asked_s`.
+        newest_id: of the loads that it has waited for.
+        num_computed_tokens: on the GPU when its present wait began.
+        stuck_at: so many were there, and a load that landed made them no more; -1 for none.
+    """
+
+    load: Load | None = None
+    is_called_off: bool = False
+    asked_s: float = 0.0
+    waited_s: float = 0.0
+    newest_id: int = -1
+    num_computed_tokens: int = 0
+    stuck_at: int = -1
+
+    def begin(self, load: Load, num_computed_tokens: int, now_s: float) -> None:
+        """Its request waits for a load from now on."""
+        self.load, self.newest_id = load, load.transfer_id
+        self.is_called_off = False
+        self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
+
+    def end(self) -> None:
+        """Its request waits no more."""
+        self.load = None
+
+    def call_off(self) -> None:
+        """What its request waits for is of no use any more."""
+        self.is_called_off = True
+
+    def unstick(self) -> None:
+        """Its request has run: another load may bring it further."""
+        self.stuck_at = -1
+
+
+class Sharing:
+    """Decides which request waits for which load; it has no state of its own.
+
+    Args:
+        hits: knows how a prompt is cut into blocks, and what vLLM keeps of them.
+        wait_max_s: of one request, over its whole life.
+        counters: waits are counted here.
+    """
+
+    def __init__(self, hits: HostHits, wait_max_s: float, counters: Counters) -> None:
+        self._hits = hits
+        self._wait_max_s = wait_max_s
+        self._counters = counters
+
+    def goes_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> bool:
+        """Whether a request that waits for a load is to wait on; else its wait has ended.
+
+        Args:
+            wait: of the request.
+            request: that vLLM asks about.
+            num_computed_tokens: tokens that the GPU's prefix cache has.
+            now_s: of a clock that never goes back.
+        """
+        load = wait.load
+        assert load is not None
+        wait.waited_s += now_s - wait.asked_s
+        wait.asked_s = now_s
+        if not load.is_under_way:
+            if load.has_landed and num_computed_tokens <= wait.num_computed_tokens:
+                wait.stuck_at = num_computed_tokens
+        elif wait.waited_s >= self._wait_max_s:
+            self._counters[Count.SHARED_WAITS_CUT] += 1
+        elif not wait.is_called_off and self._brings(load, request, num_computed_tokens):
+            return True
+        wait.load = None
+        return False
+
+    def find(
+        self, wait: Wait, request: Request, num_computed_tokens: int, loads: Iterable[Load]
+    ) -> Load | None:
+        """Return the load that a request may wait for, rather than make its own.
+
+        Args:
+            wait: of the request.
+            request: has a hit after `num_computed_tokens`.
+            num_computed_tokens: see `goes_on`.
+            loads: that have begun and that not all ranks have reported, in that order.
+        """
+        if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
+            return None
+        for load in loads:
+            if (
+                load.transfer_id > wait.newest_id
+                and load.is_under_way
+                and self._brings(load, request, num_computed_tokens)
+            ):
+                return load
+        return None
+
+    def _brings(self, load: Load, request: Request, num_computed_tokens: int) -> bool:
+        """Whether a load brings a request's first missing block, to where vLLM finds it.
+
+        Hashes are chained, so one that is equal says that all before it are.
+        """
+        place = num_computed_tokens // self._hits.hash_block_size
+        hashes = request.block_hashes
+        is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
+        if not is_brought or load.hashes[place] != hashes[place]:
+            return False
+        return self._is_kept(load, hashes, num_computed_tokens)
+
+    def _is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
+        """Whether vLLM's prefix cache has more than so many tokens once the load has landed.
+
+        By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
+        prompt needs and nothing else; what the load's own request has of its prompt beyond the load
+        is computed in the step that finds the load landed. A load that ends inside a block leaves
+        no Mamba state there, if the prompt of its request does not end with it.
+        """
+        hits = self._hits
+        interval, size = hits.retention_interval, hits.hash_block_size
+        units = [hits.alignment_tokens]
+        if hits.ends_inside_blocks:
+            units.append(size)
+        end = load.end_hash * size
+        if interval is None and not (hits.ends_inside_blocks and end % units[0]):
+            return True
+        if interval and end // interval * interval > num_computed_tokens:
+            return True
+        num_tokens = load.owner.request.num_prompt_tokens - 1
+        ends = [num_tokens // unit * unit for unit in units]
+        return any(
+            end > num_computed_tokens and _is_shared(load, hashes, end // size) for end in ends
+        )
+
+
+def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
+    """Whether a request has the first so many hashes of the one that loads."""
+    known = min(len(hashes), len(load.hashes))
+    return count <= known and hashes[count - 1] == load.hashes[count - 1]

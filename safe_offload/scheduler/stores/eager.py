@@ -1,0 +1,392 @@
+"""Eager stores: what requests have computed, as soon as it is there.
+
+A block is worth storing when vLLM has hashed it for its own prefix cache (so it is full, and its
+tokens are known) and when its bytes are there by the time that the store reads them.
+
+That vLLM has hashed a block proves nothing about its bytes: it hashes the blocks of a step while it
+schedules the step. But every block that a request *scheduled in this step* has hashed is computed
+once the forward of this step has run, and a store after the forward is ordered after it. So a block
+of a prompt is stored in the very step that computes it; a step later a sliding window may have
+passed it. Blocks of an answer are looked for together, every few steps (`agenda.py`), and in the
+table that a preempted request had (`snapshots.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+from safe_offload.scheduler.blocks import (
+    BlockSet,
+    Home,
+    find_more_keys,
+    get_block_hash,
+    hashes_of,
+    missing_blocks,
+)
+from safe_offload.scheduler.loads.hits import needed
+from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.stores.stores import Stores
+
+
+@dataclass(slots=True)
+class EagerProgress:
+    """How far a request's blocks are stored; `EagerStores` alone changes it.
+
+    Attributes:
+        cursors: for each group, leading blocks of the block table that need no more storing.
+        cursors_before: those of the block table that the last preemption took away.
+        leftover: blocks that could not be stored for want of slots, as they were last seen.
+    """
+
+    cursors: list[int]
+    cursors_before: list[int]
+    leftover: list[BlockSet]
+
+
+class EagerStores:
+    """A policy that stores what requests have computed. See `StorePolicy`.
+
+    Its state: the progress of each request, the snapshots, the agenda, and which requests have
+    something left over.
+
+    Args:
+        hits: to skip what the host has or is about to have.
+        gpu: the block tables.
+        stores: takes what is found.
+        num_decode_tokens_max: see `Agenda`.
+    """
+
+    def __init__(
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        stores: Stores,
+        num_decode_tokens_max: int,
+    ) -> None:
+        self._hits = hits
+        self._directory = hits.directory
+        self._hash_block_size = hits.hash_block_size
+        self._block_sizes = hits.group_block_sizes
+        self._gpu = gpu
+        self._stores = stores
+        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
+        self._larger_ids = [
+            g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
+        ]
+        self.agenda = Agenda(
+            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.group_ids)
+        )
+        self._camera = Camera(hits, gpu)
+        self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        begin = [0] * len(self._block_sizes)
+        self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
+            lambda: EagerProgress([*begin], begin, [])
+        )
+        self._short_of_slots: set[RequestState] = set()
+
+    def __repr__(self) -> str:
+        return f"EagerStores({len(self.progress)} requests)"
+
+    # ---- the life of a request -----------------------------------------------------------------
+
+    def expect(self, num_tokens: int) -> None:
+        """See `StorePolicy`; eager stores need not look ahead."""
+
+    def run(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self.agenda.add(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        progress = self.progress[state]
+        progress.cursors_before = progress.cursors
+        progress.cursors = [0] * len(self._block_sizes)
+
+    def forget_table(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self._snapshots.pop(state, None)
+
+    def finish(self, state: RequestState) -> None:
+        """See `StorePolicy`; stores what the request has computed and not stored."""
+        if state.phase is Phase.RUNNING:
+            self._store_computed([state], is_intact=False)
+            for blocks in self._tails(state):
+                self._stores.add(blocks, state, is_intact=False)
+
+    def end(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self.agenda.decoding.discard(state)
+        self._snapshots.pop(state, None)
+        self._short_of_slots.discard(state)
+        self.progress.pop(state, None)
+
+    # ---- a step is planned ---------------------------------------------------------------------
+
+    def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
+        """See `StorePolicy`.
+
+        Some of it was left over: blocks that were intact when the last plan was made, so that
+        nothing can have written them yet.
+        """
+        for state in states:
+            progress = self.progress[state]
+            rescued, progress.leftover = progress.leftover, []
+            for snapshot in self._snapshots.pop(state, ()):
+                first = progress.cursors_before[snapshot.group_idx]
+                rescued += self._camera.unsaved(state, snapshot, first, given_out)
+            for blocks in rescued:
+                self._stores.rescue(blocks)
+
+    def find(
+        self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
+    ) -> None:
+        """See `StorePolicy`."""
+        if loading:
+            self._look_at(loading)
+        due = self.agenda.due(output.num_scheduled_tokens)
+        if due:
+            self._look_at(due)
+        if self._hits.has_states:
+            self._store_boundary_states(output, book)
+        if self._short_of_slots:
+            self._drop_given_away()
+
+    def _look_at(self, states: Sequence[RequestState]) -> None:
+        """Store what requests have computed once the forward of this step has run."""
+        decoding, snapshots = self.agenda.decoding, self._snapshots
+        by_state, loaded = self.progress, self._stores.loaded
+        plain = []
+        for state in states:
+            taken = snapshots.get(state)
+            if state not in decoding:
+                snapshots.pop(state, None)
+            elif not (taken and taken[0].is_current(state.request)):
+                snapshots[state] = self._camera.take(state, is_decoding=True)
+            if by_state[state].leftover or state in loaded:
+                self._store_computed([state], is_intact=True)
+            else:
+                plain.append(state)
+        if plain:
+            self._store_computed(plain, is_intact=True)
+
+    def _store_boundary_states(self, output: SchedulerOutput, book: RequestBook) -> None:
+        """Store states of Mamba groups, whose block table says nothing about positions.
+
+        vLLM hands over the exact blocks (KVConnectorBlockState.boundary_state_offloads). Those of
+        requests that are not scheduled are left alone: they may never have been computed.
+        """
+        block_state = getattr(output, "kv_connector_block_state", None)
+        offers = getattr(block_state, "boundary_state_offloads", None)
+        if not offers:
+            return
+        blocks = []
+        for request_id in output.num_scheduled_tokens:
+            state = book.get(request_id)
+            if state is None or request_id not in offers:
+                continue
+            limit = state.limits.store_tokens
+            for _, block_id, num_tokens in offers[request_id]:
+                if limit is None or num_tokens <= limit:
+                    blocks.append(self._gpu.block(block_id))
+        for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, self._directory.tables):
+            self._stores.add(missing, None, is_intact=False)
+
+    def _drop_given_away(self) -> None:
+        """Forget of what found no slot what this step writes: it can be stored no more.
+
+        A window slides on even when its request is not scheduled, for want of blocks.
+        """
+        for state in list(self._short_of_slots):
+            progress = self.progress[state]
+            intact = [blocks.intact() for blocks in progress.leftover]
+            progress.leftover = [blocks for blocks in intact if blocks.blocks]
+            if not progress.leftover:
+                self._short_of_slots.discard(state)
+
+    # ---- what requests have computed -----------------------------------------------------------
+
+    def _store_computed(self, states: Sequence[RequestState], *, is_intact: bool) -> None:
+        """Store what of requests is computed and not stored.
+
+        All of it in one go: most requests have a block or none. What does not go at once, for want
+        of slots or because two requests have computed the same, goes request by request.
+        """
+        found, present = self._scan(states)
+        by_state, loaded = self.progress, self._stores.loaded
+        has_leftover = False
+        for state in states:
+            if state in present or state in loaded:
+                self._stores.extend_prefix(state, present.get(state, []))
+            if by_state[state].leftover:
+                self._store_leftover(state, is_intact=is_intact)
+                has_leftover = True
+        for blocks, owners in found:
+            if len(owners) == 1:
+                # A request that began again finds there what it has left over from before.
+                wanted = self._stores.missing(blocks) if has_leftover else blocks
+                num_stored = self._stores.add(wanted, owners[0][0], is_intact=is_intact)
+                if is_intact and num_stored < len(wanted.blocks):
+                    self._put_off(owners[0][0], wanted, num_stored)
+            elif not self._stores.add_whole(blocks, owners, is_intact=is_intact):
+                start = 0
+                for state, count in owners:
+                    part = blocks.part(range(start, start + count))
+                    self._add(state, self._stores.missing(part), is_intact=is_intact)
+                    start += count
+
+    def _store_leftover(self, state: RequestState, *, is_intact: bool) -> None:
+        """Store what a request found no slots for before."""
+        progress = self.progress[state]
+        leftover, progress.leftover = progress.leftover, []
+        self._short_of_slots.discard(state)
+        for blocks in leftover:
+            self._add(state, self._stores.missing(blocks.intact()), is_intact=is_intact)
+
+    def _add(self, state: RequestState, blocks: BlockSet, *, is_intact: bool) -> None:
+        num_stored = self._stores.add(blocks, state, is_intact=is_intact)
+        if is_intact and num_stored < len(blocks.blocks):
+            self._put_off(state, blocks, num_stored)
+
+    def _put_off(self, state: RequestState, blocks: BlockSet, num_stored: int) -> None:
+        """Try blocks of a request that found no slot again while it runs."""
+        left = blocks.part(range(num_stored, len(blocks.blocks)))
+        self.progress[state].leftover.append(left)
+        self._short_of_slots.add(state)
+
+    def _scan(
+        self, states: Sequence[RequestState]
+    ) -> tuple[
+        list[tuple[BlockSet, list[tuple[RequestState, int]]]], dict[RequestState, list[int]]
+    ]:
+        """Move the requests' cursors to the end of what is hashed.
+
+        Returns:
+            What to store, of each group request by request, in prefix order, with whose prefix how
+            many of the blocks extend; and of which requests the host has blocks already, in which
+            slots.
+        """
+        found = []
+        present: dict[RequestState, list[int]] = {}
+        by_state = self.progress
+        for group_idx in self._group_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
+            blocks, owners = BlockSet(group_idx, homes=homes), []
+            for state in states:
+                request = state.request
+                request_id = request.request_id
+                num_hashed = nums_hashed.get(request_id, 0)
+                limit = state.limits.store_tokens
+                if limit is not None:
+                    num_hashed = min(num_hashed, limit // self._block_sizes[group_idx])
+                cursors = by_state[state].cursors
+                cursor = cursors[group_idx]
+                if cursor >= num_hashed:
+                    continue
+                cursors[group_idx] = num_hashed
+                table = tables[request_id]
+                num_before = len(blocks.blocks)
+                kept = self._look(request, table[cursor:num_hashed], cursor, blocks)
+                if kept:
+                    present[state] = present[state] + kept if state in present else kept
+                num_added = len(blocks.blocks) - num_before
+                if num_added:
+                    owners.append((state, num_added))
+                    if homes is not None:
+                        homes.append(Home(tables, request_id, table))
+            if blocks.blocks:
+                found.append((blocks, owners))
+        return found, present
+
+    def _tails(self, state: RequestState) -> list[BlockSet]:
+        """Return the blocks in which the prompt ends, if vLLM finds them by their first tokens.
+
+        vLLM hashes such a block where hits end inside a block, before it is full. It may become
+        full while its request runs, so it is worth storing when that has ended.
+        (vLLM 0.32.0, FullAttentionManager._cache_partial_tail_block)
+        """
+        request_id, limit = state.request.request_id, state.limits.store_tokens
+        tails = []
+        for group_idx in self._larger_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            place = nums_hashed.get(request_id, 0)
+            is_allowed = limit is None or (place + 1) * self._block_sizes[group_idx] <= limit
+            table = tables.get(request_id, ())
+            if is_allowed and self.progress[state].cursors[group_idx] <= place < len(table):
+                tails.append(BlockSet(group_idx))
+                self._look(state.request, table[place : place + 1], place, tails[-1])
+        return tails
+
+    def _look(
+        self, request: Request, blocks: list[KVCacheBlock], first: int, missing: BlockSet
+    ) -> list[int]:
+        """Look at blocks of a table, from the `first` on; add those to `missing` that are.
+
+        Returns:
+            The host slots that hold the others.
+        """
+        group_idx = missing.group_idx
+        witnesses: list[Any] = hashes_of(blocks)
+        is_whole = all(witnesses)
+        if not is_whole:  # a window slid past some, or no hit can ever need them
+            if not any(witnesses):
+                return []
+            blocks = needed(blocks, witnesses, None)
+            witnesses = needed(witnesses, witnesses, None)
+        if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
+            hashes = request.block_hashes[first : first + len(blocks)]
+        else:
+            hashes = [get_block_hash(witness) for witness in witnesses]
+        kept: list[Any] = list(map(self._directory.tables[group_idx].get, hashes))
+        num_missing = kept.count(None)
+        if num_missing < len(kept):
+            if not num_missing:
+                return self._directory.filled(kept)
+            is_missing = [slot is None for slot in kept]
+            blocks = list(compress(blocks, is_missing))
+            witnesses = list(compress(witnesses, is_missing))
+            hashes = list(compress(hashes, is_missing))
+            kept = [slot for slot in kept if slot is not None]
+        else:
+            kept = []
+        missing.add(blocks, witnesses, hashes)
+        if self._gpu.has_more_hashes:
+            missing.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
+        return self._directory.filled(kept) if kept else kept
+
+    # ---- what went wrong -----------------------------------------------------------------------
+
+    def pass_over(self, states: Sequence[RequestState]) -> None:
+        """See `StorePolicy`."""
+        for state in states:
+            self._snapshots.pop(state, None)
+            if state.phase is Phase.RUNNING:
+                self._pass_over(state)
+        for state in self._short_of_slots:
+            self.progress[state].leftover = []
+        self._short_of_slots.clear()
+
+    def _pass_over(self, state: RequestState) -> None:
+        """Move the cursors to the end of what is hashed, whatever it holds."""
+        cursors = self.progress[state].cursors
+        for group_idx in self._group_ids:
+            _, nums_hashed = self._gpu.tables_of(group_idx)
+            num_hashed = nums_hashed.get(state.request.request_id, 0)
+            if group_idx in self._larger_ids:
+                num_hashed += 1  # the prompt may end in it
+            cursors[group_idx] = max(cursors[group_idx], num_hashed)

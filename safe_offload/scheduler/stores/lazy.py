@@ -1,0 +1,229 @@
+"""Lazy stores: what vLLM is about to evict, and what it has given away before that was seen."""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import is_not
+from typing import TYPE_CHECKING
+
+from safe_offload.scheduler.blocks import (
+    BlockSet,
+    Place,
+    block_hash_of,
+    get_block_hash,
+    hashes_of,
+    missing_blocks,
+)
+from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.stores.stores import Stores
+
+
+class LazyStores:
+    """A policy that stores what is about to be evicted. See `StorePolicy`.
+
+    What is about to be evicted is the head of vLLM's queue of free blocks. The queue is not walked
+    in every step. What was looked at once needs no second look while it stays in the queue: so a
+    step goes on after the last block that was seen, up to a distance from the head that no step can
+    use up, and begins again at the head when half of that is gone.
+
+    Its state: the snapshots, the agenda, and what follows `_watched` in `__init__`.
+
+    Args:
+        hits: to skip what the host has or is about to have.
+        gpu: the free queue.
+        stores: takes what is found.
+        num_decode_tokens_max: see `Agenda`.
+        num_step_blocks: the most blocks that one step may allocate for its tokens.
+    """
+
+    def __init__(
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        stores: Stores,
+        num_decode_tokens_max: int,
+        num_step_blocks: int,
+    ) -> None:
+        self._hits = hits
+        self._gpu = gpu
+        self._stores = stores
+        self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
+        self._camera = Camera(hits, gpu)
+        self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        self._num_step_blocks = num_step_blocks
+        self._num_ahead = 2 * num_step_blocks
+        self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
+        """What may be lost before the next plan, with the hash objects of then."""
+        self._num_seen = 0
+        self._middle: Place | None = None
+        """A block at half the distance; the walk begins again when it has left its place."""
+        self._last: Place | None = None
+        """The last block that the walk has seen."""
+        self._expected: Place | None = None
+        """The last block that `expect` has seen since the last plan."""
+        self._avoided: dict[int, bytes] = {}
+        """By block id, a hash whose tokens were never computed."""
+
+    def __repr__(self) -> str:
+        return f"LazyStores({self._num_seen} of {self._num_ahead} blocks seen)"
+
+    # ---- the life of a request -----------------------------------------------------------------
+
+    def expect(self, num_tokens: int) -> None:
+        """See `StorePolicy`; remembers what the request may take, beside what the step takes.
+
+        A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
+        """
+        if not num_tokens:
+            return
+        num_blocks = self._hits.num_blocks_spanned(num_tokens)
+        if self._expected is not None and self._expected.stands():
+            seen = self._expected.block
+        else:
+            num_blocks += self._num_step_blocks
+            seen = self._last.block if self._last is not None and self._last.stands() else None
+        blocks = self._gpu.free_blocks(num_blocks, seen)
+        if blocks:
+            self._expected = Place.of(blocks[-1])
+            self._watched.append((blocks, hashes_of(blocks)))
+
+    def run(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self.agenda.add(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
+
+    def forget_table(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self._snapshots.pop(state, None)
+
+    def finish(self, state: RequestState) -> None:
+        """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
+
+        vLLM frees the tail of a table first, after what is free already.
+        """
+        num_at_risk = self._num_step_blocks - self._gpu.num_free_blocks
+        if state.phase is not Phase.RUNNING or num_at_risk <= 0:
+            return
+        request_id = state.request.request_id
+        for group_idx in self._hits.group_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
+            first = max(0, end - 1 - num_at_risk)
+            blocks = tables.get(request_id, ())[first:end]
+            if blocks:
+                self._watched.append((blocks, hashes_of(blocks)))
+
+    def end(self, state: RequestState) -> None:
+        """See `StorePolicy`."""
+        self.agenda.decoding.discard(state)
+        self._snapshots.pop(state, None)
+
+    # ---- a step is planned ---------------------------------------------------------------------
+
+    def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
+        """See `StorePolicy`; the rest of what they had computed waits in the queue."""
+        for state in states:
+            request, taken = state.request, self._snapshots.pop(state, [])
+            if state in self.agenda.decoding:
+                num_computed = request.num_tokens - 1
+            else:
+                num_computed = self._camera.num_tokens_computed(request, taken)
+            uncomputed = request.block_hashes[num_computed // self._hits.hash_block_size :]
+            self._avoid(set(uncomputed))
+            for snapshot in taken:
+                lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
+                self._stores.rescue(lost)
+
+    def _avoid(self, hashes: set[bytes]) -> None:
+        """Never store free blocks of these hashes, the last ones of blocks that were not computed.
+
+        By priority vLLM may preempt what it has scheduled, and hashed blocks for, in this step.
+        """
+        length = len(next(iter(hashes), b""))
+        for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
+            witness = block_hash_of(block)
+            if witness is not None and get_block_hash(witness)[-length:] in hashes:
+                self._avoided[block.block_id] = witness
+
+    def find(
+        self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
+    ) -> None:
+        """See `StorePolicy`.
+
+        What was given away is looked for in every step, one that computes nothing too: it may
+        allocate blocks for a load.
+        """
+        for state in (*loading, *self.agenda.due(output.num_scheduled_tokens)):
+            taken, is_decoding = self._snapshots.get(state), state in self.agenda.decoding
+            if not (is_decoding and taken and taken[0].is_current(state.request)):
+                self._snapshots[state] = self._camera.take(state, is_decoding=is_decoding)
+        for blocks in self._given_away():
+            self._stores.add(self._stores.missing(blocks), None, is_intact=False)
+        if book.num_live:  # else an idle engine would store without end
+            for blocks in self._walk():
+                if self._stores.add(blocks, None, is_intact=True) < len(blocks.blocks):
+                    self._begin_again()
+
+    def _given_away(self) -> list[BlockSet]:
+        """Return what was watched, and was given away in this step; the rest is in the queue."""
+        watched, self._watched, self._expected = self._watched, [], None
+        found = []
+        for blocks, witnesses in watched:
+            is_lost = list(map(is_not, hashes_of(blocks), witnesses))
+            if any(is_lost):
+                lost = list(compress(blocks, is_lost)), list(compress(witnesses, is_lost))
+                found += self._missing(*lost)
+        return found
+
+    def _walk(self) -> list[BlockSet]:
+        """Return free blocks not seen yet that are taken soon, if the host does not have them."""
+        middle, last = self._middle, self._last
+        if middle is None or last is None or not (middle.stands() and last.stands()):
+            blocks = self._gpu.free_blocks(self._num_ahead)
+            self._num_seen = 0
+            half = min(len(blocks), self._num_step_blocks)
+            self._middle = Place.of(blocks[half - 1]) if blocks else None
+        elif self._num_seen < self._num_ahead:
+            blocks = self._gpu.free_blocks(self._num_ahead - self._num_seen, last.block)
+        else:
+            return []
+        if not blocks:
+            return []
+        self._num_seen += len(blocks)
+        self._last = Place.of(blocks[-1])
+        return self._missing(blocks, hashes_of(blocks))
+
+    def _missing(
+        self, blocks: Sequence[KVCacheBlock], witnesses: Sequence[bytes | None]
+    ) -> list[BlockSet]:
+        if self._avoided:
+            avoided = map(self._avoided.get, [block.block_id for block in blocks])
+            pairs = zip(witnesses, avoided, strict=True)
+            witnesses = [None if w is known else w for w, known in pairs]
+        return missing_blocks(blocks, witnesses, self._gpu, self._hits.directory.tables)
+
+    def _begin_again(self) -> None:
+        """Look at everything again, in the next step."""
+        self._middle = self._last = None
+
+    # ---- what went wrong -----------------------------------------------------------------------
+
+    def pass_over(self, states: Sequence[RequestState]) -> None:
+        """See `StorePolicy`."""
+        for state in states:
+            self._snapshots.pop(state, None)
+        self._watched, self._expected = [], None
+        self._begin_again()

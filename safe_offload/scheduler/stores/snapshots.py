@@ -1,0 +1,146 @@
+"""What a request had computed and not stored, when vLLM preempts it.
+
+vLLM drops the block table of a request that it preempts. A `Snapshot` keeps that table, so that the
+plan of the same step can still find the blocks in it, before they are overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_offload.scheduler.blocks import BlockSet, block_hash_of, get_block_hash, get_group_id
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
+
+_NO_WITNESS = b"given away"
+"""Is the hash object of no block."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A block table of a running request.
+
+    Attributes:
+        group_idx: KV cache group.
+        table: its block table; vLLM drops it when it preempts the request, and leaves it as it is.
+        num_blocks: leading blocks that were computed when it was looked at last; None if it was
+            decoding, since then its tokens tell.
+        num_prompt_tokens: of the request then; it differs when a client has sent more meanwhile.
+    """
+
+    group_idx: int
+    table: list[KVCacheBlock]
+    num_blocks: int | None
+    num_prompt_tokens: int
+
+    def is_current(self, request: Request) -> bool:
+        """Whether it needs no other look: it was decoding, and its prompt is the same."""
+        return self.num_blocks is None and self.num_prompt_tokens == request.num_prompt_tokens
+
+    def num_computed(self, request: Request, block_size: int) -> int:
+        """Return the leading blocks that are computed before the step that is being planned.
+
+        The last token of an answer came out of a step that has computed all those before it.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        if request.num_prompt_tokens != self.num_prompt_tokens:
+            return 0
+        num_tokens: int = request.num_tokens - 1
+        return num_tokens // block_size
+
+    def unsaved(
+        self,
+        hashes: Sequence[bytes],
+        places: range,
+        given_out: Collection[int],
+        gpu: GpuBlocks,
+    ) -> tuple[BlockSet, BlockSet]:
+        """Return what it holds that is not stored, when its request has been preempted.
+
+        Args:
+            hashes: of the request, one for each of its blocks.
+            places: of the blocks that are computed and were not stored before.
+            given_out: ids of the blocks that were allocated in this step.
+            gpu: tells which group is of sliding windows.
+
+        Returns:
+            Those that can only be stored before the forward, because they were given away in this
+            step or because vLLM has no hash to watch them by, as of many blocks of sliding windows;
+            and those that wait in the queue of free blocks.
+        """
+        lost, waiting = BlockSet(self.group_idx), BlockSet(self.group_idx)
+        is_window = gpu.is_window(self.group_idx)
+        first = 0 if is_window else places.start  # what was not hashed was passed over
+        table = self.table[first : places.stop]
+        for block, block_hash in zip(table, hashes[first:], strict=False):
+            if block.is_null:
+                continue
+            witness = block_hash_of(block)
+            if (
+                witness is not None
+                and get_block_hash(witness) == block_hash
+                # Another group may hold the same tokens in it by now.
+                and get_group_id(witness) == self.group_idx
+            ):
+                waiting.append(block, witness, block_hash)
+            elif is_window or block.block_id in given_out:
+                lost.append(block, _NO_WITNESS, block_hash)
+        return lost, waiting
+
+
+class Camera:
+    """Takes snapshots, and finds in them what is not stored; it has no state.
+
+    Args:
+        hits: knows the groups and the hashes.
+        gpu: the block tables.
+    """
+
+    def __init__(self, hits: HostHits, gpu: GpuBlocks) -> None:
+        self._hits = hits
+        self._gpu = gpu
+        # The tables of other groups do not tell which tokens a block holds.
+        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
+
+    def take(self, state: RequestState, *, is_decoding: bool) -> list[Snapshot]:
+        """Return snapshots of a request, one for each group."""
+        request, request_id = state.request, state.request.request_id
+        taken = []
+        for group_idx in self._group_ids:
+            tables, nums_hashed = self._gpu.tables_of(group_idx)
+            table = tables.get(request_id)
+            if table:
+                num_blocks = None if is_decoding else nums_hashed.get(request_id, 0)
+                taken.append(Snapshot(group_idx, table, num_blocks, request.num_prompt_tokens))
+        return taken
+
+    def num_tokens_computed(self, request: Request, taken: Sequence[Snapshot]) -> int:
+        """Return how many of its first tokens a request that computes its prompt has computed."""
+        sizes = self._hits.group_block_sizes
+        known = (s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx] for s in taken)
+        return min(known, default=0)
+
+    def unsaved(
+        self, state: RequestState, snapshot: Snapshot, first: int, given_out: Collection[int]
+    ) -> tuple[BlockSet, BlockSet]:
+        """Return what a preempted request may store of a snapshot (see `Snapshot.unsaved`).
+
+        Args:
+            first: the blocks before this one are stored, or need not be.
+        """
+        block_size = self._hits.group_block_sizes[snapshot.group_idx]
+        end = snapshot.num_computed(state.request, block_size)
+        if state.limits.store_tokens is not None:
+            end = min(end, state.limits.store_tokens // block_size)
+        hashes = self._hits.hashes_of(state.request, snapshot.group_idx)
+        return snapshot.unsaved(hashes, range(first, end), given_out, self._gpu)

@@ -1,0 +1,383 @@
+"""Stores: from blocks that are worth keeping to slots that can be found, or to nothing.
+
+What a policy adds (`store_eager.py`, `store_lazy.py`) takes its slots at once. All that a step has
+added goes into one store, or two: after the forward if the blocks are still what they were, before
+it if one of them was given away in this step.
+
+No store holds a reference on a GPU block (I2). While the request runs, its own reference protects
+its blocks; once they are free their bytes stay intact until vLLM gives them to another owner and a
+kernel or a load of a later step writes them. When a block of a store in flight was given away, the
+plan of that step fences the store: nothing of the step may write before the copy has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import FAILED_STORES, Count, Counters
+from safe_offload.protocol import Transfer, ids_of
+from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.pending import Part, Store
+from safe_offload.scheduler.requests import Phase, RequestState
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.blocks import BlockSet
+    from safe_offload.scheduler.loads.hits import HostHits
+
+
+class Stores:
+    """All stores that are found, planned or in flight, and the prefixes that they extend.
+
+    Its state, which nothing else changes: the parts that no plan names yet, the stores of the plan
+    that is being made, those in flight by transfer id, those of them that need no fence yet, how
+    many blocks all of them have, and for each request the leases on its prefix and on what it has
+    loaded, and its number of parts that have not settled.
+
+    Args:
+        hits: to publish in.
+        leases: where slots come from.
+        transfer_ids: never gives the same twice.
+        num_ranks: workers that report.
+        num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
+            would grow without end.
+        counters: what happens is counted here.
+    """
+
+    def __init__(
+        self,
+        hits: HostHits,
+        leases: LeaseBook,
+        transfer_ids: Iterable[int],
+        num_ranks: int,
+        num_blocks_max: int,
+        counters: Counters,
+    ) -> None:
+        self._hits = hits
+        self._leases = leases
+        self._transfer_ids = iter(transfer_ids)
+        self._num_ranks = num_ranks
+        self.num_blocks_max = num_blocks_max
+        self._counters = counters
+        self._exposed: list[Part] = []
+        """Seen before this step was planned: since then the blocks may have been given away."""
+        self._intact: list[Part] = []
+        """Seen while this step is planned, which writes none of the blocks."""
+        self._planned: list[Store] = []
+        self._in_flight: dict[int, Store] = {}
+        self._unfenced: dict[int, Store] = {}
+        self.num_blocks = 0
+        """Of all of them. Read only outside, as `loaded`."""
+        self._prefixes: dict[RequestState, Lease] = {}
+        self._num_parts: dict[RequestState, int] = {}
+        self.loaded: dict[RequestState, Lease] = {}
+        """What requests have loaded, until it becomes part of their prefix. Read only outside."""
+
+    def __repr__(self) -> str:
+        return f"Stores({len(self._in_flight)} in flight, {self.num_blocks} blocks)"
+
+    # ---- what to store -------------------------------------------------------------------------
+
+    def add(self, blocks: BlockSet, owner: RequestState | None, *, is_intact: bool) -> int:
+        """Store as many blocks as there are free slots and as may be in flight.
+
+        Args:
+            blocks: that the host neither has nor is about to have, in prefix order.
+            owner: the request whose prefix they extend.
+            is_intact: this step writes none of them. Else they may have been given away, and this
+                is the last chance to store them.
+
+        Returns:
+            How many of the first blocks found a slot.
+        """
+        num_found = len(blocks.blocks)
+        if not num_found:
+            return 0
+        num_wanted = min(num_found, self.num_blocks_max - self.num_blocks)
+        if num_wanted < num_found:
+            self._counters[Count.SKIPPED_STORES] += 1
+        lease = self._leases.grant(LeaseKind.STORE, num_wanted)
+        num_granted = len(lease.slots) if lease is not None else 0
+        if num_granted < num_found:
+            if not is_intact:
+                self._counters[Count.SKIPPED_BLOCKS] += num_found - num_granted
+            blocks = blocks.part(range(num_granted))
+        if lease is not None:
+            owners = [(owner, num_granted)] if owner is not None else []
+            self._begin(Part(blocks, lease, owners), is_intact=is_intact)
+        return num_granted
+
+    def add_whole(
+        self, blocks: BlockSet, owners: list[tuple[RequestState, int]], *, is_intact: bool
+    ) -> bool:
+        """Store blocks of several requests; False, and none is stored, if not all of them go."""
+        count = len(blocks.blocks)
+        if count > self.num_blocks_max - self.num_blocks or len(set(blocks.hashes)) < count:
+            return False
+        lease = self._leases.grant(LeaseKind.STORE, count)
+        if lease is None or len(lease.slots) < count:
+            if lease is not None:
+                lease.release()
+            return False
+        self._begin(Part(blocks, lease, owners), is_intact=is_intact)
+        return True
+
+    def rescue(self, blocks: BlockSet) -> None:
+        """Store what a request had computed that was preempted in this step, as far as it goes."""
+        num_stored = self.add(self.missing(blocks), None, is_intact=False)
+        self._counters[Count.RESCUED_BLOCKS] += num_stored
+
+    def _begin(self, part: Part, *, is_intact: bool) -> None:
+        """From now on a part is being stored."""
+        blocks = part.blocks
+        for owner, _ in part.owners:
+            self._num_parts[owner] = self._num_parts.get(owner, 0) + 1
+        self._hits.directory.begin_store(
+            part.lease.slots, blocks.group_idx, blocks.hashes, blocks.more_keys
+        )
+        (self._intact if is_intact else self._exposed).append(part)
+        self.num_blocks += len(part.lease.slots)
+
+    def missing(self, blocks: BlockSet) -> BlockSet:
+        """Return those that the host neither has nor is about to have."""
+        table = self._hits.directory.tables[blocks.group_idx]
+        return blocks.keep([block_hash not in table for block_hash in blocks.hashes])
+
+    # ---- prefixes of requests ------------------------------------------------------------------
+
+    def extend_prefix(self, state: RequestState, present: Sequence[int]) -> None:
+        """Lease what the host has of a request, in the order of its tokens."""
+        prefix, loaded = self._prefixes.get(state), self.loaded.pop(state, None)
+        if loaded is not None:
+            known = set(loaded.slots)
+            self._leases.extend(loaded, [slot for slot in present if slot not in known])
+            is_all = len(loaded.slots) == len(present)
+            loaded.keep(LeaseKind.PREFIX, list(present) if is_all else loaded.slots)
+            if prefix is None:
+                self._prefixes[state] = loaded
+            else:
+                loaded.give_to(prefix)
+        elif present and prefix is None:
+            self._prefixes[state] = self._leases.lease(LeaseKind.PREFIX, present)
+        elif present and prefix is not None:
+            self._leases.extend(prefix, present)
+
+    def load_landed(self, state: RequestState, lease: Lease) -> None:
+        """A request has loaded something: what is leased becomes part of its prefix."""
+        if state.finished:
+            lease.release()
+        else:
+            self.let_go_prefix(state)
+            self.loaded[state] = lease
+
+    def let_go_prefix(self, state: RequestState) -> None:
+        """Let the host copy of a request's prefix be evicted."""
+        for leases in (self.loaded, self._prefixes):
+            lease = leases.pop(state, None)
+            if lease is not None:
+                lease.release()
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended: let go of its prefix, unless it is still being extended."""
+        if state not in self._num_parts:
+            self.let_go_prefix(state)
+
+    # ---- a step is planned ---------------------------------------------------------------------
+
+    def plan(
+        self, early_written: Callable[[], Collection[int]]
+    ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
+        """Turn what was added since the last `sent` into stores, and see which need a fence.
+
+        Args:
+            early_written: tells which blocks the workers write before they can honour a fence of
+                this step; a store that reads one of them fails instead.
+
+        Returns:
+            The stores before the forward, those after it, and the ids of those that the writes of
+            this step must wait for.
+        """
+        exposed, intact = self._exposed, self._intact
+        fenced = []
+        if self._unfenced:
+            fenced = [store for store in self._unfenced.values() if store.given_away()]
+            for store in fenced:
+                del self._unfenced[store.transfer_id]
+        if not (exposed or intact or fenced):
+            return (), (), ()
+        before: tuple[Transfer, ...] = ()
+        after: tuple[Transfer, ...] = ()
+        if exposed or intact:
+            given_away = [part for part in exposed if part.blocks.given_away()]
+            if len(given_away) < len(exposed):
+                intact = [part for part in exposed if part not in given_away] + intact
+            if given_away:
+                store = self._make(given_away)
+                fenced.append(store)
+                before = (_transfer(store),)
+            if intact:
+                store = self._make(intact)
+                self._unfenced[store.transfer_id] = store
+                after = (_transfer(store),)
+        if fenced:
+            self._counters[Count.FENCED_STORES] += len(fenced)
+            written = early_written()
+            for store in fenced:
+                if written and store.reads(written):
+                    store.fail()
+        return before, after, tuple(store.transfer_id for store in fenced)
+
+    def _make(self, parts: list[Part]) -> Store:
+        store = Store(
+            transfer_id=next(self._transfer_ids),
+            ranks_left=set(range(self._num_ranks)),
+            parts=parts,
+            epoch=self._hits.directory.epoch,
+        )
+        self._planned.append(store)
+        self._in_flight[store.transfer_id] = store
+        return store
+
+    def sent(self) -> None:
+        """The workers have been told of the new stores."""
+        self._planned, self._exposed, self._intact = [], [], []
+
+    # ---- the workers have reported -------------------------------------------------------------
+
+    def get(self, transfer_id: int) -> Store | None:
+        """Return the store of that id, if it is in flight."""
+        return self._in_flight.get(transfer_id)
+
+    def settle(self, store: Store) -> None:
+        """Every rank has reported a store: publish it if it went well."""
+        self._remove(store)
+        if store.failure is not None:
+            self._counters[FAILED_STORES[store.failure]] += 1
+        elif store.epoch == self._hits.directory.epoch:
+            self._counters[Count.STORED_BLOCKS] += store.num_blocks
+        else:
+            self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
+        for part in store.parts:
+            if store.failure is not None:
+                self._hits.slots.forget(part.lease.slots)
+            elif store.epoch == self._hits.directory.epoch:
+                self._hits.directory.publish(part.lease.slots)
+            self._return_slots(part)
+
+    def _remove(self, store: Store) -> None:
+        del self._in_flight[store.transfer_id]
+        self._unfenced.pop(store.transfer_id, None)
+
+    def _return_slots(self, part: Part) -> None:
+        """Hand the slots of a part to its owners' prefixes, or let them go."""
+        self.num_blocks -= len(part.blocks.blocks)
+        ended = []
+        shares: list[tuple[int, Lease | None]] = []
+        for state, count in part.owners:
+            num_left = self._num_parts.pop(state) - 1
+            if num_left:
+                self._num_parts[state] = num_left
+            prefix, phase = self._prefixes.get(state), state.phase
+            if prefix is None and (phase is Phase.RUNNING or phase is Phase.FINISHED):
+                prefix = self._prefixes[state] = self._leases.lease(LeaseKind.PREFIX)
+            shares.append((count, prefix))
+            if phase is Phase.FINISHED and not num_left:
+                ended.append(state)
+        part.lease.share(shares)
+        for state in ended:  # releases its whole prefix at once, tail first
+            self.let_go_prefix(state)
+
+    # ---- what went wrong -----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """None of those in flight is published, so that none needs a fence any more."""
+        self._unfenced.clear()
+
+    def fail_all(self) -> None:
+        """What is being stored is wrong: publish none of it."""
+        for store in self._in_flight.values():
+            store.fail()
+
+    def lose_hashes(self, block_ids: Collection[int]) -> None:
+        """Blocks have lost their hashes, as what is in them may be wrong: publish none of them."""
+        for store in list(self._unfenced.values()):
+            if store.reads(block_ids):
+                for part in store.parts:
+                    self._hits.slots.forget(part.lease.slots)
+                store.keep_back()
+                del self._unfenced[store.transfer_id]  # what is not published needs no fence
+        for parts in (self._exposed, self._intact):
+            for part in list(parts):
+                if any(block.block_id in block_ids for block in part.blocks.blocks):
+                    parts.remove(part)
+                    self._forget(part)
+
+    def forget_unplanned(self) -> None:
+        """Store nothing of what no plan names yet."""
+        for part in (*self._exposed, *self._intact):
+            self._forget(part)
+        self.sent()
+
+    def _forget(self, part: Part) -> None:
+        self._hits.slots.forget(part.lease.slots)
+        self._return_slots(part)
+
+    def give_up(self) -> None:
+        """After an internal error: publish nothing, forget each store that no worker copies."""
+        gone = [*self._exposed, *self._intact]
+        for store in list(self._in_flight.values()):
+            if store in self._planned or not store.ranks_left:
+                self._remove(store)
+                gone += store.parts
+            else:
+                store.fail()
+                store.disown()
+        for part in gone:
+            self._hits.slots.forget(part.lease.slots)
+        left = (part for store in self._in_flight.values() for part in store.parts)
+        self.num_blocks = sum(len(part.blocks.blocks) for part in left)
+        self.loaded.clear()
+        self._prefixes.clear()
+        self._num_parts.clear()
+        self.sent()
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of the stores in flight."""
+        return [part.lease for store in self._in_flight.values() for part in store.parts]
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a store is in flight, or waits for a plan that it must be in."""
+        return bool(self._in_flight or self._exposed)
+
+    @property
+    def num_exposed(self) -> int:
+        """Parts that the next plan must name, because their blocks may be given away."""
+        return len(self._exposed)
+
+    def check_invariants(self) -> None:
+        """A store that is not fenced still owns the bytes of its blocks.
+
+        Raises:
+            InvariantError: a store in flight reads a block that was given away, without a fence.
+        """
+        for store in self._unfenced.values():
+            if store.given_away():
+                raise InvariantError(
+                    "I6", f"store {store.transfer_id} reads a block that was given away, unfenced"
+                )
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+
+def _transfer(store: Store) -> Transfer:
+    block_ids, slot_ids = ids_of(()), ids_of(())
+    for part in store.parts:
+        block_ids.extend([block.block_id for block in part.blocks.blocks])
+        slot_ids.extend(part.lease.slots)
+    return Transfer(store.transfer_id, block_ids, slot_ids)

@@ -1,0 +1,106 @@
+"""Blocks that no tier is asked for or given: their hashes do not say what they were computed from.
+
+vLLM's hash of a block knows media by their ids, which a client may have chosen, adapters by name
+and path, and embeddings in the place of tokens without what kind of numbers they are. Within one
+engine that is vLLM's own rule, on the GPU as on the host. In a tier one client would decide for all
+engines what a name means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safe_offload.media_ids import tells_content
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
+
+SWEEP_MIN = 1 << 16
+"""Hashes; so many are kept before it is looked which are of any use."""
+
+
+class PrivateBlocks:
+    """The hashes of such blocks, for as long as the GPU or the host may have them.
+
+    Its state, which nothing else changes: the two below, and at how many hashes it is time to
+    sweep.
+
+    Args:
+        hits: what the host has.
+        gpu: what vLLM's own cache has.
+        tells_media_ids: ids of media that look like a hash of content are (`media_ids`).
+        vouches_for_adapters: the operator does, with `model_version`.
+
+    Attributes:
+        hashes: read only outside.
+        noted: likewise; the requests that have some, and how many of their hashes were looked at.
+    """
+
+    def __init__(
+        self,
+        hits: HostHits,
+        gpu: GpuBlocks,
+        *,
+        tells_media_ids: bool,
+        vouches_for_adapters: bool = False,
+    ) -> None:
+        self._hits = hits
+        self._gpu = gpu
+        self._tells_media_ids = tells_media_ids
+        self._vouches_for_adapters = vouches_for_adapters
+        self.hashes: set[bytes] = set()
+        self.noted: dict[Request, int] = {}
+        self._sweep_at = SWEEP_MIN
+
+    def __repr__(self) -> str:
+        return f"PrivateBlocks({len(self.noted)} requests, {len(self.hashes)} hashes)"
+
+    def see(self, request: Request) -> None:
+        """A request is new."""
+        first = self._first(request)
+        if first is not None or request.resumable:
+            self.noted[request] = first or 0
+            self._note(request)
+
+    def _first(self, request: Request) -> int | None:
+        """Return the first of its hashes that is private; None if none is."""
+        if request.prompt_embeds is not None:
+            return 0
+        if request.lora_request is not None and not self._vouches_for_adapters:
+            return 0
+        for feature in request.mm_features:
+            if not (self._tells_media_ids and tells_content(feature.identifier)):
+                return int(feature.mm_position.offset) // self._hits.hash_block_size
+        return None
+
+    def note(self) -> None:
+        """A step is planned, in which any block that is hashed by now may be stored."""
+        for request in self.noted:
+            self._note(request)
+        if len(self.hashes) > self._sweep_at:
+            self._sweep()
+
+    def end(self, request: Request) -> None:
+        """A request has ended; others may still find what it has computed."""
+        if request in self.noted:
+            self._note(request)
+            del self.noted[request]
+
+    def _note(self, request: Request) -> None:
+        hashes = request.block_hashes
+        first: int | None = self.noted[request]
+        if request.resumable:  # with media that it had not, and hashes that are others by now
+            first = self._first(request)
+        if first is not None and first < len(hashes):
+            self.hashes.update(hashes[first:])
+            self.noted[request] = len(hashes)
+
+    def _sweep(self) -> None:
+        """Forget what neither the GPU, nor the host, nor a request has any more."""
+        kept = self._gpu.cached_hashes().union(*self._hits.directory.tables)
+        kept.update(*(request.block_hashes for request in self.noted))
+        self.hashes &= kept
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self.hashes))

@@ -1,0 +1,258 @@
+"""Spills: what the host holds, written to the tiers some time later.
+
+A block that waits to be spilled is not leased. When its turn comes it is looked up again: what the
+host has evicted by then is dropped, and counted. So the queue is no longer than there are slots,
+and holds nothing back. Few spills are under way at a time, of a bounded size, and lease their slots
+until all ranks have read them.
+
+By default all that is stored is spilled. Where tiers take only what the host is about to evict, the
+next slots to go are looked at while free ones are few. What was fetched from a tier is spilled at
+the same moment, to the nearer tiers that keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from itertools import islice, repeat
+from typing import TYPE_CHECKING
+
+from safe_offload.observe.counters import FAILED_SPILLS, Count, Counters
+from safe_offload.protocol import Keys, TierTransfer, ids_of
+from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
+from safe_offload.scheduler.pending import Store, TierPending
+
+if TYPE_CHECKING:
+    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.pending import Fetch
+
+IN_FLIGHT_MAX = 2
+"""Spills: while one is written, the next is known."""
+BATCH_BYTES_MAX = 64 << 20
+"""Of one spill, of all ranks together."""
+BATCH_SHARE = 16
+"""A spill leases at most one in so many slots; so many are looked at that are evicted next."""
+
+
+class Spills:
+    """Blocks that wait to be spilled, and those that are.
+
+    Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
+    came; the spills that no plan names yet; those in flight by transfer id; and, where only what is
+    evicted is spilled, what tiers have of the slots, and as of which version of the directory all
+    that is to be looked at has been.
+
+    What a tier has goes with its number, its origin; 0 stands for what none is known to have.
+
+    Args:
+        hits: what the host holds.
+        leases: where slots are protected while they are read.
+        transfer_ids: never gives the same twice.
+        num_ranks: worker processes that report.
+        slot_bytes: of one slot, on all ranks together.
+        counters: what happens is counted here.
+        private: hashes of blocks that are never spilled.
+        evicted_only: spill what the host is about to evict, not all that it stores.
+        nearest_kept: number of the nearest tier that keeps what comes from those farther away; that
+            of the last one if none does.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        hits: HostHits,
+        leases: LeaseBook,
+        transfer_ids: Iterable[int],
+        num_ranks: int,
+        slot_bytes: int,
+        counters: Counters,
+        *,
+        private: Set[bytes],
+        evicted_only: bool,
+        nearest_kept: int,
+    ) -> None:
+        self._slots = hits.slots
+        self._directory = hits.directory
+        self._leases = leases
+        self._transfer_ids = iter(transfer_ids)
+        self._num_ranks = num_ranks
+        num_slots = hits.slots.num_slots
+        self._num_ahead = max(1, num_slots // BATCH_SHARE)
+        self._batch_max = max(1, min(BATCH_BYTES_MAX // max(1, slot_bytes), self._num_ahead))
+        self._counters = counters
+        self.evicted_only = evicted_only
+        self._nearest_kept = nearest_kept
+        self._private = private
+        self._queue: dict[int, tuple[int, bytes, int]] = {}
+        self._new: list[TierPending] = []
+        self._in_flight: dict[int, TierPending] = {}
+        self._spilled: dict[int, tuple[bytes, int]] = {}
+        self._seen_version = -1
+
+    def __repr__(self) -> str:
+        return f"Spills({len(self._queue)} wait, {len(self._in_flight)} in flight)"
+
+    # ---- what to spill -------------------------------------------------------------------------
+
+    def stored(self, store: Store) -> None:
+        """A store that every rank has reported is about to be published."""
+        if store.failure is not None or store.epoch != self._directory.epoch or self.evicted_only:
+            return
+        for part in store.parts:
+            slots = part.lease.slots
+            evicted = self._queue.keys() & slots  # what they held before
+            if evicted:
+                self._counters[Count.DROPPED_SPILLS_EVICTED] += len(evicted)
+            keys = zip(repeat(part.blocks.group_idx), part.blocks.hashes, repeat(0))
+            self._queue.update(zip(slots, keys, strict=False))
+
+    def fetched(self, fetch: Fetch, slots: Iterable[int]) -> None:
+        """A fetch has brought blocks that can be found, in these slots."""
+        is_kept = fetch.course.tier > self._nearest_kept
+        if not (is_kept or self.evicted_only):
+            return
+        directory, message = self._directory, fetch.message
+        origins = dict(zip(message.slot_ids, message.origins, strict=True))
+        for slot in slots:
+            block_hash = directory.hashes.get(slot)
+            if block_hash is None:
+                continue
+            origin = origins[slot] if origins[slot] > self._nearest_kept else 0
+            if self.evicted_only:
+                self._spilled[slot] = block_hash, origin
+            elif origin:
+                if self._queue.pop(slot, None) is not None:  # what it held before
+                    self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
+                self._queue[slot] = directory.group_of(slot), block_hash, origin
+
+    def _look_ahead(self) -> None:
+        """Queue what the host is about to evict and tiers do not have."""
+        slots, directory = self._slots, self._directory
+        if slots.num_empty >= self._num_ahead or directory.version == self._seen_version:
+            return
+        self._seen_version = directory.version
+        hashes, spilled = directory.hashes, self._spilled
+        for slot in slots.next_evicted(self._num_ahead):
+            block_hash = hashes[slot]
+            known_hash, origin = spilled.get(slot, (b"", 0))
+            if known_hash != block_hash:
+                self._queue[slot] = directory.group_of(slot), block_hash, 0
+            elif origin:
+                self._queue[slot] = directory.group_of(slot), block_hash, origin
+
+    # ---- a step is planned ---------------------------------------------------------------------
+
+    def plan(self, word: str) -> tuple[TierTransfer, ...]:
+        """Return what is spilled from this step on.
+
+        While one spill is under way another is begun only if it is of full size, so that there are
+        few of them.
+
+        Args:
+            word: see `TierTransfer`.
+        """
+        num_under_way = len(self._in_flight)
+        if num_under_way >= IN_FLIGHT_MAX:
+            return ()
+        if self.evicted_only:
+            self._look_ahead()
+        if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
+            return ()
+        spill = self._make(word)
+        if spill is None:
+            return ()
+        self._new.append(spill)
+        return (spill.message,)
+
+    def _make(self, word: str) -> TierPending | None:
+        """Lease the first blocks of the queue that the host still has."""
+        queue, find = self._queue, self._directory.find
+        slots: list[int] = []
+        group_ids = bytearray()
+        hashes: list[bytes] = []
+        origins = bytearray()
+        for slot in list(islice(queue, self._batch_max)):
+            group_idx, block_hash, origin = queue.pop(slot)
+            if block_hash in self._private:
+                continue
+            if find(group_idx, block_hash) == slot:
+                slots.append(slot)
+                group_ids.append(group_idx)
+                hashes.append(block_hash)
+                origins.append(origin)
+            else:
+                self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
+        if not slots:
+            return None
+        transfer_id = next(self._transfer_ids)
+        keys = Keys(bytes(group_ids), tuple(hashes))
+        return TierPending(
+            transfer_id=transfer_id,
+            ranks_left=set(range(self._num_ranks)),
+            message=TierTransfer(
+                transfer_id, keys, ids_of(slots), word, bytes(origins) if any(origins) else b""
+            ),
+            lease=self._leases.hold(LeaseKind.SPILL, slots),
+            missing=set(),
+        )
+
+    def sent(self) -> None:
+        """The workers are told of the new spills."""
+        self._in_flight.update((spill.transfer_id, spill) for spill in self._new)
+        self._new = []
+
+    # ---- the workers have reported -------------------------------------------------------------
+
+    def get(self, transfer_id: int) -> TierPending | None:
+        """Return the spill of that id, if it is in flight."""
+        return self._in_flight.get(transfer_id)
+
+    def settle(self, spill: TierPending) -> None:
+        """Every rank has reported a spill, and reads its slots no more."""
+        del self._in_flight[spill.transfer_id]
+        slots = spill.lease.slots
+        num_blocks = len(slots)
+        if spill.failure is not None:
+            self._counters[FAILED_SPILLS[spill.failure]] += 1
+            num_missing = num_blocks
+            num_kept = 0
+        else:
+            num_missing = sum(place < num_blocks for place in spill.missing)
+            kept = [place for place, origin in enumerate(spill.message.origins) if origin]
+            num_kept = len(set(kept).difference(spill.missing))
+        self._counters[Count.KEPT_BLOCKS] += num_kept
+        self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing - num_kept
+        self._counters[Count.DROPPED_SPILLS_REFUSED] += num_missing
+        if self.evicted_only:
+            # What tiers would not take is not offered again as long as the host has it.
+            hashes = self._directory.hashes
+            self._spilled.update((slot, (hashes[slot], 0)) for slot in slots if slot in hashes)
+            spill.lease.put_back()
+        else:
+            spill.lease.release()
+
+    # ---- what went wrong -----------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Spill nothing of what waits; what is in flight goes on."""
+        self._queue.clear()
+        self._spilled.clear()
+
+    def give_up(self) -> None:
+        """After an internal error: forget what no worker reads."""
+        self.forget()
+        self._new = []
+        self._in_flight = {i: s for i, s in self._in_flight.items() if s.ranks_left}
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of the spills in flight."""
+        return [spill.lease for spill in self._in_flight.values()]
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks wait for a spill that a plan can name."""
+        return bool(self._queue) and not self._in_flight
+
+    def __len__(self) -> int:
+        return len(self._in_flight)

@@ -1,0 +1,207 @@
+"""What the scheduler side logs once at the start: the set-up, and what looks like a mistake."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from safe_offload import __version__, compat
+from safe_offload.config import other_connectors
+from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
+from safe_offload.config.transfer_config import DEFAULT_KV_ROLE
+from safe_offload.config.units import format_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def advise(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> dict[str, str]:
+    """Log how the connector is set up and what looks like a mistake; never raises.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: of the GPU's KV cache.
+        config: our settings, read from `vllm_config`.
+        num_slots: host slots of each rank.
+
+    Returns:
+        The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
+    """
+    try:
+        transfer_config = vllm_config.kv_transfer_config
+        compat.warn_if_untested()
+        _advise_on_failures(transfer_config)
+        _advise_on_role(transfer_config)
+        extra = transfer_config.kv_connector_extra_config or {}
+        _advise_on_sizes(extra, config)
+        _advise_on_other_connectors(extra)
+        _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
+        _advise_on_copies(kv_cache_config, config)
+        _advise_on_layout(vllm_config, config)
+        return _introduce(vllm_config, kv_cache_config, config, num_slots)
+    except Exception:
+        logger.debug("The set-up could not be described", exc_info=True)
+        return {}
+
+
+def _introduce(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> dict[str, str]:
+    """Log the set-up in one line, and return it by the labels of `INFO`.
+
+    A slot holds one block of one KV cache group, so tokens follow from how many blocks vLLM needs
+    for a request of `max_model_len` in all groups.
+    """
+    max_model_len = vllm_config.model_config.max_model_len
+    num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    num_sharing = config.ranks_per_copy
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    info = {
+        "version": __version__,
+        "stores": "lazy" if config.lazy_offload else "eager",
+        "eviction_policy": config.eviction_policy,
+        "load_failure_policy": str(policy),
+        "copy_path": config.copy_path,
+        "self_test": "on" if config.self_test else "off",
+        "ranks": str(config.world_size),
+        "slots_per_rank": str(num_slots),
+        "host_bytes_per_rank": str(copy_bytes // num_sharing),
+        "tokens": str(int(num_requests * max_model_len)),
+        "longest_requests": f"{num_requests:.1f}",
+        "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
+        "groups": str(len(kv_cache_config.kv_cache_groups)),
+    }
+    fate = "ends its request with an error" if policy == "fail" else "is recomputed"
+    sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
+    logger.info(
+        "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
+        f"fails {fate}. Each of %(ranks)s ranks keeps up to %(slots_per_rank)s slots in "
+        f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
+        f"%(longest_requests)s requests of max_model_len ({max_model_len} tokens), %(gpu_pools)s "
+        "times the GPU's own pool. KV cache groups: %(groups)s. copy_path %(copy_path)s, self-test "
+        "%(self_test)s.",
+        info,
+    )
+    return info
+
+
+def _advise_on_failures(transfer_config: Any) -> None:
+    if transfer_config.kv_load_failure_policy == "fail":
+        logger.warning(
+            'kv_load_failure_policy is "fail": a load that fails ends its request with an error. '
+            "Recommended, so that its tokens are recomputed instead: write "
+            '"kv_load_failure_policy": "recompute" beside "kv_connector" in --kv-transfer-config; '
+            "under MultiConnector beside its name, where it holds for the other connectors too."
+        )
+
+
+def _advise_on_role(transfer_config: Any) -> None:
+    if transfer_config.kv_role != DEFAULT_KV_ROLE:
+        logger.warning(
+            'kv_role "%s" has no effect: SafeCPUOffloadConnector stores and loads anyway. Leave it '
+            "out.",
+            transfer_config.kv_role,
+        )
+
+
+def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None:
+    written = [key for key in CAPACITY_KEYS if key in extra]
+    if len(written) > 1:
+        logger.warning(
+            'Several keys give the size of the host pool: "%s" counts, %s %s no effect. Remove '
+            "the ones that you do not mean.",
+            config.capacity_key,
+            " and ".join(f'"{key}"' for key in written if key != config.capacity_key),
+            "has" if len(written) == 2 else "have",
+        )
+
+
+def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
+    if reasons := other_connectors.without_effect(extra):
+        logger.warning(
+            "Settings of other connectors have no effect here, remove them: %s.",
+            "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),
+        )
+
+
+def _advise_on_pool(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: OffloadConfig,
+    num_slots: int,
+) -> None:
+    """Compare the pool with a request of `max_model_len` and with the GPU's own pool.
+
+    Lazy mode stores only what the GPU evicts, so there a pool smaller than the GPU's adds to it.
+    """
+    block_bytes = compat.block_bytes(kv_cache_config)
+
+    def blocks(count: int) -> str:
+        return f"{count} blocks ({format_bytes(count * block_bytes)})"
+
+    num_request = compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    num_gpu = int(kv_cache_config.num_blocks) - 1  # vLLM keeps its null block
+    larger = []
+    if num_slots < num_request:
+        larger.append(
+            f"a request of max_model_len ({vllm_config.model_config.max_model_len} tokens) needs "
+            f"{blocks(num_request)}, so it cannot come back as a whole"
+        )
+    if num_slots < num_gpu and not config.lazy_offload:
+        larger.append(
+            f"the GPU's own pool has {blocks(num_gpu)}, so the host keeps little that the GPU "
+            "does not have"
+        )
+    if larger:
+        num_wanted = max(num_request, 0 if config.lazy_offload else num_gpu)
+        logger.warning(
+            'The host pool is small: "%s" gives each rank %s; %s. Give more: at least %s.',
+            config.capacity_key,
+            blocks(num_slots),
+            "; ".join(larger),
+            _value(config, num_wanted, block_bytes),
+        )
+
+
+def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> None:
+    num_same = compat.num_replicas(kv_cache_config)
+    if config.ranks_per_copy == 1 < num_same:
+        logger.warning(
+            "%d ranks hold the same KV cache, but each keeps its own copy: ranks share one only on "
+            'one machine, with distributed_executor_backend "mp" and without prefill context '
+            "parallelism.",
+            num_same,
+        )
+
+
+def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    layout = compat.kv_cache_layout(vllm_config)
+    if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
+        logger.info(
+            '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '
+            "an attention backend of this model reads no other, or another connector or "
+            "VLLM_KV_CACHE_LAYOUT asks for it. Each layer of a block is copied by itself.",
+            layout,
+        )
+
+
+def _value(config: OffloadConfig, num_blocks: int, block_bytes: int) -> str:
+    """Return what to write for `config.capacity_key`, so that each rank has this many blocks."""
+    if config.capacity_key == "num_cpu_blocks":
+        return str(num_blocks)
+    num_shares = config.world_size if config.capacity_key == "cpu_bytes_to_use" else 1
+    size_mib = -(-num_blocks * block_bytes * num_shares // (config.ranks_per_copy << 20))
+    return f'"{size_mib}MiB"'

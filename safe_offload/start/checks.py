@@ -1,0 +1,102 @@
+"""Checks in the process that a user starts, before it starts the engine's own processes.
+
+An error here is the last thing that is printed. Workers look at the memory again when they take it.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tiers import SHARED_HASH
+from safe_offload.config.transfer_config import CONNECTOR_NAME, ours_of
+from safe_offload.errors import ConfigError
+from safe_offload.start import last_words
+
+DEFAULT_HASH: Final = "sha256"
+"""As safe as the one that takes its place: both end in SHA-256."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def require_no_other_offloading(arguments: Any) -> None:
+    """Refuse the flag with which vLLM silently takes another connector.
+
+    Args:
+        arguments: vLLM's EngineArgs.
+
+    Raises:
+        ConfigError: `--kv-offloading-size` is set beside a configuration that names us.
+
+    Source: vLLM 0.32.0, VllmConfig._post_init_kv_transfer_config.
+    """
+    size_gib = getattr(arguments, "kv_offloading_size", None)
+    if size_gib is None or not ours_of(getattr(arguments, "kv_transfer_config", None)):
+        return
+    raise ConfigError(
+        f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place of "
+        f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size (and --kv-offloading-backend), and "
+        f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
+    )
+
+
+def prepare_start(config: Any) -> None:
+    """Settle hashes, refuse a host pool that is too large, listen for what the engine refuses.
+
+    Args:
+        config: vLLM's VllmConfig.
+
+    Raises:
+        ConfigError: this machine cannot hold the pool, or no tier can be used with these hashes.
+    """
+    ours = ours_of(config.kv_transfer_config)
+    if any(_has_tiers(written) for written in ours):
+        _settle_hashes(config)
+    # If another API server has started this one, the engine may have taken the memory already.
+    if not ours or last_words.is_another_listening():
+        return
+    if config.cache_config.enable_prefix_caching:
+        for written in ours:
+            _require_memory(written, config.parallel_config)
+    last_words.listen()
+
+
+def _has_tiers(written: Mapping[str, Any]) -> bool:
+    extra = written.get("kv_connector_extra_config")
+    return bool(OffloadConfig.from_extra_config(extra, world_size=1).tiers)
+
+
+def _settle_hashes(config: Any) -> None:
+    """Let vLLM's default algorithm, which nobody has to have written, be one that tiers can use.
+
+    Nothing has been hashed yet: the engine's own processes get this configuration.
+    """
+    from safe_offload import compat
+
+    cache_config = config.cache_config
+    if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
+        cache_config.prefix_caching_hash_algo = SHARED_HASH
+        logger.info(
+            "prefix_caching_hash_algo is %s, not vLLM's default %s: with tiers, hashes must be the "
+            "same in every process.",
+            SHARED_HASH,
+            DEFAULT_HASH,
+        )
+    compat.require_shared_hashes(config)
+
+
+def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
+    from safe_offload import compat
+    from safe_offload.worker.memory.host_memory import available_host_bytes, check_host_bytes
+
+    config = OffloadConfig.from_extra_config(
+        written.get("kv_connector_extra_config"), world_size=parallel.world_size
+    )
+    if config.num_slots is not None or not compat.are_workers_here(parallel):
+        return  # only a worker knows how many bytes that is, or which machine has them
+    check_host_bytes(
+        config,
+        pool_bytes_per_rank=config.cpu_bytes_per_rank,
+        num_ranks_on_host=compat.num_ranks_on_host(parallel),
+        available_bytes=available_host_bytes(),
+    )

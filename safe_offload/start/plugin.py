@@ -1,0 +1,266 @@
+"""What vLLM loads in every process: the connector's name, and the checks of its configuration.
+
+vLLM calls `register` (entry point group `vllm.general_plugins`) in the API server, in EngineCore
+and in every worker, before any of them needs the connector. After that,
+`{"kv_connector": "SafeCPUOffloadConnector"}` is a complete `--kv-transfer-config`.
+
+`LLM(kv_transfer_config={...})` makes a `KVTransferConfig` before it loads the general plugins. So
+that class is also wrapped as soon as its module is imported: `register_early` (entry point group
+`vllm.platform_plugins`) is called before or during that import, when vLLM looks for its platform.
+
+Source: vLLM 0.32.0, vllm/plugins/__init__.py, vllm/platforms/__init__.py, vllm/entrypoints/llm.py,
+vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
+from safe_offload.errors import ConfigError
+from safe_offload.media_ids import wrap_hashes, wrap_requests
+from safe_offload.start.checks import prepare_start, require_no_other_offloading
+from safe_offload.start.whole_blocks import wrap_worker
+
+_CONFIG_MODULE: Final = "vllm.config.kv_transfer"
+_ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
+_MEDIA_MODULE: Final = "vllm.multimodal.processing.inputs"
+_REQUESTS_MODULE: Final = "vllm.v1.engine.input_processor"
+_WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
+_BUILT_BY_PYDANTIC: Final = (
+    "__pydantic_core_schema__",
+    "__pydantic_validator__",
+    "__pydantic_serializer__",
+)
+_WRAPPED_MARK: Final = "_safe_offload_checks"
+
+# Below vLLM's logger, which has the handlers.
+_logger = logging.getLogger(f"vllm.{__name__}")
+_is_registered = False
+
+
+def register() -> None:
+    """Make vLLM know the connector; may be called any number of times and never raises.
+
+    An exception here would end every vLLM process, also those that do not use our connector.
+    """
+    try:
+        _register_name()
+        _wrap_kv_transfer_config()
+        _wrap_engine_arguments()
+        _when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
+        _when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
+        _when_imported(_WORKER_MODULE, lambda module: wrap_worker(module.WorkerBase))
+    except Exception:
+        _logger.exception(
+            "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
+            "KVConnectorFactory.register_connector and KVTransferConfig.__post_init__ as in "
+            "vLLM 0.32. Fix: install a version of vLLM that the README of safe_offload lists as "
+            "tested, or uninstall safe-offload.",
+            CONNECTOR_NAME,
+            _vllm_version(),
+        )
+
+
+def register_early() -> None:
+    """Wrap `KVTransferConfig`, now or as soon as its module is imported; never raises.
+
+    None tells vLLM that this is no platform. Nothing of vLLM is imported here: the call comes from
+    the middle of an import, and another one would search for the platform again.
+    """
+    _when_imported(_CONFIG_MODULE, lambda _: _wrap_kv_transfer_config())
+
+
+def _when_imported(name: str, wrap: Callable[[Any], None]) -> None:
+    """Wrap a class of a module, now or as soon as the module is imported; never raises."""
+    if name in sys.modules:
+        _try(wrap, sys.modules[name])
+    elif not any(isinstance(f, _WrapWhenImported) and f.name == name for f in sys.meta_path):
+        sys.meta_path.insert(0, _WrapWhenImported(name, wrap))
+
+
+class _WrapWhenImported(MetaPathFinder):
+    """Wraps a class when its module has been executed; the first search removes it."""
+
+    def __init__(self, name: str, wrap: Callable[[Any], None]) -> None:
+        self.name = name
+        self._wrap = wrap
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Let the other finders find the module, and wrap the class after it is loaded."""
+        if fullname != self.name:
+            return None
+        try:
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(fullname)
+            if spec is None or spec.loader is None:
+                return spec
+            execute = spec.loader.exec_module
+
+            def execute_and_wrap(module: ModuleType) -> None:
+                execute(module)
+                _try(self._wrap, module)
+
+            # The loader is of this module alone.
+            setattr(spec.loader, "exec_module", execute_and_wrap)  # noqa: B010 (as below)
+        except Exception:
+            _logger.debug("The import of %s is not watched", fullname, exc_info=True)
+            return None
+        return spec
+
+
+def _try(wrap: Callable[[Any], None], module: ModuleType) -> None:
+    try:
+        wrap(module)
+    except Exception:
+        # Of KVTransferConfig, register() meets the same failure and reports it. Without the others,
+        # what has media in it stays out of tiers, and the KV cache layout is left to vLLM.
+        _logger.debug("A class of vLLM is not wrapped: %s", module, exc_info=True)
+
+
+def _register_name() -> None:
+    """Register the connector's name once per process; its module is imported when it is used."""
+    global _is_registered
+    if _is_registered:
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    except ValueError:
+        _logger.warning(
+            "Another package has registered the KV connector name %s; that one is used. Fix: to "
+            'use the one of safe_offload, add "kv_connector_module_path": "%s" to '
+            "--kv-transfer-config.",
+            CONNECTOR_NAME,
+            CONNECTOR_MODULE,
+        )
+    _is_registered = True
+
+
+def _wrap_kv_transfer_config() -> None:
+    """Fill in what may be left out of a KVTransferConfig that names us, and check our settings.
+
+    So a wrong setting is refused by the process that reads the command line, not by a worker that
+    has loaded the model. A `ConfigError` is a `ValueError`, which pydantic reports as its own.
+    """
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    original = KVTransferConfig.__post_init__
+    if getattr(original, _WRAPPED_MARK, False):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _check(settle, self)
+        original(self, *args, **kwargs)
+
+    setattr(post_init, _WRAPPED_MARK, True)
+    setattr(KVTransferConfig, "__post_init__", post_init)  # noqa: B010 (mypy refuses a method)
+    _complete_what_is_written(KVTransferConfig)
+
+
+def _complete_what_is_written(config_class: Any) -> None:
+    """Let `complete` see what a user has written, before pydantic fills in vLLM's defaults.
+
+    In `__post_init__` a default looks like the same word written by the user. If this does not
+    work, vLLM's defaults and messages stay, and the connector warns about the failure policy.
+    Source: pydantic, "Customizing the core schema" and `dataclasses.rebuild_dataclass`.
+    """
+    try:
+        from pydantic.dataclasses import rebuild_dataclass
+        from pydantic_core import ArgsKwargs, core_schema
+
+        names = [field.name for field in dataclasses.fields(config_class)]
+
+        def read(written: Any) -> Any:
+            if isinstance(written, Mapping):
+                return _check(complete, written) or written
+            if not isinstance(written, ArgsKwargs):
+                return written  # an instance
+            by_place = dict(zip(names, written.args, strict=False))
+            completed = _check(complete, {**by_place, **(written.kwargs or {})})
+            if completed is None:
+                return written
+            by_name = {key: value for key, value in completed.items() if key not in by_place}
+            return ArgsKwargs(written.args, by_name)
+
+        def get_core_schema(_: Any, source: Any, handler: Callable[[Any], Any]) -> Any:
+            return core_schema.no_info_before_validator_function(read, handler(source))
+
+        built = {name: vars(config_class)[name] for name in _BUILT_BY_PYDANTIC}
+        # Its errors show the input, in which there may be a password.
+        config_class.__pydantic_config__ = {
+            **getattr(config_class, "__pydantic_config__", {}),
+            "hide_input_in_errors": True,
+        }
+        config_class.__get_pydantic_core_schema__ = classmethod(get_core_schema)
+        try:
+            rebuild_dataclass(config_class, force=True)
+        except Exception:
+            del config_class.__get_pydantic_core_schema__
+            for name, value in built.items():
+                setattr(config_class, name, value)
+            raise
+    except Exception:
+        _logger.debug("KVTransferConfig is read as vLLM alone reads it", exc_info=True)
+
+
+def _check(check: Callable[[Any], Any], subject: Any) -> Any:
+    """Return what a check returns; None if the check itself has a defect.
+
+    vLLM configures engines with other connectors, or none, by the same functions.
+    """
+    try:
+        return check(subject)
+    except ConfigError:
+        raise
+    except Exception:
+        _logger.exception(
+            "safe_offload could not check the configuration, and vLLM continues without the check. "
+            "This is a bug: please open an issue with this traceback and your --kv-transfer-config "
+            "without its passwords."
+        )
+        return None
+
+
+def _wrap_engine_arguments() -> None:
+    """Check a whole engine's configuration in the process that the user has started.
+
+    There an error is the last line of the output. An error in the engine's own processes is
+    followed by those of the processes that wait for them.
+    """
+    arguments = sys.modules.get(_ARGUMENTS_MODULE)
+    if arguments is None:
+        return
+    original = arguments.EngineArgs.create_engine_config
+    if getattr(original, _WRAPPED_MARK, False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check(require_no_other_offloading, self)
+        config = original(self, *args, **kwargs)
+        _check(prepare_start, config)
+        return config
+
+    setattr(create_engine_config, _WRAPPED_MARK, True)
+    arguments.EngineArgs.create_engine_config = create_engine_config
+
+
+def _vllm_version() -> str:
+    """Return the version of the vLLM that runs, for messages."""
+    try:
+        from vllm.version import __version__
+    except Exception:
+        return "of unknown version"
+    return str(__version__)

@@ -1,0 +1,103 @@
+"""Threads that are all there before the first work comes, on cores that vLLM leaves idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from safe_offload.errors import ConfigError
+from safe_offload.worker.copies.base import Direction
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def on_other_cores() -> Iterator[None]:
+    """Let threads that are started meanwhile run on the parent process's cores, but for our own.
+
+    vLLM's CPU engine binds a worker's first thread to the core where it computes, and threads
+    inherit the cores of the one that starts them. The engine's own process, the parent, is not
+    bound, and vLLM leaves a core idle for the threads of a connector.
+
+    Source: `configure_omp_envs` and `reserve_cpu_num` in vllm/utils/ompmultiprocessing.py (0.32.0);
+    Linux, sched_setaffinity(2).
+    """
+    own: set[int] | None = None
+    try:
+        own = os.sched_getaffinity(0)
+        cores = os.sched_getaffinity(os.getppid())
+        if own < cores:
+            os.sched_setaffinity(0, cores - own)
+    except (AttributeError, OSError) as error:  # not on Linux, or the parent is not to be asked
+        logger.debug("Threads stay on the cores that they inherit: %s", error)
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.sched_setaffinity(0, own)
+
+
+class DirectionThreads:
+    """Threads for each direction, so that no load waits for a store.
+
+    All run before the first work comes: `ThreadPoolExecutor.submit` queues the work before it
+    starts a thread (CPython 3.11, Lib/concurrent/futures/thread.py). If the system refuses one,
+    `submit` raises, and another does the work later: a copy that was reported as failed would write
+    to blocks of another request.
+
+    Raises:
+        ConfigError: the system refuses one of them.
+    """
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._executors = {
+            direction: start_threads(num_threads, f"{name}-{direction.value}")
+            for direction in Direction
+        }
+
+    def submit(self, direction: Direction, function: Callable[..., T], *args: object) -> Future[T]:
+        """Queue a function for the threads of a direction; raises RuntimeError once closed."""
+        return self._executors[direction].submit(function, *args)
+
+    async def run(self, direction: Direction, function: Callable[..., T], *args: object) -> T:
+        """Return what a function returns, run by a thread of a direction."""
+        return await asyncio.wrap_future(self.submit(direction, function, *args))
+
+    def close(self) -> None:
+        """Cancel what is queued, wait for what runs; a second call does nothing."""
+        # All queues first: one direction must not go on while the other is waited for.
+        for executor in self._executors.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+        for executor in self._executors.values():
+            executor.shutdown(wait=True)
+
+
+def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Return threads that all run already; see `DirectionThreads`.
+
+    Raises:
+        ConfigError: the system refuses one of them.
+    """
+    executor = ThreadPoolExecutor(num_threads, name)
+    # Each waits for all others, so that none of them is given two of these.
+    gate = threading.Barrier(num_threads + 1)
+    try:
+        for _ in range(num_threads):
+            executor.submit(gate.wait)
+    except RuntimeError as error:
+        gate.abort()
+        executor.shutdown(wait=True, cancel_futures=True)
+        raise ConfigError(
+            f"the system refused a thread ({name}): {error}. Fix: raise the limit on processes and "
+            "threads (ulimit -u, pids.max of the container)."
+        ) from error
+    gate.wait()
+    return executor

@@ -1,0 +1,441 @@
+"""What stands around a tier: a deadline for every call, and a breaker for each kind of call.
+
+A tier that fails some times in a row is left alone for a while, then tried again. Reading and
+writing are judged apart: a file system that has become read-only still serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.tiers.naming import NAMESPACE_BYTES
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+FAILURES_MAX = 3
+"""In a row; then a tier is left alone."""
+PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
+"""How long, at first and at most; each pause is twice as long as the one before, and between half
+and one and a half times that, so that engines do not come back together."""
+GRACE_S = 1.0
+"""After its deadline a call is cancelled. If it has not returned by then, it hangs."""
+CLOSE_TIMEOUT_S = 2.0
+"""A tier that does not close by then is left behind."""
+NUM_FETCHES, NUM_SPILLS = 2, 1
+"""At a time, in a tier. The next fetch is there when one ends; the deadline of those that wait has
+not begun."""
+CALLS_MAX = 10_000
+"""Calls that are kept until they are taken; vLLM asks after every step."""
+
+
+class Operation(enum.Enum):
+    """A kind of call."""
+
+    PROBE = "probe"
+    FETCH = "fetch"
+    SPILL = "spill"
+
+
+class State(enum.Enum):
+    """Where a breaker is."""
+
+    CLOSED = "closed"
+    """Calls go through."""
+    OPEN = "open"
+    """None does."""
+    READY = "ready"
+    """The pause is over; the next call is a trial."""
+    TRYING = "trying"
+    """The trial runs, and no other call."""
+
+
+_NEXT = {
+    State.CLOSED: {State.OPEN},
+    State.OPEN: {State.READY, State.CLOSED},
+    State.READY: {State.TRYING, State.CLOSED},
+    State.TRYING: {State.OPEN, State.CLOSED, State.READY},
+}
+
+
+class Breaker:
+    """Whether one kind of call to a tier goes through. It belongs to the loop's thread.
+
+    Args:
+        name: of the tier and the kind of call, for the log.
+        chance: from 0 to 1, for the lengths of pauses.
+    """
+
+    def __init__(self, name: str, chance: Callable[[], float]) -> None:
+        self._name = name
+        self._chance = chance
+        self.state = State.CLOSED
+        self._num_failures = 0
+        self._pause_s = PAUSE_S
+
+    def __repr__(self) -> str:
+        return f"<Breaker of {self._name}, {self.state.value}>"
+
+    def admits(self) -> bool:
+        """Return whether a call may be made; if so, one of the three below must follow."""
+        if self.state is State.READY:
+            self._become(State.TRYING)
+            return True
+        return self.state is State.CLOSED
+
+    def withdraw(self) -> None:
+        """The call that was the trial was given up, and tells nothing: the next one is."""
+        if self.state is State.TRYING:
+            self._become(State.READY)
+
+    def succeed(self) -> None:
+        """A call has worked."""
+        self._num_failures = 0
+        if self.state is not State.CLOSED:
+            self._become(State.CLOSED)
+            self._pause_s = PAUSE_S
+            logger.info("%s works again.", self._name)
+
+    def fail(self, problem: str) -> None:
+        """A call has failed."""
+        self._num_failures += 1
+        if self.state is State.CLOSED and self._num_failures >= FAILURES_MAX:
+            logger.warning(
+                "%s has failed %d times in a row, last because %s. It is left alone and tried "
+                "again in about %g s, then after longer pauses. Requests are served without it "
+                "meanwhile.",
+                self._name,
+                self._num_failures,
+                problem,
+                self._pause_s,
+            )
+        elif self.state is not State.TRYING:
+            return
+        self._become(State.OPEN)
+        pause_s = self._pause_s * (0.5 + self._chance())
+        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        asyncio.get_running_loop().call_later(pause_s, self._end_pause)
+
+    def _end_pause(self) -> None:
+        if self.state is State.OPEN:
+            self._become(State.READY)
+
+    def _become(self, state: State) -> None:
+        assert state in _NEXT[self.state], (self.state, state)
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call to a tier did.
+
+    Attributes:
+        seconds: what it took; 0.0 if it was not made because the tier is left alone.
+        results: how many objects came out how; `LEFT_ALONE` for those not asked for.
+        size_bytes: of the objects that were read or written.
+    """
+
+    operation: Operation
+    seconds: float
+    results: dict[str, int]
+    size_bytes: int = 0
+
+
+LEFT_ALONE = "left_alone"
+
+
+class Circuit:
+    """A tier with its deadlines and breakers; it belongs to the loop's thread but for `take_…`.
+
+    Args:
+        tier: is closed by `close`.
+        config: of the tier.
+        namespace_of: from the word of a message to the namespace of this rank's objects.
+        slot_bytes: of an object.
+        write_bytes_per_s: of this rank; None for no limit.
+        chance: from 0 to 1, for the lengths of pauses.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        config: TierConfig,
+        namespace_of: Callable[[str], bytes],
+        *,
+        slot_bytes: int,
+        write_bytes_per_s: float | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.tier = tier
+        self.config = config
+        self.num_running = 0
+        """Calls that may touch host memory."""
+        self._namespace_of = namespace_of
+        self._namespaces: dict[str, bytes] = {}
+        self._slot_bytes = slot_bytes
+        self._write_bytes_per_s = write_bytes_per_s
+        self._written_until_s = 0.0
+        self._breakers = {
+            operation: Breaker(f"Tier {tier.label} ({operation.value})", chance)
+            for operation in Operation
+        }
+        self._lanes = {
+            Operation.FETCH: asyncio.Semaphore(NUM_FETCHES),
+            Operation.SPILL: asyncio.Semaphore(NUM_SPILLS),
+        }
+        self._late_probes: set[asyncio.Task[list[bool]]] = set()
+        self._num_evicted = 0
+        self._calls: deque[Call] = deque(maxlen=CALLS_MAX)
+
+    def __repr__(self) -> str:
+        return f"<Circuit of {self.tier.label}: {list(self._breakers.values())}>"
+
+    @property
+    def is_out(self) -> bool:
+        """Return whether nothing has been read from the tier since it failed."""
+        reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
+        return any(breaker.state is not State.CLOSED for breaker in reading)
+
+    @property
+    def is_out_for_writing(self) -> bool:
+        """Return whether nothing has been written to the tier since it failed."""
+        return self._breakers[Operation.SPILL].state is not State.CLOSED
+
+    def namespace(self, word: str) -> bytes:
+        """Return the namespace of this rank's objects, from the word of a message."""
+        if word not in self._namespaces:
+            self._namespaces[word] = self._namespace_of(word)
+        return self._namespaces[word]
+
+    def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
+        """Return what the blocks of these groups and hashes are called in the tier."""
+        namespace = self.namespace(word)
+        return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
+
+    def take_calls(self) -> list[Call]:
+        """Return what calls did since the last time. It is called on vLLM's thread."""
+        return [self._calls.popleft() for _ in range(len(self._calls))]
+
+    def take_evicted(self) -> int:
+        """Return how many objects the tier has evicted since the last time; as `take_calls`."""
+        before, self._num_evicted = self._num_evicted, self.tier.num_evicted
+        return self._num_evicted - before
+
+    async def try_out(self) -> None:
+        """Ask for what is not there until there is an answer, or the tier is left alone.
+
+        So the log says that it cannot work before the first request comes.
+        """
+        name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
+        while self._breakers[Operation.PROBE].state is State.CLOSED:
+            if await self.probe([name]) is not None:
+                return
+
+    async def probe(self, names: Sequence[Name]) -> list[bool] | None:
+        """Ask which objects there are; cancelled, it counts as neither success nor failure.
+
+        Returns:
+            None if it did not say in time, or is left alone.
+        """
+        breaker = self._breakers[Operation.PROBE]
+        is_trial = breaker.state is State.READY
+        if self._breakers[Operation.FETCH].state is State.OPEN or not breaker.admits():
+            self._note(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
+            return None
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        task = loop.create_task(_run(self.tier.probe, names))
+        try:
+            await asyncio.wait({task}, timeout=self.config.timeout_s)
+        except asyncio.CancelledError:
+            self._leave(task)
+            if is_trial:
+                breaker.withdraw()
+            raise
+        seconds = loop.time() - begin_s
+        if not task.done():
+            self._leave(task)
+            breaker.fail(f"a probe had not ended after {seconds:g} s")
+            self._note(Operation.PROBE, seconds, {"timed_out": len(names)})
+            return None
+        found, problem = _result_of(task, len(names), bool)
+        if problem:
+            breaker.fail(problem)
+            self._note(Operation.PROBE, seconds, {Result.FAILED.value: len(names)})
+            return None
+        breaker.succeed()
+        self._note(Operation.PROBE, seconds, {"present": sum(found)})
+        return found
+
+    async def fetch(
+        self, names: Sequence[Name], slots: Sequence[Buffers]
+    ) -> Sequence[Result] | None:
+        """Read objects into slots; None if the tier is left alone. See `Tier.fetch`.
+
+        However often it is cancelled, nothing writes to the slots when it returns or raises.
+        """
+        return await self._move(Operation.FETCH, self.tier.fetch, names, slots)
+
+    async def spill(
+        self, names: Sequence[Name], slots: Sequence[Buffers]
+    ) -> Sequence[Result] | None:
+        """Write slots to objects; None if the tier is left alone. See `Tier.spill`.
+
+        However often it is cancelled, nothing reads the slots when it returns or raises.
+        """
+        if not self.is_out_for_writing:
+            await self._wait_to_write(len(names) * self._slot_bytes)
+        return await self._move(Operation.SPILL, self.tier.spill, names, slots)
+
+    async def close(self) -> None:
+        """Close the tier, or leave it behind if it takes too long."""
+        closing = asyncio.get_running_loop().create_task(_run(self.tier.close))
+        waited_for = {closing, *self._late_probes}
+        for task in self._late_probes:
+            task.cancel()
+        await asyncio.wait(waited_for, timeout=CLOSE_TIMEOUT_S)
+        if not closing.done():
+            closing.cancel()
+            logger.warning(
+                "Tier %s did not close within %g s and is left behind. If this repeats, look for "
+                "a hanging device or mount.",
+                self.tier.label,
+                CLOSE_TIMEOUT_S,
+            )
+        elif not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.warning("Tier %s did not close cleanly: %r", self.tier.label, error)
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    async def _move(
+        self,
+        operation: Operation,
+        call: Callable[[Sequence[Name], Sequence[Buffers]], Coroutine[Any, Any, list[Result]]],
+        names: Sequence[Name],
+        slots: Sequence[Buffers],
+    ) -> Sequence[Result] | None:
+        lane, breaker = self._lanes[operation], self._breakers[operation]
+        await lane.acquire()
+        if not breaker.admits():
+            lane.release()
+            self._note(operation, 0.0, {LEFT_ALONE: len(names)})
+            return None
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        task = loop.create_task(_run(call, names, slots))
+        self.num_running += 1
+        is_late, is_hung = await self._outlast(task, operation, len(names))
+        self.num_running -= 1
+        if not is_hung:
+            lane.release()
+        results, problem = _result_of(task, len(names), Result)
+        results = results or [Result.FAILED] * len(names)
+        seconds = loop.time() - begin_s
+        counts = Counter(results)
+        num_moved = counts[Result.DONE]
+        if not is_hung:  # else it has been judged
+            if not problem and not num_moved + counts[Result.PRESENT]:
+                if counts[Result.FAILED]:
+                    problem = f"a {operation.value} failed"
+                elif is_late:
+                    problem = f"a {operation.value} had not begun after {seconds:g} s"
+            if problem:
+                breaker.fail(problem)
+            else:
+                breaker.succeed()
+        outcome = {result.value: count for result, count in counts.items()}
+        if cancelled := outcome.pop(Result.CANCELLED.value, 0):
+            outcome["timed_out" if is_late else Result.CANCELLED.value] = cancelled
+        self._note(operation, seconds, outcome, num_moved * self._slot_bytes)
+        return results
+
+    async def _outlast(
+        self, task: asyncio.Task[Any], operation: Operation, num_objects: int
+    ) -> tuple[bool, bool]:
+        """Wait for a call to return, however long it takes; return whether it was late, and hung.
+
+        It is cancelled at its deadline, or when whoever waits for it is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() + self.config.timeout_s
+        hung_s = late_s + GRACE_S
+        is_late = is_hung = False
+        while not task.done():
+            due_s = hung_s if is_late else late_s
+            left_s = None if is_hung else max(0.0, due_s - loop.time())
+            try:
+                await asyncio.wait({task}, timeout=left_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                continue
+            if task.done() or loop.time() < due_s:
+                continue
+            if not is_late:
+                is_late = True
+                task.cancel()
+            elif not is_hung:
+                is_hung = True
+                self._lanes[operation].release()  # one that hangs must not hold up all others
+                self._breakers[operation].fail(f"a {operation.value} hangs")
+                logger.error(
+                    "A %s of %d objects in tier %s has not returned %g s after its deadline. Until "
+                    "it does, its host slots are not used. Look for a hanging device or mount "
+                    "(dmesg), and restart the server if it does not come back.",
+                    operation.value,
+                    num_objects,
+                    self.tier.label,
+                    GRACE_S,
+                )
+        return is_late, is_hung
+
+    async def _wait_to_write(self, size_bytes: int) -> None:
+        """Wait until as much may be written."""
+        if self._write_bytes_per_s is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        begin_s = max(now_s, self._written_until_s)
+        self._written_until_s = begin_s + size_bytes / self._write_bytes_per_s
+        await asyncio.sleep(begin_s - now_s)
+
+    def _leave(self, probe: asyncio.Task[list[bool]]) -> None:
+        """Let a probe end by itself: it touches no slot."""
+        probe.cancel()
+        self._late_probes.add(probe)
+        probe.add_done_callback(self._forget)
+
+    def _forget(self, probe: asyncio.Task[list[bool]]) -> None:
+        self._late_probes.discard(probe)
+        if not probe.cancelled():
+            probe.exception()  # seen, so that asyncio does not complain
+
+    def _note(
+        self, operation: Operation, seconds: float, results: dict[str, int], size_bytes: int = 0
+    ) -> None:
+        self._calls.append(Call(operation, seconds, results, size_bytes))
+
+
+async def _run(call: Callable[..., Any], *args: object) -> Any:
+    """Call a method of a tier; what it raises before it has begun is its coroutine's error too."""
+    return await call(*args)
+
+
+def _result_of(task: asyncio.Task[Any], num_names: int, kind: type) -> tuple[list[Any], str]:
+    """Return what a task that has ended says of each name, or nothing and what is wrong with it."""
+    if task.cancelled():
+        return [], "it was cancelled and did not say what it had done"
+    if (error := task.exception()) is not None:
+        return [], f"of {type(error).__name__}: {error}"
+    found = task.result()
+    if not isinstance(found, list) or len(found) != num_names:
+        return [], f"it answered for another number of objects than the {num_names} asked for"
+    if not all(isinstance(each, kind) for each in found):
+        return [], "its answer is not one"
+    return found, ""

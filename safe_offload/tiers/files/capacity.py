@@ -1,0 +1,508 @@
+"""How much a directory may hold, kept by all processes that share it together.
+
+`usage` says how many bytes are taken. A process takes some of them ahead, under a `flock` that it
+holds for microseconds, and writes objects into what it has taken. So what lies in the directory is
+never more than `usage` says, and that is never more than the limit. What a process that is killed
+had taken ahead stays taken until the directory is next counted.
+
+When little is left, one process counts what is there and evicts what has not been used for longest.
+It holds `evict.lock`, which the kernel frees with its process. A count makes what was taken ahead
+before it void (the generation in `usage`), since it counts only what has been written.
+
+A process without a limit takes what it writes as well, so that those with one know of it, and evict
+before they write.
+
+When the file system is full, a batch is evicted, and `evict.lock` says what was there afterwards.
+If no more than that is there when it is full again, others have taken the room, and nothing is
+evicted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from safe_offload.config.units import MIB
+from safe_offload.tiers.files.directory import (
+    FILE_MODE,
+    Stored,
+    path_of,
+    refusal,
+    remove,
+    require_ours,
+    walk,
+)
+
+USAGE_FILE: Final = "usage"
+LOCK_FILE: Final = "evict.lock"
+EVICT_FROM: Final = 0.97
+EVICT_TO: Final = 0.9
+ORPHAN_AGE_S: Final = 3600.0
+
+_AHEAD_BYTES_MAX: Final = 64 * MIB
+_AHEAD_SHARE: Final = 64
+_LOCK_PATIENCE_S: Final = 0.2
+_LOCK_PAUSE_S: Final = 0.001
+_PATIENCE_S: Final = 1.0
+_PAUSE_S: Final = 0.05  # after a count that made no room
+_TRY_AGAIN_NS: Final = 3600 * 10**9  # whether others have left room
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_PAIR: Final = struct.Struct("<QQ")
+_DIGEST: Final = struct.Struct("<Q")
+_PAIR_BYTES: Final = _PAIR.size + _DIGEST.size
+_UNKNOWN_BYTES: Final = 1 << 62  # taken, until it is known: more than any limit
+_UNCOUNTED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the file `usage` says.
+
+    Attributes:
+        generation: how often the directory was counted; what was taken in another one is void.
+        taken_bytes: objects, and what processes took ahead.
+    """
+
+    generation: int
+    taken_bytes: int
+
+    @classmethod
+    def read(cls, usage_fd: int) -> Usage | None:
+        """Return what it says; None if it says nothing that can be trusted."""
+        pair = _read_pair(usage_fd)
+        return None if pair is None else cls(*pair)
+
+    def write(self, usage_fd: int) -> None:
+        """Write it, in one call."""
+        _write_pair(usage_fd, self.generation, self.taken_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a count found and did.
+
+    Attributes:
+        held_bytes: what is there now.
+        num_evicted: objects that were deleted.
+        evicted_bytes: their size.
+        num_orphans: temporaries that were deleted.
+    """
+
+    held_bytes: int
+    num_evicted: int = 0
+    evicted_bytes: int = 0
+    num_orphans: int = 0
+
+
+class Capacity:
+    """The share of one process in the capacity of a directory; any thread may call it.
+
+    Args:
+        limit_bytes: of all processes together; None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._generation = -1
+        self._ahead_bytes = 0
+        self._is_short = False
+        self._count_again_at_s = 0.0
+        self.num_counts = 0  # how often `keep` has ended
+        self.used_bytes = -1
+
+    def take(self, root_fd: int, size_bytes: int) -> int | None:
+        """Take room for a file.
+
+        Returns:
+            What `settle` is to be told when the file is there; None if there is no room.
+
+        Raises:
+            OSError: the directory cannot be written, or its file system has no `flock`.
+        """
+        with self._lock:
+            if self._draw(root_fd, size_bytes):
+                return self._generation
+            return _UNCOUNTED if self._limit_bytes is None else None
+
+    def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
+        """Make sure that a file is counted that has its name now.
+
+        A count that began since its room was taken may have missed it, or not: it is added.
+
+        Raises:
+            OSError: as of `take`.
+        """
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            usage = Usage.read(usage_fd)
+            if usage is None or usage.generation == generation:
+                return
+            if not self._locked(usage_fd):
+                return
+            usage = Usage.read(usage_fd)
+            if usage is not None:
+                Usage(usage.generation, usage.taken_bytes + size_bytes).write(usage_fd)
+
+    def is_too_small_for(self, size_bytes: int) -> bool:
+        """Return whether a file is larger than all that may be there."""
+        return self._limit_bytes is not None and size_bytes > self._limit_bytes
+
+    def wants_count(self, *, is_refused: bool = False) -> bool:
+        """Return whether the directory should be counted (`keep`).
+
+        That is so if little is left, or somebody was refused, unless the last count has just made
+        no room.
+        """
+        return (self._is_short or is_refused) and time.monotonic() >= self._count_again_at_s
+
+    def await_count(self, num_counts: int) -> None:
+        """Wait until there have been more counts than a number, a short time at most."""
+        with self._lock:
+            self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
+
+    def _draw(self, root_fd: int, size_bytes: int) -> bool:
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            usage = Usage.read(usage_fd)
+            if usage is not None and usage.generation == self._generation:
+                if self._ahead_bytes >= size_bytes:
+                    self._ahead_bytes -= size_bytes
+                    return True
+            else:
+                self._ahead_bytes = 0
+            if not self._locked(usage_fd):
+                return False
+            usage = Usage.read(usage_fd)
+            if usage is None:
+                self._is_short = True
+                return False
+            got_bytes = self._grant(usage.taken_bytes, size_bytes)
+            if not got_bytes:
+                self._is_short = True
+                return False
+            if usage.generation != self._generation:
+                self._generation, self._ahead_bytes = usage.generation, 0
+            taken_bytes = usage.taken_bytes + got_bytes
+            Usage(usage.generation, taken_bytes).write(usage_fd)
+            self._ahead_bytes += got_bytes - size_bytes
+            self._is_short = taken_bytes > EVICT_FROM * (self._limit_bytes or _UNKNOWN_BYTES)
+            if taken_bytes < _UNKNOWN_BYTES:
+                self.used_bytes = taken_bytes
+            return True
+
+    def _grant(self, taken_bytes: int, size_bytes: int) -> int:
+        """Return how much may be taken: that and some ahead, or that; 0 if it is too much."""
+        limit_bytes = self._limit_bytes
+        if limit_bytes is None:  # ahead, so little that others with a limit have theirs
+            known_bytes = taken_bytes if taken_bytes < _UNKNOWN_BYTES else 0
+            return max(size_bytes, min(_AHEAD_BYTES_MAX, known_bytes // _AHEAD_SHARE))
+        left_bytes = limit_bytes - taken_bytes
+        wanted_bytes = max(size_bytes, min(_AHEAD_BYTES_MAX, limit_bytes // _AHEAD_SHARE))
+        got_bytes = wanted_bytes if wanted_bytes <= left_bytes else size_bytes
+        return got_bytes if got_bytes <= left_bytes else 0
+
+    def _locked(self, usage_fd: int) -> bool:
+        """Lock `usage`; without a limit of ours, writing goes on where that is not possible."""
+        try:
+            _lock(usage_fd)
+        except OSError:
+            if self._limit_bytes is not None:
+                raise
+            return False
+        return True
+
+    def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
+        """Count what is there, sweep orphans, and evict if little is left.
+
+        Args:
+            root_fd: of the directory.
+            is_disk_full: evict a batch of whatever is there, since the file system is full, unless
+                the last one has made no room.
+
+        Returns:
+            What was done; None if another process was at it, which has been waited for.
+
+        Raises:
+            OSError: the directory cannot be written, or its file system has no `flock`.
+        """
+        kept, has_room = None, False
+        try:
+            kept = keep(root_fd, self._limit_bytes, is_disk_full=is_disk_full)
+            if kept is None:
+                has_room = _await_other_count(root_fd)
+            else:
+                limit_bytes = self._limit_bytes or kept.held_bytes
+                has_room = kept.held_bytes <= EVICT_FROM * limit_bytes
+            return kept
+        finally:
+            with self._lock:
+                self._is_short = False
+                if kept is not None:
+                    self.used_bytes = kept.held_bytes
+                self._count_again_at_s = time.monotonic() + (0.0 if has_room else _PAUSE_S)
+                self.num_counts += 1
+                self._room.notify_all()
+
+    def close(self, root_fd: int) -> None:
+        """Give back to the others what was taken ahead.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        with self._lock:
+            if self._ahead_bytes <= 0:
+                return
+            with _opened(USAGE_FILE, root_fd) as usage_fd:
+                _lock(usage_fd)
+                usage = Usage.read(usage_fd)
+                if usage is not None and usage.generation == self._generation:
+                    taken_bytes = max(usage.taken_bytes - self._ahead_bytes, 0)
+                    Usage(usage.generation, taken_bytes).write(usage_fd)
+            self._ahead_bytes = 0
+
+
+def keep(
+    root_fd: int,
+    limit_bytes: int | None,
+    *,
+    is_disk_full: bool = False,
+    to_bytes: int | None = None,
+    used_before_ns: int = 0,
+) -> Kept | None:
+    """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
+
+    Args:
+        root_fd: of the directory.
+        limit_bytes: of all processes together; None for no limit.
+        is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
+        to_bytes: evict until no more than that is there.
+        used_before_ns: evict what was last used before that, in any case.
+
+    Returns:
+        What was done; None if another process is at it.
+
+    Raises:
+        OSError: the directory cannot be written, or its file system has no `flock`.
+    """
+    with _opened(LOCK_FILE, root_fd) as lock_fd:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            before = _begin_count(usage_fd)
+        num_orphans, files = _count(root_fd)
+        held_bytes = files.total_bytes
+        last = _LastBatch(lock_fd)
+        if to_bytes is None:
+            to_bytes = _target(held_bytes, limit_bytes, before)
+            if is_disk_full:
+                batch_bytes = last.next_bytes(held_bytes - files.temporary_bytes)
+                to_bytes = min(to_bytes, held_bytes - batch_bytes)
+        cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
+        num_evicted, evicted_bytes = 0, 0
+        if cutoff_ns > 0:
+            num_evicted, evicted_bytes = _evict(
+                root_fd, cutoff_ns, held_bytes - to_bytes, used_before_ns
+            )
+        held_bytes -= evicted_bytes
+        if is_disk_full and num_evicted:
+            last.note(held_bytes - files.temporary_bytes, evicted_bytes)
+        with _opened(USAGE_FILE, root_fd) as usage_fd:
+            _end_count(usage_fd, before, held_bytes)
+        return Kept(held_bytes, num_evicted, evicted_bytes, num_orphans)
+
+
+class _LastBatch:
+    """What `evict.lock` says of the last batch that was evicted because the file system was full.
+
+    Args:
+        lock_fd: locked.
+    """
+
+    def __init__(self, lock_fd: int) -> None:
+        self._lock_fd = lock_fd
+        self._at_ns = os.fstat(lock_fd).st_mtime_ns
+        last = _read_pair(lock_fd)
+        if last is None:
+            self.note(0, 0)  # while there is room for it
+        self._held_bytes, self._evicted_bytes = last or (0, 0)
+
+    def next_bytes(self, held_bytes: int) -> int:
+        """Return how much to evict now that it is full again.
+
+        If there is less than half of the room that the last batch has made in what is held, others
+        have it: then nothing, but one object an hour, to find out whether that has changed.
+        """
+        if held_bytes >= self._held_bytes + self._evicted_bytes // 2:
+            return held_bytes - int(EVICT_TO * held_bytes)
+        return int(time.time_ns() - self._at_ns > _TRY_AGAIN_NS)
+
+    def note(self, held_bytes: int, evicted_bytes: int) -> None:
+        with suppress(OSError):  # no room for that either
+            _write_pair(self._lock_fd, held_bytes, evicted_bytes)
+
+
+def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
+    """Return how many bytes may stay."""
+    if limit_bytes is None:
+        return held_bytes
+    # What is there may be a little less than what is taken, and there must be room afterwards.
+    if max(held_bytes, min(before.taken_bytes, limit_bytes)) > EVICT_FROM * limit_bytes:
+        return min(int(EVICT_TO * limit_bytes), held_bytes)
+    return held_bytes
+
+
+def _begin_count(usage_fd: int) -> Usage:
+    """Make void what was taken ahead; nobody can take anything if it is not known what is taken."""
+    _lock(usage_fd)
+    usage = Usage.read(usage_fd)
+    if usage is None:
+        usage = Usage(time.time_ns(), _UNKNOWN_BYTES)
+    begun = Usage(usage.generation + 1, usage.taken_bytes)
+    begun.write(usage_fd)
+    return begun
+
+
+def _end_count(usage_fd: int, before: Usage, held_bytes: int) -> None:
+    """Write down what is there, and what has been taken since the count began."""
+    _lock(usage_fd)
+    usage = Usage.read(usage_fd) or before
+    taken_since = max(usage.taken_bytes - before.taken_bytes, 0)
+    Usage(before.generation, held_bytes + taken_since).write(usage_fd)
+
+
+class _Files:
+    """Sizes and times of use of files, 16 bytes for each."""
+
+    def __init__(self) -> None:
+        self._sizes = array("q")
+        self._used_at = array("q")
+        self.temporary_bytes = 0
+
+    def add(self, file: Stored) -> None:
+        self.temporary_bytes += file.size_bytes * file.is_temporary
+        self._sizes.append(file.size_bytes)
+        self._used_at.append(file.used_at_ns)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def cutoff_ns(self, excess_bytes: int) -> int:
+        """Return up to which time of use files must go, the oldest first; 0 if none must."""
+        if excess_bytes <= 0:
+            return 0
+        used_at = np.array(self._used_at, dtype=np.int64)
+        order = np.argsort(used_at, kind="stable")
+        gone_bytes = np.cumsum(np.array(self._sizes, dtype=np.int64)[order])
+        last = int(np.searchsorted(gone_bytes, excess_bytes))
+        return int(used_at[order[min(last, len(order) - 1)]])
+
+
+def _count(root_fd: int) -> tuple[int, _Files]:
+    """Return how many orphans were swept, and the other files."""
+    files, num_orphans = _Files(), 0
+    orphan_before_ns = time.time_ns() - int(ORPHAN_AGE_S * 1e9)
+    for file, folder_fd in walk(root_fd):
+        if file.is_temporary and file.used_at_ns < orphan_before_ns:
+            num_orphans += remove(file.file, folder_fd)
+        else:
+            files.add(file)
+    return num_orphans, files
+
+
+def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int) -> tuple[int, int]:
+    """Delete what was last used up to a time, until the excess is gone or all of it must go."""
+    num_evicted, evicted_bytes = 0, 0
+    for file, folder_fd in walk(root_fd):
+        if file.used_at_ns > cutoff_ns or file.is_temporary:
+            continue
+        is_due = evicted_bytes < excess_bytes or file.used_at_ns < used_before_ns
+        if is_due and remove(file.file, folder_fd):
+            num_evicted += 1
+            evicted_bytes += file.size_bytes
+    return num_evicted, evicted_bytes
+
+
+@contextmanager
+def _opened(name: str, root_fd: int) -> Iterator[int]:
+    """Open one of the two files, once it is seen to be ours; closing it gives up its lock."""
+    uids = (os.geteuid(), os.fstat(root_fd).st_uid)
+    try:
+        opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
+    except OSError as error:
+        raise _refused(name, root_fd, uids) or error from None
+    try:
+        require_ours(opened_fd, *uids)
+        yield opened_fd
+    finally:
+        os.close(opened_fd)
+
+
+def _refused(name: str, root_fd: int, uids: Sequence[int]) -> OSError | None:
+    """Return why a file cannot be opened: it is not ours; None if it is, or not there."""
+    with suppress(OSError):
+        found = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+        return refusal(found, os.path.join(path_of(root_fd), name), uids)
+    return None
+
+
+def _read_pair(file_fd: int) -> tuple[int, int] | None:
+    """Read two numbers; None if they are not there, or not whole."""
+    found = os.pread(file_fd, _PAIR_BYTES + 1, 0)
+    fields = found[: _PAIR.size]
+    if len(found) != _PAIR_BYTES or found[_PAIR.size :] != _digest(fields):
+        return None
+    first, second = _PAIR.unpack(fields)
+    return first, second
+
+
+def _write_pair(file_fd: int, first: int, second: int) -> None:
+    """Write two numbers, in one call."""
+    fields = _PAIR.pack(first, second)
+    os.pwrite(file_fd, fields + _digest(fields), 0)
+    os.ftruncate(file_fd, _PAIR_BYTES)
+
+
+def _digest(fields: bytes) -> bytes:
+    return _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def _await_other_count(root_fd: int) -> bool:
+    """Wait, a short time at most, until no process counts; return whether that is so."""
+    with _opened(LOCK_FILE, root_fd) as lock_fd:
+        try:
+            _lock(lock_fd, _PATIENCE_S)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _lock(file_fd: int, patience_s: float | None = None) -> None:
+    """Lock a file; `usage` is held by others for microseconds.
+
+    Raises:
+        OSError: another has held it for long, and may be stopped; or there is no `flock`.
+    """
+    give_up_at_s = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
+    while True:
+        try:
+            fcntl.flock(file_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up_at_s:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return

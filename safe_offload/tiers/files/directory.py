@@ -1,0 +1,341 @@
+"""The directory of a file tier: opened anew for every job, checked to be ours, walked.
+
+    ROOT/NAMESPACE/ab/OBJECT        an object, 256 folders below each namespace
+    ROOT/NAMESPACE/ab/tmp-…         an object that is being written
+    ROOT/NAMESPACE/namespace.json   what the namespace is, for people
+    ROOT/usage, ROOT/evict.lock     see capacity.py
+
+No descriptor is kept between jobs, so the file system can be unmounted and the directory removed
+while it is in use. What is opened is judged by its descriptor, so nothing can be swapped before:
+on the way to the root what others cannot replace, below it what is ours, and no link. The page on
+security says what is accepted, and why.
+
+Source: open(2) (O_PATH, O_NOFOLLOW), proc_pid_fdinfo(5), Linux (PROC_PID_INIT_INO, proc_ns.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from safe_offload.tiers.naming import is_namespace_folder, is_object_folder
+
+FILE_MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
+TEMPORARY_PREFIX: Final = "tmp-"
+PAGE_BYTES: Final = 4096
+
+_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_STEP_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_PARENT_MODE: Final = 0o755
+_LINKS_MAX: Final = 40
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+_GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+
+
+class Stored(NamedTuple):
+    """A file that was found below the root.
+
+    Attributes:
+        namespace: name of its namespace's folder.
+        folder: name of the one below that.
+        file: its own name.
+        size_bytes: as `size_on_disk` has it.
+        used_at_ns: when it was last read or written, since 1970.
+    """
+
+    namespace: str
+    folder: str
+    file: str
+    size_bytes: int
+    used_at_ns: int
+
+    @property
+    def is_temporary(self) -> bool:
+        """Return whether it is an object that is being written, or was when its writer died."""
+        return self.file.startswith(TEMPORARY_PREFIX)
+
+
+def size_on_disk(length_bytes: int) -> int:
+    """Return what a file takes of the capacity: whole pages."""
+    return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class NotOursError(PermissionError):
+    """What others could fill or replace is not used.
+
+    Attributes:
+        problem: what it is, and whose.
+        fix: how to mend it.
+    """
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(errno.EPERM, f"{problem}. Fix: {fix}")
+        self.problem = problem
+        self.fix = fix
+
+
+def open_root(path: str) -> int:
+    """Return a descriptor of the root, whosever it is.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(path, _FOLDER_FLAGS)
+
+
+def open_our_root(path: str, uid: int, *, make: bool = False) -> int:
+    """Return a descriptor of the root, once no other user could have put another in its place.
+
+    Args:
+        path: absolute; links on the way are followed if they are safe.
+        uid: ours.
+        make: make what is missing.
+
+    Raises:
+        NotOursError: of something on the way that is not safe.
+        OSError: it cannot be opened or made.
+    """
+    left = _steps(path)
+    here_fd, num_links = os.open("/", _STEP_FLAGS), 0
+    try:
+        while left:
+            name = left.pop()
+            if make:
+                _make_missing(name, here_fd, FOLDER_MODE if not left else _PARENT_MODE)
+            step_fd = os.open(name, _STEP_FLAGS, dir_fd=here_fd)
+            try:
+                found = os.fstat(step_fd)
+                if name != "/":
+                    _require_safe(step_fd, here_fd, uid, is_root=not left)
+                if stat.S_ISLNK(found.st_mode):
+                    num_links += 1
+                    if num_links > _LINKS_MAX:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                    left += _steps(os.readlink("", dir_fd=step_fd))
+                else:
+                    here_fd, step_fd = step_fd, here_fd
+            finally:
+                os.close(step_fd)
+        return os.open(".", _FOLDER_FLAGS, dir_fd=here_fd)
+    finally:
+        os.close(here_fd)
+
+
+def _steps(path: str) -> list[str]:
+    """Return the names in a path, the last one first; an absolute one begins with "/"."""
+    names = [name for name in path.split("/") if name]
+    return names[::-1] + ["/"] * path.startswith("/")
+
+
+def _make_missing(name: str, parent_fd: int, mode: int) -> None:
+    try:
+        os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=parent_fd)
+
+
+def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> None:
+    """Refuse a step on the way to the root, or the root, that belongs to others or is open to all.
+
+    A group that may write is accepted: an fsGroup of Kubernetes makes one of every volume. What its
+    members put there is judged when it is opened, so that they can only take the cache away.
+    """
+    found, where = os.fstat(step_fd), path_of(step_fd)
+    if found.st_uid != uid and not _is_root(found.st_uid):
+        fix = f"give the tier a directory of user {uid}, below others of root or of this user"
+        if is_root:
+            fix += f"; or, if you trust what is in it: chown -h {uid} {where!r}"
+        raise NotOursError(
+            f"{where!r} belongs to user {found.st_uid}, this process is user {uid}", fix
+        )
+    if not stat.S_ISDIR(found.st_mode) or not found.st_mode & stat.S_IWOTH:
+        return
+    is_sticky = bool(found.st_mode & stat.S_ISVTX)
+    if (is_sticky and not is_root) or _is_volume(step_fd, parent_fd, found):
+        return
+    raise NotOursError(
+        f"every user may write to {where!r} (mode {stat.S_IMODE(found.st_mode):o})",
+        f"give the tier a directory in it, such as {where + '/kv'!r}"
+        if is_sticky
+        else f"chmod o-w {where!r}",
+    )
+
+
+def _is_root(uid: int) -> bool:
+    """Return whether this is root, as seen from here: in a container it may have no number."""
+    if uid == 0:
+        return True
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/version").st_uid == uid
+    return False
+
+
+def _is_volume(folder_fd: int, parent_fd: int, found: os.stat_result) -> bool:
+    """Return whether a folder of root's is mounted into a container.
+
+    Many volumes let everybody write (emptyDir, local-path, Azure Files). Who everybody is there,
+    whoever starts the containers has decided.
+    """
+    if not _is_root(found.st_uid) or _mount_of(folder_fd) == _mount_of(parent_fd):
+        return False
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE
+    return False
+
+
+def _mount_of(opened_fd: int) -> str:
+    """Return the id of the mount that a descriptor is on; empty if it is not known."""
+    with contextlib.suppress(OSError):
+        info_fd = os.open(f"/proc/self/fdinfo/{opened_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            lines = os.read(info_fd, PAGE_BYTES).decode().splitlines()
+        finally:
+            os.close(info_fd)
+        return next((line for line in lines if line.startswith("mnt_id")), "")
+    return ""
+
+
+def path_of(opened_fd: int) -> str:
+    """Return where something is that has been opened; only for people."""
+    try:
+        return os.readlink(f"/proc/self/fd/{opened_fd}")
+    except OSError:
+        return "(unknown)"
+
+
+def open_folder(name: str, parent_fd: int) -> int:
+    """Return a descriptor of a folder, which is no link.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent_fd)
+
+
+def open_our_folder(name: str, parent_fd: int, uid: int) -> int:
+    """Return a descriptor of a folder; see `require_ours`.
+
+    Raises:
+        OSError: it cannot be opened, or is not ours.
+    """
+    folder_fd = open_folder(name, parent_fd)
+    try:
+        require_ours(folder_fd, uid)
+    except OSError:
+        os.close(folder_fd)
+        raise
+    return folder_fd
+
+
+def make_folder(name: str, parent_fd: int) -> bool:
+    """Make a folder if there is none; return whether it was made."""
+    try:
+        os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
+    except FileExistsError:
+        return False
+    return True
+
+
+def require_ours(opened_fd: int, *uids: int) -> None:
+    """Refuse a folder or file of others; take back what they may do in ours.
+
+    Volumes of Kubernetes with an fsGroup are given to a group each time that they are mounted.
+
+    Raises:
+        NotOursError: it belongs to another user, who could put anything there; or it is a link to a
+            file, which may be anybody's.
+    """
+    found = os.fstat(opened_fd)
+    if (problem := refusal(found, opened_fd, uids)) is not None:
+        raise problem
+    if found.st_mode & 0o077:
+        os.fchmod(opened_fd, FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE)
+
+
+def refusal(found: os.stat_result, where: int | str, uids: Sequence[int]) -> NotOursError | None:
+    """Return why a folder or file is not used that is there, or is open; None if it is ours."""
+    is_file = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    if found.st_uid in uids and (is_file or stat.S_ISDIR(found.st_mode)):
+        return None
+    where = path_of(where) if isinstance(where, int) else where
+    if found.st_uid not in uids:
+        return NotOursError(
+            f"{where!r} belongs to user {found.st_uid}, this process is user {uids[0]}",
+            "run the engines that share it as one user, or give each user a directory",
+        )
+    if stat.S_ISREG(found.st_mode):
+        return NotOursError(
+            f"{where!r} is one of {found.st_nlink} names of a file, which may be anybody's",
+            f"rm {where!r}",
+        )
+    return NotOursError(f"{where!r} is no file", f"rm {where!r}")
+
+
+def mount_point_of(path: str) -> str:
+    """Return where the file system of a path is mounted, also of one that does not exist."""
+    path = os.path.realpath(path)
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def walk(root_fd: int, only: str = "") -> Iterator[tuple[Stored, int]]:
+    """Yield every file of every namespace, or of one, with a descriptor of its folder.
+
+    What cannot be opened, and what vanishes meanwhile, is passed over. Anything but a file is too.
+    """
+    for namespace in [only] if only else sorted(os.listdir(root_fd)):
+        if not is_namespace_folder(namespace):
+            continue
+        with _entered(namespace, root_fd) as namespace_fd:
+            for folder in sorted(os.listdir(namespace_fd)) if namespace_fd is not None else ():
+                if not is_object_folder(folder):
+                    continue
+                with _entered(folder, namespace_fd) as folder_fd:
+                    if folder_fd is not None:
+                        for file in _files(namespace, folder, folder_fd):
+                            yield file, folder_fd
+
+
+@contextlib.contextmanager
+def _entered(name: str, parent_fd: int | None) -> Iterator[int | None]:
+    """Open a folder; None if it cannot be."""
+    assert parent_fd is not None
+    try:
+        folder_fd = open_folder(name, parent_fd)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        yield None
+        return
+    try:
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
+def _files(namespace: str, folder: str, folder_fd: int) -> Iterator[Stored]:
+    with os.scandir(folder_fd) as entries:
+        for entry in entries:
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                size_bytes = size_on_disk(found.st_size)
+                yield Stored(namespace, folder, entry.name, size_bytes, found.st_atime_ns)
+
+
+def remove(file: str, folder_fd: int) -> bool:
+    """Delete a file; return whether it was there."""
+    try:
+        os.unlink(file, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,237 @@
+"""Reads and writes the file of one object, on a thread that may block.
+
+Past the page cache (O_DIRECT) the kernel moves the bytes straight between device and slot: its own
+copy would take more time of the CPU than all else. It asks for addresses and lengths on the
+boundaries of the device's sectors. Slots that do not lie on them go through a buffer of the thread.
+
+Source: open(2) (O_DIRECT, O_NOFOLLOW), readv(2), Linux.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.files.directory import FILE_MODE, PAGE_BYTES, remove
+from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.seal import Seal
+
+TOUCH_AFTER_NS: Final = 60 * 10**9
+
+_SECTOR_BYTES: Final = 512  # no device has smaller ones
+_BUFFERS_MAX: Final = 1024  # IOV_MAX of Linux
+# A FIFO in place of a file must not make us wait for its writer.
+_READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Move = Callable[[int, Sequence[memoryview], int], int]
+
+
+class ObjectFiles:
+    """Reads and writes files of objects; any thread may.
+
+    Args:
+        slot_bytes: of the largest slot, for the buffer of a thread that needs one.
+        seal: makes and checks their headers.
+    """
+
+    def __init__(self, slot_bytes: int, seal: Seal) -> None:
+        self._slot_bytes = slot_bytes
+        self._seal = seal
+        self._own = _OfThread()
+
+    def read(
+        self, file: str, folder_fd: int, name: Name, slot: Buffers, *, is_direct: bool
+    ) -> Result:
+        """Read an object into a slot: DONE, CORRUPT, FOREIGN or UNREADABLE.
+
+        Raises:
+            OSError: it is not there, or it cannot be read.
+        """
+        flags = _READ_FLAGS | (os.O_DIRECT if is_direct else 0)
+        file_fd = os.open(file, flags, dir_fd=folder_fd)
+        try:
+            found = os.fstat(file_fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.fstat(folder_fd).st_uid:
+                return Result.UNREADABLE
+            length_bytes = sum(buffer.nbytes for buffer in slot)
+            if found.st_size != HEADER_BYTES + length_bytes:
+                return Result.CORRUPT
+            result = self._read_into(file_fd, name, slot, length_bytes, is_direct=is_direct)
+            if result is Result.DONE:
+                _touch(file_fd, found)
+            return result
+        finally:
+            os.close(file_fd)
+
+    def _read_into(
+        self, file_fd: int, name: Name, slot: Buffers, length_bytes: int, *, is_direct: bool
+    ) -> Result:
+        page = self._own.page
+        if not is_direct or _may_be_aligned(slot):
+            try:
+                num_bytes = _move(os.preadv, file_fd, [page, *slot])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not is_direct:
+                    raise
+            else:
+                if num_bytes != HEADER_BYTES + length_bytes:
+                    return Result.CORRUPT
+                return self._seal.judge(bytes(page), name, slot)
+        whole = self._whole(HEADER_BYTES + length_bytes)
+        num_bytes = _move(os.preadv, file_fd, [whole])
+        if num_bytes != HEADER_BYTES + length_bytes:
+            return Result.CORRUPT
+        body = whole[HEADER_BYTES : HEADER_BYTES + length_bytes]
+        result = self._seal.judge(bytes(whole[:HEADER_BYTES]), name, [body])
+        if result is Result.DONE:
+            start = 0
+            for buffer in slot:
+                buffer[:] = body[start : start + buffer.nbytes]
+                start += buffer.nbytes
+        return result
+
+    def write(
+        self, file: str, folder_fd: int, name: Name, slot: Buffers, *, is_direct: bool
+    ) -> None:
+        """Write an object to a file that must not exist, and may be incomplete if this raises.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        length_bytes = sum(buffer.nbytes for buffer in slot)
+        size_bytes = HEADER_BYTES + length_bytes
+        flags = _WRITE_FLAGS | (os.O_DIRECT if is_direct else 0)
+        file_fd = os.open(file, flags, FILE_MODE, dir_fd=folder_fd)
+        try:
+            # Its size, so that a count of the directory knows what it will take. Reserving its
+            # blocks as well (fallocate) makes the write slower: by a tenth on ext4, by half on
+            # tmpfs. One write allocates them all, and says when there are none.
+            os.ftruncate(file_fd, size_bytes)
+            head = self._seal.header(name, slot)
+            self._write_from(file_fd, head, slot, size_bytes, is_direct=is_direct)
+        finally:
+            os.close(file_fd)
+
+    def _write_from(
+        self, file_fd: int, head: bytes, slot: Buffers, size_bytes: int, *, is_direct: bool
+    ) -> None:
+        page = self._own.page
+        page[:] = head
+        if not is_direct or _may_be_aligned(slot):
+            try:
+                _write_all(file_fd, [page, *slot], size_bytes)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL or not is_direct:
+                    raise
+        whole = self._whole(size_bytes)
+        start = HEADER_BYTES
+        whole[:start] = head
+        for buffer in slot:
+            whole[start : start + buffer.nbytes] = buffer
+            start += buffer.nbytes
+        _write_all(file_fd, [whole], whole.nbytes)
+        os.ftruncate(file_fd, size_bytes)
+
+    def _whole(self, size_bytes: int) -> memoryview:
+        """Return a buffer of this thread for an object with its header, in whole pages."""
+        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        if self._own.whole.nbytes < size_bytes:
+            largest_bytes = -(-(HEADER_BYTES + self._slot_bytes) // PAGE_BYTES) * PAGE_BYTES
+            self._own.whole = memoryview(mmap.mmap(-1, max(size_bytes, largest_bytes)))
+        return self._own.whole[:size_bytes]
+
+
+class _OfThread(threading.local):
+    """Memory of one thread, on pages: for a header, and for a whole object once it needs that."""
+
+    def __init__(self) -> None:
+        self.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        self.whole = self.page
+
+
+def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
+    """Return whether files below a folder can bypass the page cache, and whose a new one is.
+
+    Args:
+        folder_fd: where it is tried.
+        file: name for a file that is made and deleted.
+
+    Raises:
+        OSError: no file can be made.
+    """
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    try:
+        try:
+            file_fd = os.open(file, _WRITE_FLAGS | os.O_DIRECT, FILE_MODE, dir_fd=folder_fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            remove(file, folder_fd)
+            file_fd = os.open(file, _WRITE_FLAGS, FILE_MODE, dir_fd=folder_fd)
+            is_direct = False
+        else:
+            is_direct = True
+        try:
+            if is_direct:
+                try:
+                    _write_all(file_fd, [page], PAGE_BYTES)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    is_direct = False
+            return is_direct, os.fstat(file_fd).st_uid
+        finally:
+            os.close(file_fd)
+    finally:
+        remove(file, folder_fd)
+
+
+def _touch(file_fd: int, found: os.stat_result) -> None:
+    """Note that a file was used, if that was not noted lately."""
+    now_ns = time.time_ns()
+    if now_ns - found.st_atime_ns > TOUCH_AFTER_NS:
+        try:
+            os.utime(file_fd, ns=(now_ns, found.st_mtime_ns))
+        except OSError as error:  # a read-only file system
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+
+
+def _may_be_aligned(slot: Buffers) -> bool:
+    """Return whether the lengths allow O_DIRECT; the kernel says so of the addresses (EINVAL)."""
+    return all(buffer.nbytes % _SECTOR_BYTES == 0 for buffer in slot)
+
+
+def _write_all(file_fd: int, buffers: Sequence[memoryview], size_bytes: int) -> None:
+    """Write buffers to the start of a file.
+
+    Raises:
+        OSError: not all of it was written.
+    """
+    if _move(os.pwritev, file_fd, buffers) != size_bytes:
+        raise OSError(errno.EIO, "a short write")
+
+
+def _move(move: Move, file_fd: int, buffers: Sequence[memoryview]) -> int:
+    """Read or write buffers from the start of a file; return how many bytes, fewer at its end."""
+    left = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    offset = 0
+    while left:
+        num_bytes = move(file_fd, left[:_BUFFERS_MAX], offset)
+        if num_bytes == 0:
+            break
+        offset += num_bytes
+        while left and num_bytes >= left[0].nbytes:
+            num_bytes -= left.pop(0).nbytes
+        if num_bytes:
+            left[0] = left[0][num_bytes:]
+    return offset

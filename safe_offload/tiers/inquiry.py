@@ -1,0 +1,136 @@
+"""One probe of several tiers: all at once, but for a head start of the nearer ones.
+
+Far tiers are slow, and each question to an object store is paid for. So the next tier is asked as
+soon as a nearer one has answered and lacks something, and when it has not answered within its head
+start. Then the far answer is under way already if the near one lacks much, is late, or hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safe_offload.tiers.circuit import Circuit
+
+HEAD_START_S = 0.02
+"""In which a tier in order has answered for 5,600 blocks, if it is on this machine or near it."""
+WAIT_SHARE = 2
+"""Once something is found, others are waited for at most one in so many parts of their `wait_s`:
+there must be time left to fetch it."""
+
+
+class Inquiry:
+    """Which of these blocks are in which tier.
+
+    Its state, which belongs to the loop's thread: the tasks that ask, with the numbers of their
+    tiers, and after how long each tier has answered.
+
+    Args:
+        circuits: the tiers, nearest first.
+        keys: group and hash of each block.
+        word: see `Probe`.
+        late: gets the tasks that go on when this has ended; they take themselves out.
+
+    Attributes:
+        tiers: see `Presence.tiers`.
+    """
+
+    def __init__(
+        self,
+        circuits: Sequence[Circuit],
+        keys: Sequence[tuple[int, bytes]],
+        word: str,
+        late: set[asyncio.Task[None]],
+    ) -> None:
+        self._circuits = circuits
+        self._keys = keys
+        self._word = word
+        self._late = late
+        self._asking: dict[asyncio.Task[None], int] = {}
+        self._answered_s: dict[int, float] = {}
+        self._begin_s = 0.0
+        self.tiers = bytearray(len(keys))
+
+    def __repr__(self) -> str:
+        return f"<Inquiry for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
+
+    async def run(self) -> None:
+        """Ask; return when all is found, or nothing more is worth waiting for."""
+        if len(self._circuits) == 1:
+            await self._ask(1)
+            return
+        loop = asyncio.get_running_loop()
+        self._begin_s = loop.time()
+        try:
+            for number in range(1, len(self._circuits) + 1):
+                if not self._missing():
+                    return
+                task = loop.create_task(self._ask(number))
+                self._asking[task] = number
+                if number < len(self._circuits):
+                    await asyncio.wait({task}, timeout=HEAD_START_S)
+                    self._take_answers()
+            while self._asking and self._missing():
+                left_s = self._until_s() - loop.time()
+                if left_s <= 0:
+                    return
+                timeout_s = left_s if left_s < math.inf else None
+                await asyncio.wait(
+                    self._asking, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._take_answers()
+        except asyncio.CancelledError:
+            for task in self._asking:
+                task.cancel()
+            raise
+        finally:
+            self._let_go()
+
+    def _missing(self) -> list[int]:
+        """Return the places of what no tier is known to have."""
+        return [place for place, number in enumerate(self.tiers) if not number]
+
+    async def _ask(self, number: int) -> None:
+        """Ask one tier for what is not found by now."""
+        circuit, places = self._circuits[number - 1], self._missing()
+        names = circuit.names([self._keys[place] for place in places], self._word)
+        found = await circuit.probe(names)
+        if found is None:
+            return
+        self._answered_s[number] = asyncio.get_running_loop().time() - self._begin_s
+        for place, is_there in zip(places, found, strict=True):
+            if is_there and not 0 < self.tiers[place] < number:
+                self.tiers[place] = number
+
+    def _take_answers(self) -> None:
+        """Forget those that have answered; a defect in one of them is raised here."""
+        for task in [task for task in self._asking if task.done()]:
+            del self._asking[task]
+            task.result()
+
+    def _until_s(self) -> float:
+        """Return how long the tiers that are asked are waited for."""
+        if not any(self.tiers):
+            return math.inf  # each has a deadline of its own
+        numbers = self._asking.values()
+        wait_s = max(self._circuits[number - 1].config.wait_s for number in numbers) / WAIT_SHARE
+        beyond = [s for number, s in self._answered_s.items() if number > max(numbers)]
+        if beyond:  # who is nearer and later than that gets as long again
+            wait_s = min(wait_s, 2 * min(beyond))
+        return self._begin_s + wait_s
+
+    def _let_go(self) -> None:
+        """Ask those beyond what was needed no more; the others are judged at their own deadlines.
+
+        A tier that hangs would not be noticed else.
+        """
+        is_all_found = not self._missing()
+        farthest = max(self.tiers, default=0)
+        for task, number in self._asking.items():
+            if is_all_found and number > farthest:
+                task.cancel()
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)

@@ -1,0 +1,4 @@
+"""What bytes mean: every fact that could change them, as one digest.
+
+Imports nothing of the worker. Door: `namespace`.
+"""

@@ -1,0 +1,215 @@
+"""What gives the bytes of this rank's blocks their meaning: the facts behind a namespace.
+
+Whoever has the same facts may use the objects, so a fact left out is a wrong answer, and one too
+many only a miss: everything counts but what is known not to matter. What files hold is learned in
+the background; before that there is no namespace. Where the facts do not say what a process
+computes, what it stores is kept to its engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from safe_offload import compat
+from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import format_bytes
+from safe_offload.layout import Geometry, Segment
+from safe_offload.tiers.namespace.engine_facts import engine_facts
+from safe_offload.tiers.namespace.model_files import FileDigests, ModelPlace, find_files
+
+DUMMY_WEIGHTS: Final = "dummy"
+KEPT_FOLDER: Final = "safe_offload"
+"""In vLLM's cache: the digests of files that have been read."""
+
+_FOREIGN_CODE: Final = re.compile(rb'"([\w.-]+/[\w.-]+)--[\w.]+"')
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why the facts may not say what an engine computes.
+
+    Attributes:
+        text: for people.
+        may_be_vouched_for: `model_version` of a tier says what could not be read.
+    """
+
+    text: str
+    may_be_vouched_for: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What files hold.
+
+    Attributes:
+        facts: by name.
+        doubts: about them.
+        told: for the log.
+    """
+
+    facts: Mapping[str, str]
+    doubts: tuple[Doubt, ...]
+    told: str
+
+
+@dataclass(slots=True)
+class Meaning:
+    """What the bytes of a rank's blocks mean.
+
+    Attributes:
+        facts: by name; complete when what was learned of the files has been taken.
+        doubts: likewise; none if the facts say what the engine computes.
+        places: whose files count, by name.
+        required: names of those without which it is not known what the engine computes.
+    """
+
+    facts: dict[str, str]
+    doubts: tuple[Doubt, ...] = ()
+    places: Mapping[str, ModelPlace] = field(default_factory=dict)
+    required: Set[str] = frozenset()
+
+    def facts_of(self, tier: TierConfig) -> MutableMapping[str, str]:
+        """Return what makes the namespace in a tier; it grows with `facts`."""
+        words = {"namespace": tier.namespace, "model_version": tier.model_version}
+        return ChainMap(words, self.facts)
+
+    def doubts_of(self, tier: TierConfig) -> tuple[str, ...]:
+        """Return why nothing in a tier can be another engine's, or of this one's next start."""
+        is_vouched_for = bool(tier.model_version)
+        return tuple(
+            doubt.text for doubt in self.doubts if not (is_vouched_for and doubt.may_be_vouched_for)
+        )
+
+    def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
+        """Return what the files hold, None if cancelled; it takes as long as reading them."""
+        begin_s = time.monotonic()
+        digests = FileDigests(os.path.join(compat.cache_root(), KEPT_FOLDER))
+        facts: dict[str, str] = {}
+        doubts: list[Doubt] = []
+        num_files = size_bytes = read_bytes = 0
+        for name, place in self.places.items():
+            found = digests.digest(place, is_cancelled)
+            if found is None:
+                return None
+            facts[f"files.{name}"] = found.digest
+            # Who vouches for what is not here does not for what is here and has changed.
+            is_here = bool(found.digest)
+            if is_here or name in self.required:
+                doubts += [Doubt(text, may_be_vouched_for=not is_here) for text in found.doubts]
+            num_files += found.num_files
+            size_bytes += found.size_bytes
+            read_bytes += found.read_bytes
+        seconds = time.monotonic() - begin_s
+        told = (
+            f"{num_files} files of the model, {format_bytes(size_bytes)}, "
+            f"{format_bytes(read_bytes)} of them read in {seconds:.1f} s"
+        )
+        return Learned(facts, tuple(doubts), told)
+
+    def take(self, learned: Learned) -> None:
+        """Complete the facts."""
+        self.facts |= learned.facts
+        self.doubts += learned.doubts
+
+
+def meaning_of(
+    vllm_config: Any, kv_cache_config: Any, geometry: Geometry, copy_rank: int
+) -> Meaning:
+    """Return what the blocks of a rank mean; the model must have been loaded.
+
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: of the rank.
+        geometry: of the rank's blocks.
+        copy_rank: the first of the ranks that hold the same.
+    """
+    facts, named, unclear = engine_facts(vllm_config, compat.variable_names())
+    doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        text = "its KV scales follow from the first requests that it serves"
+        doubts.append(Doubt(text, may_be_vouched_for=False))
+    layers = compat.layer_segments(kv_cache_config)
+    places = sorted({(layer, *_place(geometry, segment)) for layer, segment in layers})
+    names = dict.fromkeys(layer for layer, *_ in places)
+    attention = compat.layer_facts(vllm_config, names)
+    facts |= {
+        "model": facts["model_config.model"].strip('"'),
+        "model_runner": "V2" if compat.uses_v2_model_runner(vllm_config) else "V1",
+        "rank": f"{copy_rank}",
+        "groups": "; ".join(compat.group_facts(kv_cache_config)),
+        "block_sizes": f"{compat.resolve_block_sizes(kv_cache_config, vllm_config)}",
+        "slot_bytes": f"{geometry.slot_bytes}",
+        "layers": "; ".join(f"{name}: {attention[name]}" for name in names),
+        "layout": "; ".join(f"{layer} {at}+{length}" for layer, at, length in places),
+    }
+    files, required = _model_places(vllm_config)
+    files |= {field: ModelPlace(path) for field, path in named.items()}
+    return Meaning(facts, tuple(doubts), files, required)
+
+
+def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
+    """Return the places whose files count, and those that must be there.
+
+    Weights are downloaded to `download_dir`, all else to the default cache of the hub.
+    """
+    load = vllm_config.load_config
+    models = {"model": vllm_config.model_config}
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        models["draft_model"] = draft
+    places: dict[str, ModelPlace] = {}
+    required = set()
+    for name, config in models.items():
+        revision = _commit_of(config.revision)
+        weights = getattr(config, "model_weights", "") or config.model
+        found = {
+            f"{name}.weights": ModelPlace(weights, revision, load.download_dir),
+            name: ModelPlace(config.model, revision),
+            f"{name}.tokenizer": ModelPlace(
+                config.tokenizer, _commit_of(config.tokenizer_revision)
+            ),
+        }
+        if f"{load.load_format}".lower() != DUMMY_WEIGHTS:
+            required.add(f"{name}.weights")
+        for code in _code_repositories(found[name]) if config.trust_remote_code else ():
+            found[f"{name}.code.{code}"] = ModelPlace(code, _commit_of(config.code_revision))
+            required.add(f"{name}.code.{code}")
+        for key, place in found.items():
+            if place.name and place not in places.values():
+                places[key] = place
+    return places, required & set(places)
+
+
+def _commit_of(revision: str | None) -> str | None:
+    """Return the commit of a revision where vLLM has found it out (0.32, repo_utils.py)."""
+    return getattr(revision, "resolved", None) or revision
+
+
+def _code_repositories(place: ModelPlace) -> list[str]:
+    """Return the other repositories whose code the configurations of a model name."""
+    found: set[bytes] = set()
+    for name, path in find_files(place, since_ns=0)[1].items():
+        if name.endswith("config.json"):
+            with contextlib.suppress(OSError):
+                found.update(_FOREIGN_CODE.findall(Path(path).read_bytes()))
+    return sorted(name.decode() for name in found)
+
+
+def _place(geometry: Geometry, segment: Segment) -> tuple[int, int]:
+    """Return where in a slot a segment is, in bytes, and its length; one of several joined ones."""
+    at = 0
+    for joined in geometry.segments:
+        inside = segment.offset_bytes - joined.offset_bytes
+        fits = 0 <= inside <= joined.length_bytes - segment.length_bytes
+        if fits and joined.stride_bytes == segment.stride_bytes:
+            return at + inside, segment.length_bytes
+        at += joined.length_bytes
+    raise AssertionError(f"{segment} is in no block")

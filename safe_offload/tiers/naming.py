@@ -1,0 +1,200 @@
+"""What objects are called, and the header that says what an object is.
+
+A *namespace* is a digest of everything that gives the bytes of a block their meaning, of the rank
+too: whoever computes the same namespace may use the object. Within it an object is found by its
+group and its key. Names of folders and files are hexadecimal digits only, so no key is ever a path.
+
+An object begins with a header of 4 KiB, so that its bytes lie on a page. All of it is compared
+whenever an object is read: the header that is expected of a name and of the bytes that came, with
+their checksum, must be the one that was read. Headers of objects that are sealed with a key have a
+version of their own; seal.py makes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from safe_offload.tiers.base import Name, Result
+
+FORMAT_VERSION: Final = 1
+SEALED_VERSION: Final = 2
+HEADER_BYTES: Final = 4096
+NAMESPACE_BYTES: Final = 16
+HASH_BYTES_MAX: Final = 64
+DESCRIPTION_FILE: Final = "namespace.json"
+
+_MAGIC: Final = b"SafeKV\r\n"  # a transfer that changes ends of lines changes it
+# Magic, version, group, bytes of the namespace and of the key, bytes of the object, checksum.
+_FIELDS: Final = struct.Struct("<8sHHHHQQ")
+_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
+_NAMESPACE: Final = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}")
+_OBJECT: Final = re.compile(rf"[0-9a-f]{{6,{4 + 2 * HASH_BYTES_MAX}}}")
+
+
+# ---- the namespace ----------------------------------------------------------------------------
+
+
+def namespace(facts: Mapping[str, object], word: str = "") -> bytes:
+    """Return the digest of everything that gives bytes their meaning.
+
+    Args:
+        facts: by name; values are what JSON knows. The order does not matter.
+        word: of the engine's own after a reset, or empty.
+    """
+    written = json.dumps(
+        {"format": FORMAT_VERSION, "word": word, "facts": dict(facts)},
+        sort_keys=True,
+        separators=(",", ":"),
+        allow_nan=False,
+    )
+    return hashlib.sha256(written.encode()).digest()[:NAMESPACE_BYTES]
+
+
+def description(found: bytes, facts: Mapping[str, object]) -> bytes:
+    """Return what lies beside the objects of a namespace, for people to read."""
+    written = {
+        "format": FORMAT_VERSION,
+        "after_reset": found != namespace(facts),
+        "facts": dict(facts),
+    }
+    return json.dumps(written, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def facts_of(described: bytes) -> dict[str, Any]:
+    """Return the facts of a description; none if it is not one."""
+    facts = _read_description(described).get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def is_after_reset(described: bytes) -> bool:
+    """Return whether a description says that its namespace has a word in it."""
+    return _read_description(described).get("after_reset") is True
+
+
+def _read_description(described: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(described)
+    except (ValueError, RecursionError):  # anybody may have written it
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+# ---- names of files ---------------------------------------------------------------------------
+
+
+def namespace_folder(found: bytes) -> str:
+    """Return the name of the folder of a namespace."""
+    return found.hex()
+
+
+def path_of(name: Name) -> tuple[str, str]:
+    """Return the folder below that of the namespace, one of 256, and the file of an object."""
+    return name.block_hash[-1:].hex(), f"{name.group_idx:04x}{name.block_hash.hex()}"
+
+
+def name_of(folder: str, file: str) -> Name | None:
+    """Return the name of the object in a file, by the names of its namespace's folder and its own.
+
+    None if an object is never called that.
+    """
+    if not is_namespace_folder(folder) or not _OBJECT.fullmatch(file) or len(file) % 2:
+        return None
+    return Name(bytes.fromhex(folder), int(file[:4], 16), bytes.fromhex(file[4:]))
+
+
+def is_namespace_folder(name: str) -> bool:
+    """Return whether the folder of a namespace may be called that."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_object_folder(name: str) -> bool:
+    """Return whether one of the 256 folders of a namespace is called that."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+# ---- the header -------------------------------------------------------------------------------
+
+
+def header(name: Name, length_bytes: int, digest: int, *, version: int = FORMAT_VERSION) -> bytes:
+    """Return the header of an object, HEADER_BYTES long."""
+    key = name.block_hash
+    fields = _FIELDS.pack(
+        *(_MAGIC, version, name.group_idx, len(name.namespace), len(key)),
+        *(length_bytes, digest),
+    )
+    return (fields + name.namespace + key).ljust(HEADER_BYTES, b"\0")
+
+
+def version_of(found: bytes) -> int:
+    """Return the version of a header; 0 if it is none."""
+    if len(found) < HEADER_BYTES or not found.startswith(_MAGIC):
+        return 0
+    version: int = _FIELDS.unpack_from(found)[1]
+    return version
+
+
+def length_of(found: bytes) -> int:
+    """Return how many bytes a header of any version says that its object has."""
+    length_bytes: int = _FIELDS.unpack_from(found)[5]
+    return length_bytes
+
+
+def is_sealed(found: bytes) -> bool:
+    """Return whether the header of an object says that it was sealed with a key."""
+    return version_of(found) == SEALED_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says.
+
+    Attributes:
+        name: of the object.
+        length_bytes: of its bytes, without the header.
+        digest: their checksum.
+    """
+
+    name: Name
+    length_bytes: int
+    digest: int
+
+    @classmethod
+    def read(cls, found: bytes) -> Header | None:
+        """Return what a header says; None if it is none, or of another version."""
+        if len(found) < HEADER_BYTES:
+            return None
+        magic, version, group_idx, ns_bytes, key_bytes, length, digest = _FIELDS.unpack_from(found)
+        if magic != _MAGIC or version != FORMAT_VERSION:
+            return None
+        key_at = _FIELDS.size + ns_bytes
+        name = Name(found[_FIELDS.size : key_at], group_idx, found[key_at : key_at + key_bytes])
+        read = cls(name, length, digest)
+        return read if header(name, length, digest) == found[:HEADER_BYTES] else None
+
+
+def compare(found: bytes, expected: bytes, name: Name) -> Result:
+    """Return what an object is worth, from its header and the one that would be right.
+
+    How long it takes does not tell how much of the header is right.
+
+    Returns:
+        DONE, FOREIGN if it says that it is another object, or CORRUPT.
+    """
+    if hmac.compare_digest(found, expected):
+        return Result.DONE
+    start, end = len(_MAGIC), _FIELDS.size
+    identity_end = end + len(name.namespace) + len(name.block_hash)
+    # Between the two lie the length and the checksum.
+    same_name = (
+        found[start : end - 16] == expected[start : end - 16]
+        and found[end:identity_end] == expected[end:identity_end]
+    )
+    is_header = found[:start] == _MAGIC
+    return Result.CORRUPT if same_name or not is_header else Result.FOREIGN

@@ -1,0 +1,277 @@
+"""What is written ahead of the bytes of an object, and what they are worth when they come back.
+
+Without a key a header has the XXH3 of the bytes: it finds damage, and whoever can write can compute
+it as well. With a key the last 64 bytes of the header are the BLAKE3 of the bytes, and the
+HMAC-SHA256 of all of the header before it. Name, length and bytes are what somebody with the same
+key has written, or the object is refused.
+
+Engines with different keys, or none, have namespaces of their own, and do not see or delete each
+other's objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol, TypeVar
+
+import xxhash
+from blake3 import blake3
+
+from safe_offload.config.printing import secret_file
+from safe_offload.errors import ConfigError
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.naming import HEADER_BYTES, SEALED_VERSION
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+T = TypeVar("T")
+
+KEY_BYTES_MIN: Final = 32
+FACT: Final = "seal"
+"""Name of the fact of a namespace that says which key its objects are sealed with."""
+NOT_CHECKED: Final = "it is sealed with a key: not checked"
+
+_KEY_FILE_BYTES_MAX: Final = 4096
+_DISTINCT_MIN: Final = 12  # of 32 random bytes fewer are different once in 10**20 keys
+_DIGEST_BYTES: Final = 32  # of BLAKE3, and of HMAC-SHA256
+_FINGERPRINT_BYTES: Final = 8
+# No header begins like this, so it says nothing about the seal of any object.
+_FINGERPRINT_OF: Final = b"safe_offload: fingerprint of a key"
+_OFF_LOOP_BYTES: Final = 512 << 10
+"""From here on a digest takes longer than the way to another thread and back."""
+_NUM_THREADS: Final = 2
+_MAKE_ONE: Final = "make one with `openssl rand -hex 32`, and give all engines that share the same"
+
+
+class Digest(Protocol):
+    """The digest of bytes that come piece by piece."""
+
+    def update(self, piece: memoryview, /) -> None:
+        """Add the next bytes."""
+
+    def digest(self) -> bytes:
+        """Return what it is by now."""
+
+
+class Seal:
+    """Makes and checks headers, with the digest of the bytes; any thread may use it.
+
+    Args:
+        key: what objects are authenticated with, KEY_BYTES_MIN random bytes or more; none if empty.
+
+    Attributes:
+        facts: what it adds to the facts of a namespace. They help to guess the key no more than any
+            object does; of a random key that is not at all.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        self._key = key
+        self.facts: Mapping[str, str] = {}
+        if key:
+            fingerprint = hmac.digest(key, _FINGERPRINT_OF, "sha256")[:_FINGERPRINT_BYTES]
+            self.facts = {FACT: f"hmac-sha256 blake3, key {fingerprint.hex()}"}
+
+    def header(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
+        """Return the header of an object, HEADER_BYTES long; `buffers` are its bytes."""
+        return self._header(name, *self._digest(buffers))
+
+    def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
+        """Return what an object is worth: DONE, CORRUPT or FOREIGN.
+
+        Args:
+            found: the header that was read.
+            name: what was asked for.
+            buffers: the bytes that came, as many as were asked for.
+        """
+        return naming.compare(found, self.header(name, buffers), name)
+
+    async def header_async(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
+        """Return what `header` does, without keeping an event loop for long.
+
+        When this returns or raises, nothing reads the buffers any more.
+        """
+        return await self._off_loop(buffers, self.header, name, buffers)
+
+    def begin_digest(self) -> Digest | None:
+        """Return what takes the bytes of an object as they come: the processor's cache has them.
+
+        None with a key: its digest takes longer, and is made in another thread.
+        """
+        return None if self._key else self._new_digest()
+
+    async def judge_async(
+        self,
+        found: bytes,
+        name: Name,
+        buffers: Sequence[memoryview],
+        digest: Digest | None = None,
+    ) -> Result:
+        """Return what `judge` does, as `header_async`.
+
+        Args:
+            found: the header that was read.
+            name: what was asked for.
+            buffers: the bytes that came.
+            digest: of them, by `begin_digest`; made here if there is none.
+        """
+        if digest is not None:
+            length_bytes = sum(buffer.nbytes for buffer in buffers)
+            return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
+        return await self._off_loop(buffers, self.judge, found, name, buffers)
+
+    def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
+        """Return what is wrong with an object, for people to read.
+
+        Args:
+            found: its header.
+            name: what it is called by the place where it lies.
+            pieces: its bytes, one piece after the other.
+
+        Returns:
+            NOT_CHECKED if only a key could tell; empty if all is well.
+        """
+        if naming.is_sealed(found) and not self._key:
+            return NOT_CHECKED
+        length_bytes, digest = self._digest(pieces)
+        expected = self._header(name, length_bytes, digest)
+        result = naming.compare(found, expected, name)
+        if result is Result.DONE:
+            return ""
+        if naming.version_of(found) != naming.version_of(expected):
+            return "it has no header of this version"
+        if result is Result.FOREIGN:
+            return "its header names another object"
+        says_bytes = naming.length_of(found)
+        if says_bytes != length_bytes:
+            return f"it has {length_bytes} bytes, its header says {says_bytes}"
+        return "its seal is wrong" if self._key else "its checksum is wrong"
+
+    def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
+        """Return the length of bytes, and their digest, without joining them."""
+        state = self._new_digest()
+        length_bytes = 0
+        for piece in pieces:
+            state.update(piece)
+            length_bytes += piece.nbytes
+        return length_bytes, state.digest()
+
+    def _new_digest(self) -> Digest:
+        state: Any = blake3() if self._key else xxhash.xxh3_64()
+        return state  # type: ignore[no-any-return]
+
+    def _header(self, name: Name, length_bytes: int, digest: bytes) -> bytes:
+        if not self._key:
+            return naming.header(name, length_bytes, int.from_bytes(digest, "big"))
+        head = naming.header(name, length_bytes, 0, version=SEALED_VERSION)
+        signed = head[: HEADER_BYTES - 2 * _DIGEST_BYTES] + digest
+        return signed + hmac.digest(self._key, signed, "sha256")
+
+    async def _off_loop(
+        self, buffers: Sequence[memoryview], work: Callable[..., T], *args: object
+    ) -> T:
+        if not self._key or sum(buffer.nbytes for buffer in buffers) < _OFF_LOOP_BYTES:
+            return work(*args)
+        try:
+            job = _threads().submit(work, *args)
+        except ConfigError as error:  # there are none to be had
+            logger.debug("Digests are made on the event loop: %s", error)
+            return work(*args)
+        future = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            job.cancel()
+            while not job.done():
+                try:
+                    await asyncio.wait([future])
+                except asyncio.CancelledError:
+                    continue
+            raise
+
+
+PLAIN: Final = Seal()
+
+
+def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:
+    """Return the seal of the objects of a namespace, by its facts: PLAIN or one of `seals`.
+
+    None if none of them has its key.
+    """
+    found = facts.get(FACT)
+    return next((each for each in (PLAIN, *seals) if each.facts.get(FACT) == found), None)
+
+
+def open_seal(path: str | None) -> Seal:
+    """Return the seal with the key in a file; PLAIN without a file.
+
+    The key is written in hexadecimal digits, or it is the content of the file; whitespace around
+    what is text is not part of it.
+
+    Raises:
+        ConfigError: there is no key in the file, or one that can be guessed.
+    """
+    return PLAIN if path is None else Seal(_read_key(path))
+
+
+def _read_key(path: str) -> bytes:
+    try:
+        content, mode = _read(path)
+    except OSError as error:
+        raise ConfigError(
+            f'the key in "hmac_key_file", {secret_file(path)}, cannot be read: {error.strerror}. '
+            f"Fix: give the path of a file that the user of vLLM may read; {_MAKE_ONE}."
+        ) from None
+    key = content.strip() if content.isascii() else content
+    with contextlib.suppress(ValueError):  # else it is the key itself
+        key = bytes.fromhex(key.decode())
+    problem = _problem_of_key(key, len(content))
+    if problem:
+        raise ConfigError(f'the key in "hmac_key_file", {path}, {problem}. Fix: {_MAKE_ONE}.')
+    if mode & stat.S_IRWXO:
+        logger.warning(
+            "The key in %s can be read by every user of this machine (mode %04o): whoever has it "
+            "can write objects that are taken for right. Set its mode to 0400, or 0440 in a "
+            "Kubernetes secret (defaultMode).",
+            *(path, stat.S_IMODE(mode)),
+        )
+    return key
+
+
+def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
+    if num_content_bytes > _KEY_FILE_BYTES_MAX:
+        return f"is longer than {_KEY_FILE_BYTES_MAX} bytes"
+    if len(key) < KEY_BYTES_MIN:
+        return f"has {len(key)} bytes; expected {KEY_BYTES_MIN} random ones or more"
+    if len(set(key)) < _DISTINCT_MIN:
+        return f"is not random: it has {len(set(key))} different bytes"
+    return ""
+
+
+def _read(path: str) -> tuple[bytes, int]:
+    """Return the content of a file, as far as a key may be long and a byte more, and its mode."""
+    file_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.read(file_fd, _KEY_FILE_BYTES_MAX + 1), os.fstat(file_fd).st_mode
+    finally:
+        os.close(file_fd)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads of all seals of this process; they end with it.
+
+    Raises:
+        ConfigError: the system refuses one.
+    """
+    from safe_offload.threads import start_threads  # not without torch
+
+    return start_threads(_NUM_THREADS, "safe-offload-seal")

@@ -1,0 +1,55 @@
+"""What is sent to a Valkey or Redis server, by the names of its ACL.
+
+This is the one list: the tier sends nothing else, and its log, the commands for operators and
+docs/guides/security.md say what to allow by it.
+
+Source: https://valkey.io/topics/acl/; AUTH is always allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from safe_offload.config.tiers import TierConfig
+
+SELECT: Final = "select"
+SETNAME: Final = "client|setname"
+SLOTS: Final = "cluster|slots"
+EXISTS: Final = "exists"
+GET: Final = "get"
+GETEX: Final = "getex"
+SET: Final = "set"
+PEXPIRE: Final = "pexpire"
+DEL: Final = "del"
+
+LOGIN: Final = (SELECT, SETNAME)
+READING: Final = (GET, EXISTS)
+WRITING: Final = (SET, DEL)
+WITH_TTL: Final = (GETEX, PEXPIRE)
+EVERY: Final = (*READING, *WRITING, *WITH_TTL, SLOTS, *LOGIN)
+"""All that some tier sends."""
+NOT_NEEDED: Final = frozenset({GETEX, DEL, SETNAME, SLOTS})
+"""Without them it works, but reads with GET, which prolongs no life, keeps what is damaged, has no
+name in CLIENT LIST, and can use no cluster."""
+
+LOOKING: Final = ("scan", "strlen", "getrange", "exists", "object|idletime", SELECT, SLOTS)
+DELETING: Final = ("unlink",)
+"""What `safe-offload cache` sends, with `client|no-touch` where that is known and allowed."""
+
+
+def sent_by(config: TierConfig) -> tuple[str, ...]:
+    """Return what a tier of this configuration sends."""
+    read, write = (GET, ()) if config.ttl_s is None else (GETEX, (PEXPIRE,))
+    select = (SELECT,) if config.location.database else ()
+    return (*select, SETNAME, SLOTS, EXISTS, read, SET, *write, DEL)
+
+
+def words_of(name: str) -> tuple[bytes, ...]:
+    """Return a command as it is sent."""
+    return tuple(name.upper().encode().split(b"|"))
+
+
+def allowing(names: Iterable[str]) -> str:
+    """Return what an ACL says to allow commands."""
+    return " ".join(f"+{name}" for name in names)

@@ -1,0 +1,231 @@
+"""Connections to Valkey and Redis servers, logged in.
+
+What is said to log in is answered by one line each: another answer ends the connection, so that a
+server that is not trusted costs no more here than anywhere else (`Wire`).
+
+Source: https://valkey.io/commands/auth/, client-setname and select.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from safe_offload.config.printing import printable, secret_file
+from safe_offload.config.tiers import TierConfig
+from safe_offload.errors import ConfigError
+from safe_offload.tiers.valkey.commands import SELECT, SETNAME, allowing, words_of
+from safe_offload.tiers.valkey.replies import Problem, WireError
+from safe_offload.tiers.valkey.wire import Wire
+
+CLIENT_NAME: Final = "safe-offload"
+
+_PASSWORD_BYTES_MAX: Final = 4096
+_REFUSED_LOGIN: Final = ("WRONGPASS", "NOAUTH")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: a machine and its port, or the path of a socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.path or f"{printable(self.host)}:{self.port}"
+
+
+class LoginError(ConnectionError):
+    """A server cannot be used. Its text names the fix and has no secret."""
+
+
+class _RefusedError(Exception):
+    """The server has answered an error to what logs in."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.code)
+        self.problem = problem
+
+
+class Login:
+    """Makes connections to the servers of a tier.
+
+    Args:
+        config: of the tier.
+
+    Raises:
+        ConfigError: a file of certificates cannot be used.
+    """
+
+    def __init__(self, config: TierConfig) -> None:
+        self._config = config
+        self._tls = tls_context(config)
+
+    @property
+    def home(self) -> Address:
+        """Return the address that the user has named."""
+        location = self._config.location
+        if location.scheme == "unix":
+            return Address(path=location.path)
+        return Address(location.host, location.port)
+
+    async def connect(self, address: Address) -> Wire:
+        """Return a connection that is logged in.
+
+        Raises:
+            LoginError: there is none.
+        """
+        password = await self._password()
+        wire = Wire()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._open(wire, address)
+                await self._greet(wire, password)
+        except BaseException as error:
+            wire.abort()
+            if not isinstance(error, Exception):
+                raise
+            raise LoginError(_explain(error, address, self._tls)) from None
+        return wire
+
+    async def _open(self, wire: Wire, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        if address.path:
+            await loop.create_unix_connection(lambda: wire, address.path)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: wire, address.host, address.port, ssl=self._tls
+        )
+        with contextlib.suppress(OSError):  # it is lost already: the greeting says so
+            found = transport.get_extra_info("socket")
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    async def _greet(self, wire: Wire, password: str) -> None:
+        """Say who we are, and which database is meant.
+
+        Raises:
+            _RefusedError: the server does not want us.
+            WireError: it is none.
+        """
+        place = self._config.location
+        words = [word.encode() for word in (place.user, password) if word or place.user]
+        asked = [command(b"AUTH", *words)] if words else []
+        if place.database:
+            asked.append(command(*words_of(SELECT), b"%d" % place.database))
+        asked.append(command(*words_of(SETNAME), CLIENT_NAME.encode()))
+        *answers, named = await wire.ask_lines(asked, len(asked))
+        for answer in answers:
+            if isinstance(answer, Problem):
+                raise _RefusedError(answer)
+            if answer != b"OK":
+                raise WireError("the server answered something else than OK")
+        if isinstance(named, Problem) and named.code == "NOAUTH":
+            raise _RefusedError(named)  # else it may go without a name
+
+    async def _password(self) -> str:
+        if self._config.password_file is None:
+            return self._config.location.password
+        return await asyncio.to_thread(read_password, self._config.password_file)
+
+
+def command(*words: bytes) -> bytes:
+    """Return a command as it is sent."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+
+
+def read_password(path: str) -> str:
+    """Return the password in a file.
+
+    Raises:
+        LoginError: it cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        raise LoginError(
+            f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}. Let the '
+            "user that runs vLLM read it"
+        ) from None
+
+
+def tls_context(config: TierConfig) -> ssl.SSLContext | None:
+    """Return what certificates are checked with, and names always; None without TLS.
+
+    Raises:
+        ConfigError: a file of certificates cannot be used.
+    """
+    if config.location.scheme != "rediss":
+        return None
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f'"ca_file" {config.ca_file} cannot be used: {_reason(error)}. Fix: name a file with '
+            "certificates in PEM form that this user can read."
+        ) from None
+    if config.cert_file and config.key_file:
+        try:
+            context.load_cert_chain(config.cert_file, config.key_file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f'"cert_file" {config.cert_file} and "key_file" {secret_file(config.key_file)} '
+                f"cannot be used: {_reason(error)}. Fix: name a certificate and its key, without a "
+                "password, in PEM form, that this user can read."
+            ) from None
+    return context
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.replace("_", " ").lower()
+    if isinstance(error, UnicodeError):
+        return "it is not text"
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
+
+
+def _explain(error: Exception, address: Address, tls: ssl.SSLContext | None) -> str:
+    """Return why there is no connection, and the fix; never what the server wrote."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        verdict = error.verify_message.rstrip(".")
+        return (
+            f"the certificate of {address} is refused: {verdict}. Name the server in the url "
+            'as its certificate does, and the authority that signed it in "ca_file"'
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"{address} does not speak TLS with us: {_reason(error)}. Is it a TLS port?"
+    if isinstance(error, _RefusedError):
+        return _explain_refusal(error.problem, address)
+    if isinstance(error, WireError):
+        hint = "" if tls else ". If it wants TLS, write rediss:// in the url"
+        return f"{address} does not answer as a Valkey or Redis server: {error}{hint}"
+    if isinstance(error, TimeoutError):
+        hint = ", and whether this port speaks TLS" if tls else ""
+        return f"{address} does not answer. Check the network, whether the server hangs{hint}"
+    what = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+    return (
+        f"there is no connection to {address}: {what}. Check the url, the network, and whether the "
+        "server runs"
+    )
+
+
+def _explain_refusal(problem: Problem, address: Address) -> str:
+    if problem.code == "NOPERM":  # AUTH is always allowed
+        return (
+            f"{address} does not let this user choose a database (NOPERM). Give the user "
+            f"{allowing([SELECT])}, or remove the number from the url"
+        )
+    if problem.code in _REFUSED_LOGIN or "AUTH" in problem.text or "password" in problem.text:
+        return (
+            f"{address} refuses the user or the password ({problem.code}). Check the user in the "
+            'url, and the password in it or in "password_file"'
+        )
+    if "DB index" in problem.text or "SELECT" in problem.text:
+        return f"{address} has no such database ({problem.code}). Remove its number from the url"
+    return f"{address} refuses to be used: it answers {problem.code}"

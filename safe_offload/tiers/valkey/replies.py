@@ -1,0 +1,395 @@
+"""Replies of Valkey and Redis servers (RESP2), read piece by piece as they come in.
+
+A server is not trusted: what is longer than it may be or is no reply is an error.
+
+Source: https://redis.io/docs/latest/develop/reference/protocol-spec/, RESP2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from safe_offload.tiers.base import Buffers
+from safe_offload.tiers.naming import HEADER_BYTES
+
+LINE_BYTES_MAX: Final = 1024
+"""Of a reply of one line, an error too."""
+TEXT_BYTES_MAX: Final = 1024
+"""Of a string that is not an object."""
+REPLY_BYTES_MAX: Final = 1 << 20
+"""Of a reply that is a list: as it comes, and with ELEMENT_BYTES for each element that is kept."""
+ELEMENT_BYTES: Final = 64
+PIECE_BYTES: Final = 16 << 10
+"""Of a list no more is received, and so read, at once: the loop does other things in between."""
+WORD_BYTES_MAX: Final = 64
+"""Of a reply that is a word, such as OK, and of the text of an error as far as it is kept."""
+DEPTH_MAX: Final = 6
+"""Of a reply that is a list of lists, such as that to CLUSTER SLOTS."""
+DRAIN_BYTES_MAX: Final = 1 << 20
+"""A value of another length than was asked for is read away up to this; else the connection ends.
+"""
+
+SCRATCH_BYTES: Final = 256 << 10
+"""What has come of replies and is not read yet, but for objects that are not small."""
+SMALL_BYTES: Final = 64 << 10
+"""Objects of up to so many bytes come into scratch memory, many at a time, and are copied: each
+receipt costs the event loop more than that, all the more while another thread computes."""
+RECEIPT_BYTES: Final = 256 << 10
+"""Of a larger object no more are received at once: the processor's cache has them still when they
+are added to its digest."""
+_END: Final = b"\r\n"
+_ELEMENT_BYTES_MIN: Final = 3
+_DIGITS_MAX: Final = 19  # of a number of 64 bits
+
+
+class WireError(ConnectionError):
+    """The connection is lost, or what came is no reply. Its text has nothing from the server."""
+
+
+class OversizeError(WireError):
+    """A value is too long to be read away; the reply that it is one of says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error that the server answered.
+
+    Attributes:
+        code: its first word, such as MOVED.
+        text: the beginning of the rest. It may hold anything, a password too, so it is never shown.
+    """
+
+    code: str
+    text: str
+
+
+class Misfit:
+    """Stands for a value of another length than was asked for."""
+
+
+MISFIT: Final = Misfit()
+
+Line = int | bytes | Problem | None
+"""A reply of one line: a number, a word, an error, or nothing ("there is no such value")."""
+Tree = Line | list["Tree"]
+"""Any reply."""
+
+
+class Want:
+    """A reply that is to come, and whoever waits for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self.is_done = False
+        self.is_ending = False
+        """Two bytes are missing."""
+
+    def wish(self) -> int:
+        """Return how many bytes can be read before it is known where the next ones belong."""
+        return SCRATCH_BYTES
+
+    def target(self) -> memoryview | None:
+        """Return where the next bytes belong, if not into scratch memory."""
+        return None
+
+    def took(self, count: int) -> None:
+        """So many bytes have come to where they belong."""
+        raise AssertionError("it has no memory of its own")
+
+    def read(self, data: bytearray, start: int, end: int) -> int:
+        """Take what can be used of `data[start:end]`; return where the rest starts."""
+        raise NotImplementedError
+
+    def fail(self, error: WireError) -> None:
+        """It will not come."""
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # seen: who was cancelled does not look
+
+    def finish(self, result: object) -> None:
+        """It has come."""
+        self.is_done = True
+        if not self.future.done():
+            self.future.set_result(result)
+
+
+class Lines(Want):
+    """Replies of one line each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
+        super().__init__(loop)
+        self._lines: list[Line] = []
+        self._count = count
+        if count == 0:
+            self.finish(self._lines)
+
+    def wish(self) -> int:
+        """See `Want.wish`."""
+        return min((self._count - len(self._lines)) * (LINE_BYTES_MAX + 2), SCRATCH_BYTES)
+
+    def read(self, data: bytearray, start: int, end: int) -> int:
+        """See `Want.read`."""
+        last = data.rfind(_END, start, end)
+        if last < 0:
+            _line_end(data, start, end)
+            return start
+        for line in bytes(data[start:last]).split(_END, self._count - len(self._lines)):
+            if len(self._lines) == self._count:
+                break
+            value = _FLAGS.get(line)
+            self._lines.append(_read_line(line) if value is None else value)
+            start += len(line) + 2
+        if len(self._lines) == self._count:
+            self.finish(self._lines)
+        return start
+
+
+class Value(Want):
+    """An object: a line with its length, its header, its bytes, and an end of line.
+
+    Args:
+        loop: of the future.
+        slot: where the bytes belong.
+        note: is told of each piece of the slot that has been filled, one after the other.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        slot: Buffers,
+        note: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        super().__init__(loop)
+        self._note = note
+        self._slot = deque(buffer for buffer in slot if buffer.nbytes)
+        self._length = HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
+        self._line_bytes = len(b"$%d\r\n" % self._length)
+        self._header: bytes | None = None
+        self._is_begun = False
+        self._to_drain = 0
+
+    def wish(self) -> int:
+        """See `Want.wish`."""
+        if self._length <= SMALL_BYTES:
+            return SCRATCH_BYTES
+        if not self._is_begun:
+            return self._line_bytes + HEADER_BYTES
+        if self._to_drain:
+            return min(self._to_drain, SCRATCH_BYTES)
+        return HEADER_BYTES if self._header is None else 2
+
+    def target(self) -> memoryview | None:
+        """See `Want.target`."""
+        if self._header is None or not self._slot or self._length <= SMALL_BYTES:
+            return None
+        return self._slot[0]
+
+    def took(self, count: int) -> None:
+        """See `Want.took`."""
+        buffer = self._slot.popleft()
+        if self._note is not None:
+            self._note(buffer[:count])
+        if count < buffer.nbytes:
+            self._slot.appendleft(buffer[count:])
+        self.is_ending = not self._slot
+
+    def fail(self, error: WireError) -> None:
+        """See `Want.fail`."""
+        self._slot.clear()
+        super().fail(error)
+
+    def read(self, data: bytearray, start: int, end: int) -> int:
+        """See `Want.read`."""
+        if not self._is_begun:
+            return self._read_length(data, start, end)
+        if self._to_drain:
+            return self._drain(data, start, end)
+        if self._header is None:
+            if end - start < HEADER_BYTES:
+                return start
+            self._header = bytes(data[start : start + HEADER_BYTES])
+            self.is_ending = not self._slot
+            return start + HEADER_BYTES
+        if self._slot:
+            count = min(end - start, self._slot[0].nbytes)
+            self._slot[0][:count] = data[start : start + count]
+            self.took(count)
+            return start + count
+        if end - start < 2:
+            return start
+        _require_end(data, start)
+        self.finish(self._header)
+        return start + 2
+
+    def _read_length(self, data: bytearray, start: int, end: int) -> int:
+        line_end = _line_end(data, start, end)
+        if line_end < 0:
+            return start
+        line = bytes(data[start:line_end])
+        if line[:1] != b"$" or line == b"$-1":
+            reply = _read_line(line)
+            if reply is not None and not isinstance(reply, Problem):
+                raise WireError("the server answered something else than a value")
+            self.finish(reply)
+        else:
+            self._is_begun = True
+            length = _number(line[1:])
+            if length < 0:
+                raise WireError("the server named a negative length")
+            if length != self._length:
+                self._slot.clear()
+                if length > DRAIN_BYTES_MAX:
+                    raise OversizeError("a value is longer than was asked for")
+                self._to_drain = length + 2
+        return line_end + 2
+
+    def _drain(self, data: bytearray, start: int, end: int) -> int:
+        if self._to_drain > 2:
+            count = min(end - start, self._to_drain - 2)
+            self._to_drain -= count
+            return start + count
+        if end - start < 2:
+            return start
+        _require_end(data, start)
+        self.finish(MISFIT)
+        return start + 2
+
+
+class AnyReply(Want):
+    """A reply of any kind; lists may lie in lists.
+
+    Args:
+        loop: of the future.
+        keep: how many elements of a list are kept, by how many lists it lies in; all of those that
+            lie deeper.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, keep: Sequence[int] = ()) -> None:
+        super().__init__(loop)
+        self._keep = keep
+        self._open: list[_OpenList] = []
+        self._left_bytes = REPLY_BYTES_MAX
+        self._text_bytes = -1
+
+    def wish(self) -> int:
+        """See `Want.wish`."""
+        return PIECE_BYTES
+
+    def read(self, data: bytearray, start: int, end: int) -> int:
+        """See `Want.read`."""
+        if self._text_bytes >= 0:
+            return self._read_text(data, start, end)
+        line_end = _line_end(data, start, end)
+        if line_end < 0:
+            return start
+        line = bytes(data[start:line_end])
+        self._charge(line_end + 2 - start)
+        if line[:1] == b"*" and line != b"*-1":
+            self._begin_list(_number(line[1:]))
+        elif line[:1] == b"$" and line != b"$-1":
+            self._text_bytes = _number(line[1:])
+            if not 0 <= self._text_bytes <= TEXT_BYTES_MAX:
+                raise WireError("the server answered too long a text")
+        elif line[:1] == b"-" and self._open:
+            raise WireError("the server answered an error in a list")
+        else:
+            self._add(None if line == b"*-1" else _read_line(line))
+        return line_end + 2
+
+    def _begin_list(self, count: int) -> None:
+        if not 0 <= count <= self._left_bytes // _ELEMENT_BYTES_MIN:
+            raise WireError("the server answered too long a list")
+        if len(self._open) >= DEPTH_MAX:
+            raise WireError("the server answered too deep a list")
+        depth = len(self._open)
+        kept = self._keep[depth] if depth < len(self._keep) else count
+        self._open.append(_OpenList(count, kept))
+        self._fold()
+
+    def _charge(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
+        if self._left_bytes < 0:
+            raise WireError("the server answered too much")
+
+    def _read_text(self, data: bytearray, start: int, end: int) -> int:
+        text_end = start + self._text_bytes
+        if end < text_end + 2:
+            return start
+        _require_end(data, text_end)
+        self._charge(self._text_bytes + 2)
+        self._text_bytes = -1
+        self._add(bytes(data[start:text_end]))
+        return text_end + 2
+
+    def _add(self, reply: Tree) -> None:
+        if not self._open:
+            self.finish(reply)
+            return
+        around = self._open[-1]
+        around.num_missing -= 1
+        if len(around.elements) < around.num_kept:
+            self._charge(ELEMENT_BYTES)
+            around.elements.append(reply)
+        self._fold()
+
+    def _fold(self) -> None:
+        """Close the lists that are complete."""
+        if self._open[-1].num_missing == 0:
+            self._add(self._open.pop().elements)
+
+
+class _OpenList:
+    """A list that is coming: how many elements are to come, and those that are kept."""
+
+    __slots__ = ("elements", "num_kept", "num_missing")
+
+    def __init__(self, count: int, num_kept: int) -> None:
+        self.num_missing = count
+        self.num_kept = num_kept
+        self.elements: list[Tree] = []
+
+
+_FLAGS: Final[dict[bytes, Line]] = {b":0": 0, b":1": 1}
+
+
+def _read_line(line: bytes) -> Line:
+    """Return what a reply of one line says."""
+    if len(line) > LINE_BYTES_MAX:
+        raise WireError("the server answered too long a line")
+    kind, rest = line[:1], line[1:]
+    if kind == b":":
+        return _number(rest)
+    if kind == b"+" and len(rest) <= WORD_BYTES_MAX:
+        return rest
+    if kind == b"-":
+        code, _, text = rest.decode("ascii", "replace").partition(" ")
+        is_code = code.isascii() and code.isalpha() and code.isupper() and len(code) <= 32
+        return Problem(code if is_code else "ERR", text[:WORD_BYTES_MAX])
+    if line == b"$-1":
+        return None
+    raise WireError("the server answered in another protocol")
+
+
+def _number(digits: bytes) -> int:
+    """Return a number of a reply."""
+    is_negative = digits[:1] == b"-"
+    if not digits[is_negative:].isdigit() or len(digits) - is_negative > _DIGITS_MAX:
+        raise WireError("the server answered no number where one belongs")
+    return int(digits)
+
+
+def _line_end(data: bytearray, start: int, end: int) -> int:
+    """Return where the line ends that starts there; -1 if it does not end yet."""
+    line_end = data.find(_END, start, min(end, start + LINE_BYTES_MAX + 2))
+    if line_end < 0 and end - start > LINE_BYTES_MAX:
+        raise WireError("the server answered too long a line")
+    return line_end
+
+
+def _require_end(data: bytearray, start: int) -> None:
+    if data[start : start + 2] != _END:
+        raise WireError("a value does not end where it should")

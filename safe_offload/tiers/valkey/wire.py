@@ -1,0 +1,192 @@
+"""One connection to a Valkey or Redis server: values are read into slots.
+
+A connection is a `BufferedProtocol`: the event loop receives into the memory that it hands out,
+which is that of a slot while the bytes of an object come. Memory is handed out and filled in one
+callback of the loop's thread, so from `abort` on nothing writes to a slot.
+
+A server is not trusted. What was not asked for, is longer than it may be or is no reply ends the
+connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from safe_offload.tiers.base import SINK, Buffers
+from safe_offload.tiers.valkey.replies import (
+    RECEIPT_BYTES,
+    SCRATCH_BYTES,
+    AnyReply,
+    Line,
+    Lines,
+    Misfit,
+    Problem,
+    Tree,
+    Value,
+    Want,
+    WireError,
+)
+
+
+class StaleError(WireError):
+    """The server closed the connection while it was idle: what was asked had no answer at all."""
+
+
+class Wire(asyncio.BufferedProtocol):
+    """One connection. It belongs to the loop's thread; who sends on it may do so at any time.
+
+    Replies come in the order in which they were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.heard_at_s = 0.0
+        """When something last came, by the loop's clock."""
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._wants: deque[Want] = deque()
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._view = memoryview(self._scratch)
+        self._start = self._end = 0
+        self._is_rested = False
+        self._error: WireError | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "open"
+        return f"<Wire, {state}, {len(self._wants)} replies to come>"
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether nothing can be asked any more."""
+        return self._error is not None or self._transport is None
+
+    def rest(self) -> None:
+        """It is idle. If it ends before something comes on it again, replies are `StaleError`."""
+        self._is_rested = True
+
+    # ---- asking -------------------------------------------------------------------------------
+
+    def ask_lines(self, command: Iterable[bytes], count: int) -> asyncio.Future[list[Line]]:
+        """Send commands that are answered by `count` replies of one line each."""
+        want = Lines(self._loop, count)
+        self._ask(command, want)
+        return want.future
+
+    def ask_value(
+        self,
+        command: Iterable[bytes],
+        slot: Buffers,
+        note: Callable[[memoryview], None] | None = None,
+    ) -> asyncio.Future[bytes | Misfit | Problem | None]:
+        """Send a command whose reply is an object that is read into a slot; see `Value`.
+
+        Returns:
+            The header of the object once its bytes are in the slot; else a misfit, an error, or
+            None if there is no such object.
+        """
+        want = Value(self._loop, slot, note)
+        self._ask(command, want)
+        return want.future
+
+    def ask_tree(self, command: Iterable[bytes], keep: Sequence[int] = ()) -> asyncio.Future[Tree]:
+        """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
+        want = AnyReply(self._loop, keep)
+        self._ask(command, want)
+        return want.future
+
+    def tell(self, pieces: Sequence[bytes | memoryview]) -> asyncio.Future[list[Line]]:
+        """Send one command that is answered by one line; its pieces are not joined first.
+
+        They are read until the reply has come, or until the connection is aborted.
+        """
+        want = Lines(self._loop, 1)
+        self._ask(pieces, want)
+        return want.future
+
+    def abort(self, error: WireError | None = None) -> None:
+        """End the connection. From now on no slot is read or written; all replies are failures."""
+        if self._error is not None:
+            return
+        self._error = error or WireError("the connection was given up")
+        self._scratch, self._view = bytearray(), SINK
+        self._start = self._end = 0
+        wants, self._wants = self._wants, deque()
+        for want in wants:
+            want.fail(self._error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _ask(self, pieces: Iterable[bytes | memoryview], want: Want) -> None:
+        if self._error is not None or self._transport is None:
+            want.fail(self._error or WireError("there is no connection"))
+            return
+        self._wants.append(want)
+        self._transport.writelines(pieces)
+
+    # ---- what the event loop calls ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        kind = StaleError if self._is_rested else WireError
+        self.abort(kind("the server closed the connection"))
+
+    def eof_received(self) -> bool:
+        """See `asyncio.BufferedProtocol`."""
+        self.connection_lost(None)
+        return False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        if self._error is not None:
+            return self._view
+        if self._start == self._end:
+            self._start = self._end = 0
+        room = 1  # nothing is to come
+        if self._wants:
+            want = self._wants[0]
+            target = want.target()
+            if target is not None and self._start == self._end:
+                return target[:RECEIPT_BYTES]
+            room = want.wish()
+            if want.is_ending and len(self._wants) > 1:
+                room += self._wants[1].wish()
+            room -= self._end - self._start
+        if self._end + room > SCRATCH_BYTES:
+            kept = self._end - self._start
+            self._view[:kept] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, kept
+        return self._view[self._end : self._end + max(room, 1)]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        if self._error is not None:
+            return
+        self.heard_at_s = self._loop.time()
+        self._is_rested = False
+        if self._wants and self._start == self._end and self._wants[0].target() is not None:
+            self._wants[0].took(nbytes)
+            return
+        self._end += nbytes
+        self._parse()
+
+    def _parse(self) -> None:
+        """Give what has come to those who asked for it."""
+        try:
+            while self._wants and self._start < self._end:
+                want = self._wants[0]
+                before = self._start
+                self._start = want.read(self._scratch, self._start, self._end)
+                if want.is_done:
+                    self._wants.popleft()
+                elif self._start == before:
+                    break
+            if self._start < self._end and not self._wants:
+                raise WireError("the server sent what was not asked for")
+        except WireError as error:
+            self.abort(error.with_traceback(None))  # whose frames hold the scratch memory

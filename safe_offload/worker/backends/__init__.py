@@ -1,1 +1,0 @@
-"""Ways to copy between GPU blocks and host slots."""

@@ -1,0 +1,163 @@
+"""What transfers ask of a backend.
+
+They decide when a copy may start and what its end means; a backend only copies and orders. Every
+backend passes the same contract suite (tests/worker/copies/contract.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.protocol import MemoryFacts
+
+
+class Direction(enum.Enum):
+    """Which way the bytes go: host slots to GPU blocks, or GPU blocks to host slots."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+class CopyPath(enum.Enum):
+    """How the bytes of a copy are moved; a path that fails is left for the one below it."""
+
+    KERNEL = "kernel"
+    """One kernel launch: multiprocessors do it."""
+    BATCH = "batch"
+    """One call for all ranges: the copy engines of a GPU do it."""
+    EACH = "each"
+    """One call for each range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Whole blocks to or from whole slots.
+
+    Attributes:
+        block_ids: shape (n,), int64.
+        slot_ids: shape (n,), int64; partner of `block_ids`, no slot twice in a store.
+    """
+
+    direction: Direction
+    block_ids: npt.NDArray[np.int64]
+    slot_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCopy:
+    """What a copy took by a path, from its submission until the loop knew its end."""
+
+    path: CopyPath
+    copy: Copy
+    seconds: float
+
+
+class Completion(Protocol):
+    """A copy that has been issued.
+
+    Attributes:
+        path: how it is copied.
+    """
+
+    path: CopyPath
+
+    async def wait(self) -> None:
+        """Return when all its bytes are in place.
+
+        Raises:
+            TransferError: it failed; nothing of it is running any more.
+        """
+
+    def cancel(self) -> bool:
+        """Take the copy back, if it has not begun. Called on the loop's thread.
+
+        Of one that has begun, the rest may be given up: `wait` raises TransferError when what has
+        begun has ended.
+
+        Returns:
+            True if it has moved nothing and never will: `wait` then raises TransferError at once.
+        """
+
+
+class Backend(Protocol):
+    """Copies between one rank's GPU blocks and its host slots."""
+
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def num_usable_slots(self) -> int:
+        """How many slots, from the first, may be used; it grows while memory is made ready."""
+
+    def mark(self) -> Any:
+        """Return the compute stream as it stands now. Called on vLLM's thread."""
+
+    def issue(self, copy: Copy, after: Any) -> Completion:
+        """Start a copy that begins when the compute stream has passed `after`, without waiting.
+
+        Called on the loop's thread, which does not wait for the device's driver either. Copies of
+        the two directions do not wait for one another.
+
+        Raises:
+            TransferError: an id lies outside the memory; nothing was started.
+        """
+
+    def fence(self, completion: Completion, timeout_s: float) -> bool:
+        """Order everything that vLLM does next after the reads of a copy.
+
+        Called on vLLM's thread. A backend with streams makes them wait, when the driver has been
+        given the copy; one without waits itself.
+
+        Returns:
+            False if the copy may still be reading: its source is about to change under it.
+        """
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return a checksum of every byte of each slot, which nothing may write meanwhile.
+
+        Called on threads of its own, not after `close`.
+        """
+
+    def end_copies(self) -> None:
+        """Wait for copies that have started, fail the others; a second call does nothing."""
+
+    def close(self) -> None:
+        """End the copies and free the host memory; a second call does nothing."""
+
+
+class ProvableBackend(Backend, Protocol):
+    """A backend whose ways to copy can be tried one by one (worker/self_test.py).
+
+    Attributes:
+        paths: ways to copy that are in use.
+        num_demotions: how often one was left because it failed.
+    """
+
+    paths: tuple[CopyPath, ...]
+    num_demotions: int
+
+    @property
+    def choices(self) -> tuple[CopyPath, ...]:
+        """Those of its paths between which each copy chooses; empty if all go the same way."""
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """What is known of the host memory; another object once something has changed."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Return what keeps the backend from preparing memory in the background meanwhile."""
+
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
+        """Copy by some of its paths only; called while nothing is being copied.
+
+        Args:
+            paths: from the one that is wanted first.
+            timed: what copies took; without them it chooses by what others have measured.
+        """

@@ -1,0 +1,203 @@
+"""Copies for a KV cache in host memory: vLLM's CPU engine.
+
+There is no stream here: the forward has finished when vLLM's hook returns, and what a GPU orders on
+the device is a wait on the host. Each direction has threads of its own.
+
+Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
+interpreter lock released: a thread that took the lock back for every block would hinder vLLM, and
+vLLM it. The loop is a few lines of C (`_move.c`), compiled when this package is installed; without
+a compiler it is interpreted, and takes the lock back each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+
+from safe_offload.errors import TransferError
+from safe_offload.layout import HostLayout
+from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
+from safe_offload.threads import DirectionThreads
+from safe_offload.worker.checksums import SlotChecksums
+from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
+from safe_offload.worker.copies.ranges import Ranges, RangeTable
+from safe_offload.worker.memory.first_touch import FirstTouch, Touch
+from safe_offload.worker.memory.host_memory import HostMemory
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+MOVE_MODULE = "safe_offload.worker.copies._move"
+"""Not a module of Python's: a library that lies where one would."""
+
+
+class CpuCompletion:
+    """A copy that a thread runs."""
+
+    def __init__(self, path: CopyPath, future: Future[None]) -> None:
+        self.path = path
+        self.future = future
+
+    async def wait(self) -> None:
+        """See `Completion.wait`."""
+        try:
+            await asyncio.wrap_future(self.future)
+        except asyncio.CancelledError:
+            if not self.future.cancelled():
+                raise
+            raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
+
+    def cancel(self) -> bool:
+        """See `Completion.cancel`: a copy that no thread has taken can be taken back."""
+        return self.future.cancel()
+
+
+class CpuBackend:
+    """See `Backend` and `ProvableBackend`: the compiled loop, then the interpreted one.
+
+    `use` changes `paths` and `_move`, while nothing is being copied; nothing else changes.
+
+    Args:
+        base_address: of the KV cache's storage, in bytes.
+        layout: where blocks and slots lie.
+        host: the slots. Closed by `close`.
+        threads: copy. Closed by `end_copies`.
+    """
+
+    def __init__(
+        self, base_address: int, layout: HostLayout, host: HostMemory, threads: DirectionThreads
+    ) -> None:
+        self.slot_bytes = layout.geometry.slot_bytes
+        self.choices: tuple[CopyPath, ...] = ()
+        self.num_slots = self.num_usable_slots = layout.num_slots
+        self.memory = MemoryFacts(
+            MemoryKind.PAGEABLE, "asked for" if host.has_huge_pages else "refused"
+        )
+        self.host = host
+        self._threads = threads
+        self._table = RangeTable(base_address, host.tensor.data_ptr(), layout)
+        self._checksums = SlotChecksums(host.tensor.numpy(), layout)
+        self._moves = {CopyPath.BATCH: find_move(), CopyPath.EACH: move_each}
+        if self._moves[CopyPath.BATCH] is move_each:
+            del self._moves[CopyPath.BATCH]
+        self.num_demotions = 0
+        self.use(tuple(self._moves))
+        touch = find_touch()
+        self._first_touch = touch and FirstTouch(touch, host.tensor.data_ptr(), layout)
+
+    def __repr__(self) -> str:
+        return f"<CpuBackend: {self.num_slots} slots, {[path.value for path in self.paths]}>"
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """See `ProvableBackend.undisturbed`: nothing disturbs copies here."""
+        return nullcontext()
+
+    def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
+        """See `ProvableBackend.use`."""
+        self.paths = paths
+        self._move = self._moves[paths[0]]
+
+    def mark(self) -> None:
+        """Mark nothing: what vLLM computed is in memory when a hook is called."""
+
+    def issue(self, copy: Copy, after: None) -> CpuCompletion:
+        """See `Backend.issue`."""
+        self._table.check(copy)
+        if self._first_touch is not None and copy.direction is Direction.STORE:
+            self._first_touch.note(copy.slot_ids)
+        try:
+            return CpuCompletion(
+                self.paths[0], self._threads.submit(copy.direction, self._run, copy)
+            )
+        except RuntimeError as error:
+            raise TransferError(FailureReason.NOT_RUNNING, str(error)) from error
+
+    def fence(self, completion: Completion, timeout_s: float) -> bool:
+        """Wait until the copy has ended, one way or the other."""
+        assert isinstance(completion, CpuCompletion)
+        try:
+            completion.future.exception(timeout_s)
+        except FutureTimeoutError:
+            return False
+        except FutureCancelledError:  # not asyncio's: they are two classes
+            pass
+        return True
+
+    def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """See `Backend.checksums`."""
+        return self._checksums.of(slot_ids)
+
+    def end_copies(self) -> None:
+        """See `Backend.end_copies`."""
+        self._threads.close()
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self.end_copies()
+        if self._first_touch is None or self._first_touch.stop():
+            self.host.close()
+
+    def _run(self, copy: Copy) -> None:
+        self._move(self._table.ranges(self._table.runs(copy)))
+
+
+@functools.cache
+def find_move() -> Callable[[Ranges], None]:
+    """Return the compiled loop, the interpreted one if it was not compiled at installation."""
+    try:
+        move = _library().move_ranges
+    except (OSError, AttributeError) as error:
+        logger.warning(
+            "Small blocks are copied by an interpreted loop, which is slower and delays the "
+            "engine (%s). Fix: install a C compiler, then reinstall safe-offload.",
+            error,
+        )
+        return move_each
+    move.argtypes, move.restype = [ctypes.c_void_p] * 3 + [ctypes.c_uint64], None
+
+    def move_all(ranges: Ranges) -> None:
+        addresses = (part.ctypes.data for part in (ranges.targets, ranges.sources, ranges.lengths))
+        move(*addresses, len(ranges))
+
+    return move_all
+
+
+@functools.cache
+def find_touch() -> Touch | None:
+    """Return what `FirstTouch` needs, None if it was not compiled at installation."""
+    try:
+        touch = _library().touch_pages
+    except (OSError, AttributeError):
+        return None  # `find_move` has said so
+    touch.argtypes, touch.restype = [ctypes.c_uint64] * 3, None
+    return touch
+
+
+def _library() -> ctypes.CDLL:
+    """Return the library of `_move.c`.
+
+    Raises:
+        OSError: there is none.
+    """
+    spec = importlib.util.find_spec(MOVE_MODULE)
+    if spec is None or spec.origin is None:
+        raise OSError(f"{MOVE_MODULE} was not compiled")
+    return ctypes.CDLL(spec.origin)
+
+
+def move_each(ranges: Ranges) -> None:
+    """Copy each range by a call of its own."""
+    for target, source, length in zip(
+        ranges.targets.tolist(), ranges.sources.tolist(), ranges.lengths.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, length)

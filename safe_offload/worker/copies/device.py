@@ -1,0 +1,166 @@
+"""One GPU as the backend uses it: torch, cupy and the driver behind one face."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from safe_offload.worker.copies import row_kernel
+from safe_offload.worker.copies.driver import CudaDriver, Driver, HipDriver, load_library
+from safe_offload.worker.copies.row_kernel import RowArguments
+from safe_offload.worker.signal_handlers import keep_signal_handlers
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+IN_MEMORY: Final = "CUPY_CACHE_IN_MEMORY"
+LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
+
+
+class Device:
+    """One GPU. Every method raises `DeviceError`, or what torch or cupy raise, if it is refused.
+
+    Only `load_kernel` changes it, before the first copy.
+
+    Args:
+        device: of the KV cache, with its index.
+        torch_module: torch, or what stands in for it.
+        library: of the driver; None loads the one that torch uses.
+        import_cupy: returns cupy; raises ImportError where it is not installed.
+
+    Attributes:
+        driver: what torch and cupy do not offer.
+        pci_address: such as "0000:07:00.0", empty where torch does not tell it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        torch_module: Any = torch,
+        library: Any = None,
+        import_cupy: Callable[[], Any] = lambda: importlib.import_module("cupy"),
+    ) -> None:
+        self._device = device
+        self._torch = torch_module
+        self._cuda = torch_module.cuda
+        self._import_cupy = import_cupy
+        self._thread = threading.local()
+        is_hip = torch_module.version.hip is not None
+        properties = self._cuda.get_device_properties(device)
+        library = library or load_library(is_hip=is_hip)
+        self.driver: Driver = (
+            HipDriver(library, properties.gcnArchName) if is_hip else CudaDriver(library)
+        )
+        self.pci_address = _pci_address(properties)
+        self._probe = self._cuda.Stream(device)
+        self._kernel: Any = None
+
+    def bind_thread(self) -> None:
+        """Let the calling thread, one of ours, use the device also while vLLM captures a graph."""
+        if "is_bound" in vars(self._thread):
+            return
+        self.driver.relax_thread()
+        self._cuda.set_device(self._device)
+        # In a new thread torch takes device 0 for the current one and does nothing. A call of the
+        # runtime binds it, which the driver's own calls need (pytorch/pytorch#155668).
+        self._probe.query()
+        self._thread.is_bound = True
+
+    def compute_stream(self) -> Any:
+        """Return the stream that the calling thread gives its work to."""
+        return self._cuda.current_stream(self._device)
+
+    def make_stream(self) -> Any:
+        """Make a stream of the lowest priority, from torch's pool; sharing one costs time only."""
+        return self._cuda.Stream(self._device)
+
+    def record(self, stream: Any) -> Any:
+        """Return an event at the end of what a stream has been given; waiting for it sleeps."""
+        event = self._cuda.Event(enable_timing=False, blocking=True)
+        event.record(stream)
+        return event
+
+    def make_buffer(self, num_words: int, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page-locked host memory and device memory, each of shape (num_words,), int64.
+
+        Only this stream may use it: torch's allocator hands memory on in the stream's order.
+        """
+        host = self._torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        with self._cuda.stream(stream):
+            return host, self._torch.empty(num_words, dtype=torch.int64, device=self._device)
+
+    def upload(self, buffer: tuple[torch.Tensor, torch.Tensor], stream: Any) -> None:
+        """Copy the host memory of a buffer to its device memory, in the stream's order."""
+        host, partner = buffer
+        self.driver.copy(partner.data_ptr(), host.data_ptr(), host.nbytes, stream.cuda_stream)
+
+    def load_kernel(self, word_bytes: int) -> None:
+        """Compile the row kernel for words of a size."""
+        cupy = self._import_cupy()
+        source = row_kernel.make_source(word_bytes)
+        with keep_signal_handlers(), cupy.cuda.Device(self._device.index):
+            try:
+                self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
+                self._kernel.compile()
+            except OSError as error:
+                logger.info(
+                    "cupy cannot keep compiled kernels (%s), so each start compiles its own. Fix: "
+                    "set CUPY_CACHE_DIR to a directory that this user can write.",
+                    error,
+                )
+                with _cupy_keeps_no_files():
+                    self._kernel = cupy.RawKernel(source, row_kernel.KERNEL_NAME)
+                    self._kernel.compile()
+
+    def launch(self, arguments: RowArguments, stream: Any) -> None:
+        """Launch the row kernel."""
+        cuda = self._import_cupy().cuda
+        with cuda.Device(self._device.index), cuda.Stream.from_external(stream):
+            self._kernel(
+                (row_kernel.NUM_BLOCKS,), (row_kernel.THREADS_PER_BLOCK,), arguments.as_scalars()
+            )
+
+    def sees(self, address: int) -> bool:
+        """Whether kernels find locked memory under the host's own address."""
+        attributes = self._import_cupy().cuda.runtime.pointerGetAttributes(address)
+        return bool(attributes.devicePointer == address)
+
+    def lock(self, address: int, size_bytes: int) -> None:
+        """Page-lock host memory in place, mapped for the device."""
+        register = self._cuda.cudart().cudaHostRegister
+        status = register(address, size_bytes, LOCK_PORTABLE_AND_MAPPED)
+        self.driver.check("cudaHostRegister", int(status))
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+        status = self._cuda.cudart().cudaHostUnregister(address)
+        self.driver.check("cudaHostUnregister", int(status))
+
+
+@contextlib.contextmanager
+def _cupy_keeps_no_files() -> Iterator[None]:
+    """Source: cupy 13, reference/environment.html, CUPY_CACHE_IN_MEMORY; read at each compiling."""
+    before = os.environ.get(IN_MEMORY)
+    os.environ[IN_MEMORY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[IN_MEMORY]
+        else:
+            os.environ[IN_MEMORY] = before
+
+
+def _pci_address(properties: Any) -> str:
+    try:
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return ""

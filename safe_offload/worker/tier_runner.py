@@ -1,0 +1,488 @@
+"""Probes, fetches and spills of a rank, from vLLM's hooks to its tiers and back.
+
+Each message is a coroutine on the loop of the transfers, and is answered exactly once, however it
+ends. A tier that fails, lies or hangs is a miss. A fetch or a spill is not answered before the
+tiers have let go of its slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from safe_offload.layout import HostLayout
+from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
+from safe_offload.protocol import (
+    FailureReason,
+    Keys,
+    Outcome,
+    Presence,
+    Probe,
+    TierTransfer,
+)
+from safe_offload.tiers.base import Buffers, Result
+from safe_offload.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
+from safe_offload.tiers.inquiry import Inquiry
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.worker.loop_thread import Loop
+from safe_offload.worker.memory.host_memory import HostMemory
+from safe_offload.worker.memory.shared_memory import ALONE, Share
+from safe_offload.worker.verify import Verifier
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+T = TypeVar("T")
+
+
+class Usable(Protocol):
+    """What knows how many slots are ready."""
+
+    @property
+    def num_usable_slots(self) -> int:
+        """How many slots, from the first, may be used."""
+
+
+class Slots(Usable, Protocol):
+    """The host slots of a rank."""
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """Return the bytes of a slot. Not called after `let_go`."""
+
+    def let_go(self) -> None:
+        """Hold the memory no longer: it is about to be freed."""
+
+
+class HostSlots:
+    """See `Slots`: those of a host memory. `usable` is the backend that copies to them."""
+
+    def __init__(self, host: HostMemory, layout: HostLayout, usable: Usable) -> None:
+        self._memory: memoryview | None = host.tensor.numpy().data
+        self._layout = layout
+        self._usable = usable
+
+    @property
+    def num_usable_slots(self) -> int:
+        """See `Usable.num_usable_slots`."""
+        return self._usable.num_usable_slots
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """See `Slots.buffers`."""
+        memory = self._memory
+        assert memory is not None
+        return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
+
+    def let_go(self) -> None:
+        """See `Slots.let_go`."""
+        self._memory = None
+
+
+class Pending:
+    """A message that has been taken and not answered.
+
+    The loop's thread changes it; vLLM's settles it if the loop has ended.
+
+    Attributes:
+        operation: what is asked for.
+        number: id of the probe or of the transfer.
+        tiers: of a probe, see `Presence.tiers`.
+        origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
+        places: of a fetch or a spill, those in its keys that are this rank's.
+        missing: of these, what is not in place.
+        task: that answers it; None before the loop has taken it.
+    """
+
+    __slots__ = (
+        *("failure", "is_settled", "keys", "missing", "number", "operation", "origins"),
+        *("places", "slot_ids", "task", "tiers", "word"),
+    )
+
+    def __init__(self, operation: Operation, number: int, keys: Keys, word: str) -> None:
+        self.operation = operation
+        self.number = number
+        self.keys = keys
+        self.word = word
+        self.tiers = bytes(len(keys))
+        self.origins = bytes(len(keys))
+        self.slot_ids: Sequence[int] = ()
+        self.places: Sequence[int] = ()
+        self.missing: Sequence[int] = ()
+        self.failure: FailureReason | None = None
+        self.is_settled = False
+        self.task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.operation.value} {self.number} of {len(self.keys)} keys>"
+
+    def keys_at(self, places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Return group and hash of some of the keys."""
+        group_ids, hashes = self.keys.group_ids, self.keys.hashes
+        return [(group_ids[place], hashes[place]) for place in places]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What has been answered since the last `drain`."""
+
+    presences: tuple[Presence, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+class TierRunner:
+    """The tiers of one rank, nearest first.
+
+    `probe`, `fetch`, `spill`, `drain`, `count_into`, `gauges` and `statistics` belong to the thread
+    that vLLM calls its hooks on; `run`, `close` and `end` to the loop's.
+
+    Args:
+        rank: named in every answer.
+        circuits: the tiers, at most 255.
+        slots: host memory.
+        loop: of the transfers, which also run this (`Transfers`).
+        share: which part of each fetch and spill is this rank's.
+        verifier: notes the checksums of what has been fetched.
+        meaning: of the blocks, where it has to be learned. Nothing is asked or written before;
+            spills wait for it, and probes for as long as a request might wait for a tier.
+
+    Attributes:
+        doubts: why the tiers serve only messages with a word of this engine's own.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        rank: int,
+        circuits: Sequence[Circuit],
+        slots: Slots,
+        loop: Loop,
+        *,
+        share: Share = ALONE,
+        verifier: Verifier | None = None,
+        meaning: Meaning | None = None,
+    ) -> None:
+        assert 0 < len(circuits) < 256
+        self.circuits = tuple(circuits)
+        self.doubts: tuple[str, ...] = ()
+        self._meaning = meaning
+        self._rank = rank
+        self._slots = slots
+        self._loop = loop
+        self._share = share
+        self._verifier = verifier
+        # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
+        self._pending: dict[tuple[Operation, int], Pending] = {}
+        # On the loop's thread, but for the other end of the queue.
+        self._settled: deque[Pending] = deque()
+        self._late_probes: set[asyncio.Task[None]] = set()
+        self._group = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._is_known = asyncio.Event()
+        self._is_over = threading.Event()
+        self._begin_s = 0.0
+        self._has_ended = False
+        if meaning is None:
+            self._is_known.set()
+
+    def __repr__(self) -> str:
+        return f"<TierRunner of {self.circuits}: {list(self._pending.values())}>"
+
+    # ---- on vLLM's thread ----------------------------------------------------------------------
+
+    def probe(self, probe: Probe) -> None:
+        """Ask the tiers, see `Inquiry`."""
+        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
+
+    def fetch(self, fetch: TierTransfer) -> None:
+        """Read each key from its origin; what is not there, from the nearest tier that has it."""
+        self._take(self._part_of(Operation.FETCH, fetch))
+
+    def spill(self, spill: TierTransfer) -> None:
+        """Write to all tiers, or to those that keep what comes from a farther one."""
+        self._take(self._part_of(Operation.SPILL, spill))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something that has not been drained."""
+        return bool(self._pending)
+
+    def drain(self) -> Answers:
+        """Return what has been answered since the last call."""
+        if self._has_ended:
+            for pending in self._pending.values():
+                if not pending.is_settled:
+                    self._settle(pending, FailureReason.NOT_RUNNING)
+        presences, outcomes = [], []
+        while self._settled:
+            pending = self._settled.popleft()
+            del self._pending[pending.operation, pending.number]
+            if pending.operation is Operation.PROBE:
+                presences.append(Presence(self._rank, pending.number, pending.tiers))
+            else:
+                missing = () if pending.failure else tuple(pending.missing)
+                outcome = Outcome(self._rank, pending.number, pending.failure, missing)
+                outcomes.append(outcome)
+        return Answers(tuple(presences), tuple(outcomes))
+
+    def count_into(self, counters: Counters) -> None:
+        """Count what the tiers did since the last call."""
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            counters[series.evicted_objects] += circuit.take_evicted()
+            for call in circuit.take_calls():
+                if call.seconds or LEFT_ALONE not in call.results:
+                    counters.observe(series.seconds[call.operation.value], call.seconds)
+                _count(call, series, counters)
+
+    def gauges(self) -> dict[str, float]:
+        """Return how the tiers stand now."""
+        gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
+        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
+            gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
+            gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
+            gauges[series.is_out["read"]] = circuit.is_out
+            gauges[series.is_out["write"]] = circuit.is_out_for_writing
+        return {str(name): float(value) for name, value in gauges.items()}
+
+    def statistics(self) -> tuple[Pending, ...]:
+        """Return what has not been drained."""
+        return tuple(self._pending.values())
+
+    def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
+        pending = Pending(operation, transfer.transfer_id, transfer.keys, transfer.word)
+        pending.slot_ids = transfer.slot_ids
+        pending.origins = transfer.origins or pending.origins
+        pending.places = self._share.part(len(transfer.keys), transfer.transfer_id)
+        return pending
+
+    def _take(self, pending: Pending) -> None:
+        key = pending.operation, pending.number
+        assert key not in self._pending
+        self._pending[key] = pending
+        if pending.operation is not Operation.PROBE:
+            num_slots = self._slots.num_usable_slots
+            if not all(0 <= slot_id < num_slots for slot_id in pending.slot_ids):
+                logger.error("%r names slots that are not there", pending)
+                self._settle(pending, FailureReason.BAD_PLAN)
+                return
+            if not pending.places:
+                self._settle(pending)  # other ranks do all of it
+                return
+        self._loop.call(self._spawn, pending)
+
+    # ---- on the loop's thread ------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until `close`, and until the tiers have let go of all slots."""
+        if self._meaning is not None:
+            self._begin_s = asyncio.get_running_loop().time()
+            threading.Thread(
+                target=self._learn, args=(self._meaning,), name="safe-offload-learn", daemon=True
+            ).start()
+        try:
+            async with self._group:
+                if self._meaning is not None:
+                    for circuit in self.circuits:
+                        self._late_probes.add(self._group.create_task(circuit.try_out()))
+                await self._closing.wait()
+                for pending in list(self._pending.values()):
+                    if pending.task is not None:
+                        pending.task.cancel()
+                for probe in list(self._late_probes):
+                    probe.cancel()
+        finally:
+            await asyncio.gather(*(circuit.close() for circuit in self.circuits))
+
+    def close(self) -> None:
+        """Give up what has not been begun, and let `run` end when the rest has."""
+        self._is_over.set()
+        self._closing.set()
+
+    def end(self) -> bool:
+        """The loop has ended: nothing is answered by it any more.
+
+        Returns:
+            Whether no tier can touch the host memory any more, so that it may be freed.
+        """
+        self._has_ended = True
+        if any(circuit.num_running for circuit in self.circuits):
+            return False  # the loop died twice over: while it waited for them
+        self._slots.let_go()
+        return True
+
+    def _spawn(self, pending: Pending) -> None:
+        if not self._closing.is_set():
+            answering = self._answer(pending)
+            try:
+                pending.task = self._group.create_task(answering)
+                return
+            except RuntimeError:  # the group is shutting down
+                answering.close()
+        self._settle(pending, FailureReason.NOT_RUNNING)
+
+    async def _answer(self, pending: Pending) -> None:
+        """Answer one message; no exception leaves this frame."""
+        failure: FailureReason | None = None
+        try:
+            await self._work(pending)
+        except asyncio.CancelledError:
+            failure = FailureReason.CANCELLED
+        except Exception:
+            logger.exception("%r failed", pending)
+            failure = FailureReason.COPY_FAILED
+        self._settle(pending, failure)
+
+    def _learn(self, meaning: Meaning) -> None:
+        """Learn what the blocks mean, on a thread of its own."""
+        try:
+            learned = meaning.learn(self._is_over.is_set)
+        except Exception as error:  # whatever is wrong with somebody's files
+            logger.exception("What the model's files hold could not be learned")
+            learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
+        if learned is not None:
+            self._loop.call(self._know, meaning, learned)
+
+    def _know(self, meaning: Meaning, learned: Learned) -> None:
+        """From now on there are namespaces."""
+        meaning.take(learned)
+        # What tiers must have alike says whether their namespaces may be others' too.
+        self.doubts = meaning.doubts_of(self.circuits[0].config)
+        self._is_known.set()
+        logger.info(
+            "Tiers of rank %d are used from now on, in namespace %s (%s).",
+            self._rank,
+            ", ".join(circuit.namespace("").hex() for circuit in self.circuits),
+            learned.told,
+        )
+
+    async def _may_be_asked(self, pending: Pending) -> bool:
+        """Return whether the tiers have a namespace for a message; wait for it if that is due."""
+        if not self._is_known.is_set():
+            timeout_s = None
+            if pending.operation is not Operation.SPILL:
+                passed_s = asyncio.get_running_loop().time() - self._begin_s
+                timeout_s = max(c.config.wait_s for c in self.circuits) - passed_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_known.wait(), timeout_s)
+        return self._is_known.is_set() and bool(pending.word or not self.doubts)
+
+    async def _work(self, pending: Pending) -> None:
+        pending.missing = list(pending.places)
+        if not await self._may_be_asked(pending):
+            return
+        if pending.operation is Operation.PROBE:
+            await self._probe(pending)
+        elif pending.operation is Operation.FETCH:
+            await self._fetch(pending)
+        else:
+            await self._spill(pending)
+
+    async def _probe(self, pending: Pending) -> None:
+        keys = pending.keys_at(range(len(pending.keys)))
+        inquiry = Inquiry(self.circuits, keys, pending.word, self._late_probes)
+        await inquiry.run()
+        pending.tiers = bytes(inquiry.tiers)
+
+    async def _fetch(self, pending: Pending) -> None:
+        missing, origins = pending.missing, pending.origins
+        by_origin: dict[int, list[int]] = {}
+        for place in missing:
+            by_origin.setdefault(origins[place], []).append(place)
+        reads = [
+            self._read(pending, number, places)
+            for number, places in sorted(by_origin.items())
+            if 0 < number <= len(self.circuits)
+        ]
+        came = await _together(reads) if len(reads) > 1 else [await read for read in reads]
+        done = [place for places in came for place in places]
+        for number in range(1, len(self.circuits) + 1):
+            missing = sorted(set(pending.places).difference(done))
+            untried = [place for place in missing if origins[place] != number]
+            if untried and not _is_cancelled():
+                done += await self._read(pending, number, untried)
+        if done and self._verifier is not None:
+            slot_ids = [pending.slot_ids[place] for place in done]
+            await self._verifier.note(np.array(slot_ids, dtype=np.int64))
+        pending.missing = sorted(set(pending.places).difference(done))
+
+    async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
+        """Read objects from one tier; return the places of those that came."""
+        circuit = self.circuits[number - 1]
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        names = circuit.names(pending.keys_at(places), pending.word)
+        results = await circuit.fetch(names, slots) or ()
+        return list(compress(places, [result is Result.DONE for result in results]))
+
+    async def _spill(self, pending: Pending) -> None:
+        places = pending.missing
+        if self._verifier is not None:
+            places = await self._unchanged(pending, self._verifier)
+        if not places:
+            return
+        writes = []
+        for number, circuit in enumerate(self.circuits, start=1):
+            beyond = number if circuit.config.keep else len(self.circuits)
+            origins = pending.origins
+            wanted = [place for place in places if not origins[place] or origins[place] > beyond]
+            if wanted:
+                writes.append(self._write(pending, circuit, wanted))
+        taken = [place for written in await _together(writes) for place in written]
+        pending.missing = sorted(set(pending.places).difference(taken))
+
+    async def _write(self, pending: Pending, circuit: Circuit, places: Sequence[int]) -> list[int]:
+        """Write objects to one tier; return the places of those that it has then."""
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        names = circuit.names(pending.keys_at(places), pending.word)
+        results = await circuit.spill(names, slots) or ()
+        return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
+
+    async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
+        """Return the places of a spill whose slots hold what was stored in them."""
+        slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
+        bad = await verifier.changed(slot_ids)
+        if bad:
+            logger.warning("Slots %s are not what was stored in them, and are not spilled.", bad)
+        return [place for place in pending.places if pending.slot_ids[place] not in bad]
+
+    def _settle(self, pending: Pending, failure: FailureReason | None = None) -> None:
+        assert not pending.is_settled
+        pending.failure = failure
+        pending.is_settled = True
+        self._settled.append(pending)
+        self._loop.news.set()
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Make calls at the same time; return, or raise, when all of them have ended."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers  # type: ignore[return-value]
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
+
+
+def _count(call: Call, series: TierSeries, counters: Counters) -> None:
+    num_moved = call.results.get(Result.DONE.value, 0)
+    if call.operation is Operation.PROBE:
+        return
+    if call.operation is Operation.FETCH:
+        reasons = series.misses
+        counters[series.read_objects] += num_moved
+        counters[series.read_bytes] += call.size_bytes
+    else:
+        reasons = series.dropped_spills
+        counters[series.written_objects] += num_moved
+        counters[series.written_bytes] += call.size_bytes
+    for reason, number in call.results.items():
+        if reason in reasons:
+            counters[reasons[reason]] += number

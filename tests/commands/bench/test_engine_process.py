@@ -1,0 +1,50 @@
+"""Engines that are measured in turns."""
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from safe_offload.commands.bench.engine_process import SPIN_S, EngineOptions, Turns, _answer_calls
+
+
+class Clock:
+    """A clock that only `sleep` and the test move."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    turns.begin("a")
+    turns.end("a")
+    turns.begin("a")
+    assert clock.now_s == 100.0, "an engine does not wait for itself"
+    clock.now_s = 105.0
+    turns.end("a")
+    clock.now_s = 105.5
+    turns.begin("b")
+    assert clock.now_s == pytest.approx(105.0 + SPIN_S)
+    turns.end("b")
+    clock.now_s = 120.0
+    turns.begin("a")
+    assert clock.now_s == 120.0, "it has stopped long ago"
+
+
+@pytest.mark.parametrize(
+    "gone", [{"recv.side_effect": EOFError}, {"send.side_effect": BrokenPipeError}], ids=str
+)
+def test_an_engine_ends_when_the_benchmark_is_gone(
+    monkeypatch: pytest.MonkeyPatch, gone: dict[str, type[Exception]]
+) -> None:
+    make_engine = MagicMock()
+    monkeypatch.setattr("vllm.LLM", make_engine)
+    _answer_calls(MagicMock(**gone), EngineOptions({}))
+    make_engine.return_value.llm_engine.engine_core.shutdown.assert_called_once()

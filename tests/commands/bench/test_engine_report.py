@@ -1,0 +1,121 @@
+"""Figures and table of `safe-offload bench engine`, from samples made by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from safe_offload.commands.bench.engine_breakdown import BASELINE, CONNECTOR, NUM_PROMPTS, Observed
+from safe_offload.commands.bench.engine_process import Started
+from safe_offload.commands.bench.engine_report import EngineFound, make_report
+from tests.commands.bench.test_engine_breakdown import make_first, make_gpu_hit, make_host_hit
+
+
+def make_request(engine: str, round_index: int, place: int, ttft_s: float) -> Observed:
+    is_ours = engine == CONNECTOR
+    is_hit = is_ours and NUM_PROMPTS <= place < 2 * NUM_PROMPTS
+    watched = make_host_hit() if is_hit else make_first(is_stored=is_ours)
+    watched = make_gpu_hit() if place == 2 * NUM_PROMPTS else watched
+    answer = replace(
+        watched.answer,
+        ttft_s=ttft_s,
+        num_host_tokens=96 if is_hit else 0,
+        num_computed_tokens=4 if is_hit else 100,
+        token_ids=(round_index, place),
+    )
+    return Observed(engine, round_index, place, replace(watched, answer=answer))
+
+
+def make_found(
+    *, num_rounds: int = 3, baseline_slowed: float = 1.0, hit_slowed: float = 1.0
+) -> EngineFound:
+    """Return a run in which storing costs 2 % and a hit is 20 times faster.
+
+    Args:
+        num_rounds: of them the first one is disturbed, if any is.
+        baseline_slowed: how many times slower the disturbed baseline computes.
+        hit_slowed: how many times slower the disturbed hits are.
+    """
+    observed = []
+    for round_index in range(1, num_rounds + 1):
+        for place in range(2 * NUM_PROMPTS + 1):
+            speed = float(round_index)  # rounds differ, their ratios do not
+            connector_s = 1.02 * speed if place < NUM_PROMPTS else speed / 20
+            if round_index == 1:
+                connector_s *= hit_slowed if place >= NUM_PROMPTS else 1.0
+                speed *= baseline_slowed if place < NUM_PROMPTS else 1.0
+            observed.append(make_request(BASELINE, round_index, place, speed))
+            observed.append(make_request(CONNECTOR, round_index, place, connector_s))
+    return EngineFound(
+        connector="SafeCPUOffloadConnector",
+        observed=observed,
+        started=Started(1.0, 160, 1.6, 102, 32),
+        options={"model": "llama", "prompt_tokens": 100, "answer_tokens": 2},
+        machine={},
+    )
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert make_found().hit_speedups == pytest.approx([20] * 3)
+    assert make_found().first_pass_overheads == pytest.approx([0.02] * 3)
+
+
+def test_a_hit_found_more_on_the_host_than_it_computed() -> None:
+    assert make_found(num_rounds=2).num_host_hits == 2 * NUM_PROMPTS
+
+
+def test_a_different_token_is_counted_and_shown() -> None:
+    found = make_found(num_rounds=1)
+    wrong = found.observed[-3]
+    assert (wrong.engine, wrong.place) == (CONNECTOR, 5)
+    answer = replace(wrong.watched.answer, token_ids=(9, 9))
+    found.observed[-3] = replace(wrong, watched=replace(wrong.watched, answer=answer))
+    assert found.num_different_answers == 1
+    assert "1 of 6 DIFFER" in make_report(found).render()
+
+
+def test_the_table_has_a_line_for_each_request_and_the_sums() -> None:
+    text = make_report(make_found()).render()
+    assert "room for 1.60 requests" in text
+    words = [line.split() for line in text.splitlines()]
+    assert [line[:2] for line in words if line[1:2] in (["first"], ["second"])] == [
+        [name, which] for which in ("first", "second") for name in "ABC"
+    ]
+    assert "20.0 times faster with the connector (20.0 to 20.0); 9 of 9 requests" in text
+    assert "+2.0% time to first token" in text
+    assert "all 18 equal" in text
+    assert "forward of the tokens that are computed" in text
+
+
+def test_the_range_over_the_rounds_stands_beside_the_median() -> None:
+    text = make_report(make_found(baseline_slowed=1.05, hit_slowed=2.0)).render()
+    assert "+2.0% time to first token with the connector (-2.9% to +2.0%)" in text
+    assert "20.0 times faster with the connector (10.0 to 20.0)" in text
+
+
+def test_rounds_that_agree_give_no_doubts() -> None:
+    found = make_found(baseline_slowed=1.09, hit_slowed=1.4)
+    assert found.doubts == []
+    assert "DISTURBED" not in make_report(found).render()
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "expected"),
+    [
+        ({"baseline_slowed": 1.5}, "the rounds of the first pass disagree: -32.0% to +2.0%"),
+        ({"hit_slowed": 2.0}, "the rounds of the second pass disagree: 10.0 to 20.0 times"),
+    ],
+)
+def test_a_disturbed_run_says_so(disturbed: dict[str, float], expected: str) -> None:
+    report = make_report(make_found(**disturbed))
+    assert "DISTURBED, repeat it on an idle machine:\n  " + expected in report.render()
+    assert report.to_json()["summary"]["doubts"] == [expected]
+
+
+def test_the_json_file_holds_method_summary_and_samples() -> None:
+    content = json.loads(json.dumps(make_report(make_found()).to_json()))
+    assert content["summary"]["num_host_hits"] == 9
+    assert content["summary"]["hit_speedup_by_round"] == pytest.approx([20, 20, 20])
+    assert [sample["engine"] for sample in content["samples"]].count(CONNECTOR) == 21
+    assert "3 rounds" in content["method"]
+    assert content["breakdown"]["hit_ms"]["copy, its thread woken"][0] == pytest.approx(2.0)

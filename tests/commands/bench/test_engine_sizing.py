@@ -1,0 +1,88 @@
+"""Sizes of the pools for a model that is not tiny."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from safe_offload.commands.bench import engine
+from safe_offload.commands.bench.engine import CPU_BYTES_MIN, BenchOptions, scale
+from safe_offload.commands.bench.engine_process import EngineOptions, Started
+from safe_offload.commands.cli import main
+from safe_offload.errors import SafeOffloadError
+
+
+def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int = 1016) -> Started:
+    return Started(
+        start_s=1.0,
+        num_gpu_blocks=num_gpu_blocks,
+        max_concurrency=max_concurrency,
+        max_model_len=max_model_len,
+        block_size=16,
+    )
+
+
+def test_the_pool_holds_as_many_requests_as_asked_for() -> None:
+    """1,000 blocks hold 10 requests, so 1.6 take 160; each has a tenth of the bytes."""
+    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
+    assert scale(BenchOptions(), asked, 100 << 30) == BenchOptions(
+        prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=40 << 30
+    )
+
+
+def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
+    tmp_path: Path,
+) -> None:
+    """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
+    options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
+    chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
+    assert (chosen["block_size"], chosen["num_gpu_blocks_override"]) == (16, 200)
+
+
+def test_a_small_model_has_the_usual_host_memory() -> None:
+    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
+    assert scale(BenchOptions(), asked, 1 << 20).cpu_bytes == CPU_BYTES_MIN
+
+
+def test_host_memory_that_was_asked_for_stays() -> None:
+    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
+    assert scale(BenchOptions(cpu_bytes="1GiB"), asked, 100 << 30).cpu_bytes == "1GiB"
+
+
+class Asked(SafeOffloadError):
+    """The engine was started; nothing more of it is needed."""
+
+
+def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[EngineOptions]:
+    """Run the command until its first engine for measuring would start."""
+    asked: list[EngineOptions] = []
+
+    def answer(options: EngineOptions, log_path: Path, _: float) -> tuple[Started, int]:
+        asked.append(options)
+        return started(num_gpu_blocks=1000, max_concurrency=10.0), 100 << 30
+
+    def start(name: str, options: EngineOptions, log_path: Path) -> None:
+        asked.append(options)
+        raise Asked(name)
+
+    monkeypatch.setattr(engine, "ask_for_sizes", answer)
+    monkeypatch.setattr(engine, "EngineProcess", start)
+    assert main(["bench", "engine", *arguments]) == 1
+    return asked
+
+
+def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizing, measured = engines_started(monkeypatch, "--model", "some/model")
+    assert sizing.arguments["max_model_len"] == 16_016
+    assert sizing.arguments["block_size"] is None, "vLLM chooses"
+    assert sizing.arguments["gpu_memory_utilization"] < 0.5, "two engines live on the GPU"
+    assert measured.arguments["max_model_len"] == 1016
+    assert measured.arguments["num_gpu_blocks_override"] == 160
+    assert measured.arguments["block_size"] == 16
+
+
+def test_a_pool_that_was_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--model", "some/model", "--num-gpu-blocks", "99")
+    (measured,) = engines_started(monkeypatch, *arguments)
+    assert measured.arguments["num_gpu_blocks_override"] == 99
+    assert asdict(measured)["arguments"]["max_model_len"] == 16_016

@@ -1,0 +1,491 @@
+"""`safe-offload doctor` on a sound machine, and on set-ups that are broken in one way each."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from safe_offload.commands.bench.tiny_models import write_tiny_model
+from safe_offload.commands.doctor import command, trial
+from safe_offload.commands.doctor.configuration import Written
+from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
+from safe_offload.commands.doctor.machine import Machine, Node, read_machine
+from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, Probe, VllmFacts
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.units import GIB, MIB
+from safe_offload.worker.copies import cpu
+
+NAME = "SafeCPUOffloadConnector"
+CPU = torch.device("cpu")
+
+ENGINE = EngineFacts(
+    prefix_caching=True,
+    hash_algorithm="sha256",
+    transfer_config={"kv_connector": NAME},
+    num_ranks=2,
+    num_local_ranks=2,
+    other_offloading_gib=None,
+    has_hash_seed=True,
+)
+MODEL = ModelFacts(
+    block_bytes=2 * MIB,
+    num_request_blocks=2048,
+    max_model_len=32768,
+    num_groups=1,
+    num_parameters=8_000_000_000,
+    dtype="bfloat16",
+    num_step_tokens_max=8192,
+)
+SOUND = VllmFacts(
+    version="0.32.0",
+    tested=((0, 31), (0, 32), (0, 33)),
+    torch_version="2.13.0",
+    connector="safe_offload.connector",
+    engine=ENGINE,
+    model_name="an-8b-model",
+    model=MODEL,
+)
+MACHINE = Machine(
+    available_bytes=64 * GIB,
+    machine_available_bytes=64 * GIB,
+    huge_pages="madvise",
+    nodes={0: Node(32 * GIB, frozenset({0, 1})), 1: Node(32 * GIB, frozenset({2, 3}))},
+    allowed_nodes=frozenset({0, 1}),
+    cores=frozenset({0, 1, 2, 3}),
+)
+TRIAL = trial.Trial(
+    device="cpu",
+    name="cpu",
+    passed=("batch", "each"),
+    rounds={"batch": 1000, "each": 1000},
+    torn={"batch": 0, "each": 0},
+    gbps={"batch": {"store": 9.0, "load": 8.0, "both": 9.0}},
+    ready_bytes_per_s=4e9,
+    pages="100 % in huge pages",
+)
+
+
+class Answer:
+    """A probe whose answer is known."""
+
+    def __init__(self, facts: VllmFacts) -> None:
+        self._facts = facts
+
+    def facts(self) -> VllmFacts:
+        return self._facts
+
+
+@pytest.fixture
+def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Examine facts; return what was found as it is printed. The copies have been tried."""
+
+    def call(
+        text: str = "",
+        vllm: VllmFacts = SOUND,
+        machine: Machine = MACHINE,
+        tried: trial.Trial = TRIAL,
+    ) -> list[Finding]:
+        with monkeypatch.context() as patch:
+            patch.setattr(trial, "run_trial", lambda *_: tried)
+            patch.setattr(trial, "devices", lambda: [CPU])
+            patch.setattr(trial, "weight_seconds", lambda *_: {1: 1e-12, 256: 2e-12, 4096: 2e-11})
+            found, _ = command.examine(Written.read(text), Answer(vllm), machine)
+        print(render(found))
+        return found
+
+    return call
+
+
+def ours(**settings: object) -> str:
+    return json.dumps({"kv_connector": NAME, "kv_connector_extra_config": settings})
+
+
+def wrong(found: list[Finding]) -> dict[str, Finding]:
+    """What has to be changed, by id; each with what is expected and a fix."""
+    problems = {f.id: f for f in found if f.severity in (Severity.ERROR, Severity.WARNING)}
+    assert all(f.expected and f.fix for f in problems.values())
+    assert exit_status(found) == bool(problems)
+    return problems
+
+
+def only(found: list[Finding]) -> Finding:
+    problems = wrong(found)
+    assert len(problems) == 1, problems
+    return next(iter(problems.values()))
+
+
+def with_engine(**changes: Any) -> VllmFacts:
+    return dataclasses.replace(SOUND, engine=dataclasses.replace(ENGINE, **changes))
+
+
+# ---- sound ------------------------------------------------------------------------------------
+
+
+def test_on_a_sound_machine_there_is_nothing_to_change(examine):
+    found = examine(ours(cpu_bytes_to_use="16GiB"))
+    assert not wrong(found)
+    assert render(found).endswith("\nNothing to change.")
+    by_id = {one.id: one.found for one in found}
+    assert "16.00 GiB for 2 ranks of 64.00 GiB" in by_id["memory.pool"]
+    assert "8.00 GiB takes about 2.1 s" in by_id["memory.ready"], "of one rank"
+    assert "about 131072 tokens, or 4.0 requests" in by_id["model.tokens"]
+    assert "a hit is expected to pay from about" in by_id["model.break-even"]
+
+
+@pytest.fixture(scope="module")
+def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The real command, started where vLLM is too new and may load no plugin and lock nothing."""
+    folder = tmp_path_factory.mktemp("site")
+    metadata = folder / "vllm-0.40.0+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0+cpu\n")
+    paths = [str(folder), str(Path(__file__).parents[3])]
+    command_line = [sys.executable, "-m", "safe_offload", "doctor", "--json"]
+    process = subprocess.Popen(
+        ["sh", "-c", 'ulimit -l 0 && exec "$@"', "sh", *command_line],
+        env={**os.environ, "VLLM_PLUGINS": "mine", "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> Any:
+    """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
+    model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
+    shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
+    return Probe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
+
+
+@pytest.mark.slow
+def test_vllm_itself_tells_what_it_makes_of_the_arguments(answers):
+    assert not answers.problem
+    assert not answers.model_problem
+    assert answers.connector == "safe_offload.connector"
+    assert answers.engine.prefix_caching is False
+    assert answers.engine.num_ranks == 8
+    assert "must be divisible by tensor parallel size (8)" in answers.engine_problem
+    assert (answers.model.num_groups, answers.model.max_model_len) == (3, 4096)
+    # 3 groups of two layers; a block has keys and values of 2 heads of 32, 2 bytes each.
+    assert answers.model.block_bytes % (2 * 2 * 2 * 32 * 2) == 0
+    assert answers.model.num_parameters == 970_240
+
+
+@pytest.mark.slow
+def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
+    """VLLM_PLUGINS, an unknown vLLM and a limit of no locked memory, for real."""
+    output, _ = broken_process.communicate(timeout=240)
+    assert broken_process.returncode == 1
+    document = json.loads(output)
+    found = {one["id"]: one for one in document["findings"]}
+    assert found["configuration.plugin"]["severity"] == "error"
+    assert "export VLLM_PLUGINS=mine,safe_offload" in found["configuration.plugin"]["fix"]
+    assert found["versions.vllm"]["severity"] == "warning"
+    assert "vLLM 0.40.0+cpu is not one" in found["versions.vllm"]["found"]
+    assert document["measured"]["machine"]["memlock_bytes"] == 0
+    if not torch.cuda.is_available():
+        assert found["memory.memlock"]["severity"] == "info", "the CPU engine locks nothing"
+    (tried, *_) = document["measured"]["copies"]
+    assert set(tried["torn"].values()) == {0}
+    assert all(rates.keys() == {"store", "load", "both"} for rates in tried["gbps"].values())
+
+
+# ---- broken -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_small_cgroup(examine, tmp_path, version):
+    root, proc = tmp_path / "cgroup", tmp_path / "proc"
+    folder = root if version == 2 else root / "memory"
+    folder.mkdir(parents=True)
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemAvailable: 67108864 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n")
+    (proc / "self/cgroup").write_text("0::/\n" if version == 2 else "4:memory:/\n")
+    limit, usage = ("memory.max", "memory.current")
+    if version == 1:
+        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (folder / limit).write_text(str(4 * GIB))
+    (folder / usage).write_text(str(1 * GIB))
+    machine = read_machine(proc=proc, cgroup_root=root)
+    found = wrong(examine(machine=dataclasses.replace(MACHINE, **_memory_of(machine))))
+    problem = found["memory.pool"]
+    assert problem.severity is Severity.ERROR
+    assert "3.00 GiB of host memory is available" in problem.found
+    assert "the cgroup of this process allows that much" in problem.expected
+    assert 'at most "2560MiB"' in problem.fix
+
+
+def _memory_of(machine: Machine) -> dict[str, int]:
+    names = ("available_bytes", "machine_available_bytes")
+    return {name: getattr(machine, name) for name in names}
+
+
+def test_no_locked_memory(examine):
+    machine = dataclasses.replace(MACHINE, memlock_bytes=0)
+    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=0)
+    found = wrong(examine(machine=machine, tried=on_gpu))
+    assert "ulimit -l unlimited" in found["memory.memlock"].fix
+    assert "memory.memlock" not in wrong(examine(machine=machine)), "the CPU engine locks none"
+
+
+def test_a_driver_that_locks_nothing(examine):
+    failures = {"ready": "SafeOffloadError: the driver did not page-lock a slab"}
+    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0", failures=failures)
+    assert "ulimit -l" in wrong(examine(tried=on_gpu))["memory.ready"].fix
+
+
+def test_a_misspelt_key(examine):
+    problem = only(examine(ours(cpu_bytes_to_uze="64GiB")))
+    assert (problem.id, problem.severity) == ("configuration.settings", Severity.ERROR)
+    assert problem.fix == 'write "cpu_bytes_to_use" if that is meant, else remove it'
+
+
+def test_what_is_not_json(examine):
+    assert only(examine("{")).id == "configuration.settings"
+
+
+@pytest.mark.parametrize("policy", ["fail", "retry"])
+def test_a_wrong_failure_policy(examine, policy):
+    problem = only(examine(json.dumps({"kv_connector": NAME, "kv_load_failure_policy": policy})))
+    if policy == "fail":
+        assert (problem.id, problem.severity) == ("configuration.failure-policy", Severity.WARNING)
+        assert '"kv_load_failure_policy": "recompute"' in problem.fix
+    else:
+        assert (problem.id, problem.severity) == ("configuration.settings", Severity.ERROR)
+
+
+def test_no_compiler(examine, monkeypatch):
+    monkeypatch.setattr(cpu, "MOVE_MODULE", "safe_offload.worker.copies._not_compiled")
+    for cached in (cpu.find_move, cpu.find_touch):
+        cached.cache_clear()
+    try:
+        tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+    finally:
+        for cached in (cpu.find_move, cpu.find_touch):
+            cached.cache_clear()
+    assert tried.passed == ("each",)
+    assert not tried.failures
+    problem = only(examine(tried=tried))
+    assert (problem.id, problem.severity) == ("copies.compiled-loop", Severity.WARNING)
+    assert "apt-get install gcc" in problem.fix
+
+
+def test_prefix_caching_off(examine):
+    problem = only(examine(vllm=with_engine(prefix_caching=False)))
+    assert (problem.id, problem.severity) == ("configuration.prefix-caching", Severity.ERROR)
+    assert "remove --no-enable-prefix-caching" in problem.fix
+
+
+def test_an_unknown_vllm(examine):
+    problem = only(examine(vllm=dataclasses.replace(SOUND, version="0.40.0")))
+    assert (problem.id, problem.severity) == ("versions.vllm", Severity.WARNING)
+    assert "0.31, 0.32, 0.33" in problem.expected
+
+
+def test_no_vllm(examine):
+    missing = VllmFacts(problem="No module named 'vllm'")
+    problem = only(examine(vllm=missing))
+    assert (problem.id, problem.severity) == ("versions.vllm", Severity.ERROR)
+
+
+@pytest.mark.parametrize("value", ["", "a,b"])
+def test_plugins_that_leave_us_out(examine, value):
+    machine = dataclasses.replace(MACHINE, environment={"VLLM_PLUGINS": value})
+    problem = only(examine(machine=machine))
+    assert (problem.id, problem.severity) == ("configuration.plugin", Severity.ERROR)
+    assert "safe_offload" in problem.fix
+    machine = dataclasses.replace(MACHINE, environment={"VLLM_PLUGINS": f"{value},safe_offload"})
+    assert not wrong(examine(machine=machine))
+
+
+def test_a_plugin_that_is_not_installed(examine):
+    vllm = dataclasses.replace(SOUND, connector="", connector_problem="Unsupported connector type")
+    assert only(examine(vllm=vllm)).id == "configuration.plugin"
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity", "fix"),
+    [
+        ({"cpu_bytes_to_use": "1GiB"}, Severity.WARNING, '"cpu_bytes_to_use": "4096MiB"'),
+        ({"cpu_bytes_to_use_per_rank": "1GiB"}, Severity.WARNING, '_per_rank": "2048MiB"'),
+        ({"num_cpu_blocks": 100}, Severity.WARNING, '"num_cpu_blocks": 2048'),
+        ({"cpu_bytes_to_use": "1MiB"}, Severity.ERROR, '"cpu_bytes_to_use": "4096MiB"'),
+    ],
+)
+def test_a_pool_below_one_request(examine, settings, severity, fix):
+    problem = only(examine(ours(**settings)))
+    assert (problem.id, problem.severity) == ("model.tokens", severity)
+    assert fix in problem.fix
+
+
+def spoiled(move: Any) -> Any:
+    def spoil(ranges: Any) -> None:
+        move(ranges)
+        ctypes.c_uint8.from_address(int(ranges.targets[-1])).value ^= 1
+
+    return spoil
+
+
+def test_a_copy_path_that_corrupts(examine, monkeypatch):
+    move = cpu.find_move()
+    monkeypatch.setattr(cpu, "find_move", lambda: spoiled(move))
+    tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+    assert tried.passed == ("each",)
+    problem = only(examine(tried=tried))
+    assert (problem.id, problem.severity) == ("copies.self-test", Severity.WARNING)
+    assert 'copies by "batch" are wrong' in problem.found
+    monkeypatch.setattr(cpu, "move_each", spoiled(cpu.move_each))
+    tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+    assert tried.passed == ()
+    assert not tried.gbps
+    assert wrong(examine(tried=tried))["copies.self-test"].severity is Severity.ERROR
+
+
+# ---- more that can be wrong -------------------------------------------------------------------
+
+
+def test_the_flag_that_makes_vllm_take_its_own_connector(examine):
+    problem = only(examine(vllm=with_engine(other_offloading_gib=8.0)))
+    assert problem.id == "configuration.offloading-size"
+    assert '"cpu_bytes_to_use": "8GiB"' in problem.fix
+
+
+def test_arguments_that_vllm_refuses(examine):
+    vllm = dataclasses.replace(SOUND, engine=None, arguments_problem="unrecognized arguments: --x")
+    assert "unrecognized arguments: --x" in only(examine(vllm=vllm)).found
+
+
+def test_a_hash_that_can_be_made_to_collide(examine):
+    assert only(examine(vllm=with_engine(hash_algorithm="xxhash"))).id == "configuration.hash"
+
+
+TIERS = [{"url": "file:///mnt/nvme/kv"}]
+
+
+def test_root_is_named_where_a_tier_is_in_a_network(examine):
+    machine = dataclasses.replace(MACHINE, is_root=True)
+    server = ours(tiers=[{"url": "redis://127.0.0.1:1"}])
+    assert "tiers.user" in wrong(examine(server, machine=machine))
+    assert "tiers.user" not in wrong(examine(server))
+    assert not wrong(examine(ours(tiers=TIERS), machine=machine))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_hashes_that_other_engines_have_too(examine, algorithm):
+    found = examine(ours(tiers=TIERS), vllm=with_engine(hash_algorithm=algorithm))
+    assert not wrong(found)
+    told = next(f.found for f in found if f.id == "configuration.tier-hash")
+    assert "by sha256_cbor" in told, "the start replaces vLLM's default"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "has_seed", "fix"),
+    [
+        ("xxhash", True, "--prefix-caching-hash-algo sha256_cbor"),
+        ("xxhash_cbor", False, "PYTHONHASHSEED"),
+        ("sha256_cbor", False, "PYTHONHASHSEED"),
+    ],
+)
+def test_hashes_by_which_no_other_engine_finds_what_is_in_a_tier(examine, algorithm, has_seed, fix):
+    vllm = with_engine(hash_algorithm=algorithm, has_hash_seed=has_seed)
+    problem = wrong(examine(ours(tiers=TIERS), vllm=vllm))["configuration.tier-hash"]
+    assert problem.severity is Severity.ERROR
+    assert fix in problem.fix
+    assert "configuration.tier-hash" not in wrong(examine(vllm=vllm)), "without tiers it is fine"
+
+
+def test_two_sizes_of_which_one_counts(examine):
+    text = ours(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)
+    assert only(examine(text)).id == "configuration.size-keys"
+
+
+def test_a_role_without_effect(examine):
+    text = json.dumps({"kv_connector": NAME, "kv_role": "kv_consumer"})
+    assert only(examine(text)).id == "configuration.role"
+
+
+def test_every_replica_on_this_machine_has_a_pool(examine):
+    found = wrong(examine(ours(cpu_bytes_to_use="16GiB"), with_engine(num_local_ranks=8)))
+    assert "64.00 GiB (8 ranks on this machine" in found["memory.pool"].found
+
+
+def test_a_model_that_cannot_be_read(examine):
+    vllm = dataclasses.replace(SOUND, model=None, model_problem="no such repository")
+    assert only(examine(vllm=vllm)).id == "model.facts"
+
+
+def test_without_a_model_it_says_what_is_not_known(examine):
+    found = examine(vllm=dataclasses.replace(SOUND, model_name="", model=None))
+    assert not wrong(found)
+    assert "no MODEL was given" in next(f.found for f in found if f.id == "model.facts")
+
+
+def test_swapping(examine):
+    machine = dataclasses.replace(MACHINE, swap_bytes=2 * GIB, swap_used_bytes=GIB)
+    assert only(examine(machine=machine)).id == "memory.swap"
+
+
+def test_huge_pages_that_are_off(examine):
+    assert only(examine(machine=dataclasses.replace(MACHINE, huge_pages="never"))).fix.startswith(
+        "echo madvise"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cores": frozenset({0, 1})}, "may not use the cores"),
+        ({"allowed_nodes": frozenset({0})}, "may not use the memory"),
+        ({"nodes": {1: Node(GIB, frozenset({2, 3}))}}, "free there"),
+    ],
+)
+def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, message):
+    from safe_offload.commands.doctor import versions
+
+    monkeypatch.setattr(versions, "CUPY_PACKAGES", ("pytest",))
+    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
+    assert not wrong(examine(tried=on_gpu))
+    problem = only(examine(machine=dataclasses.replace(MACHINE, **changes), tried=on_gpu))
+    assert problem.id == "memory.numa"
+    assert message in problem.found
+
+
+def test_a_gpu_without_cupy(examine, monkeypatch):
+    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
+    assert only(examine(tried=on_gpu)).id == "versions.cupy"
+
+
+def test_too_little_memory_to_try_copies(examine):
+    machine = dataclasses.replace(MACHINE, available_bytes=MIB)
+    assert "copies.self-test" in wrong(examine(machine=machine))
+
+
+def test_a_check_that_fails_is_a_finding(examine):
+    broken: Any = dataclasses.replace(MACHINE, environment=None)
+    problem = only(examine(machine=broken))
+    assert problem.id == "configuration.not-checked"
+    assert "AttributeError" in problem.found
+
+
+def test_every_id_is_explained_and_no_other() -> None:
+    root = Path(__file__).parents[3]
+    themes = "configuration|versions|memory|copies|model"
+    sources = [path.read_text() for path in (root / "safe_offload/doctor").glob("*.py")]
+    used = set(re.findall(rf'"((?:{themes})\.[a-z-]+)"', "\n".join(sources)))
+    page = (root / "docs/operate/doctor.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(rf"`((?:{themes})\.[a-z-]+)`", rows)) == used

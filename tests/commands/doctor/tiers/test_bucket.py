@@ -1,0 +1,154 @@
+"""`safe-offload doctor` on buckets of tiers: a real store, and credentials that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from safe_offload.commands.doctor.findings import Finding, Severity
+from safe_offload.commands.doctor.tiers import bucket as tier_bucket
+from safe_offload.commands.doctor.tiers import rates as tier_rates
+from safe_offload.commands.doctor.tiers.bucket import BucketTrial, check_bucket, credentials_of
+from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.objects.store import open_store
+from tests.bucket_server import BucketServer
+from tests.commands.doctor.test_doctor import wrong
+
+SOUND = BucketTrial(
+    label="s3://kv/prod",
+    credentials="a profile of the AWS tools",
+    latency_s=0.02,
+    write_bytes_per_s=1e8,
+    read_bytes_per_s=2e8,
+)
+CONFIG = TierConfig.at("s3://kv/prod")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BucketServer]:
+    with BucketServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def environment(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tier_rates, "OBJECT_BYTES", 64 << 10)
+
+
+def found_of(url: str, endpoint: str) -> dict[str, Finding]:
+    config = TierConfig.at(url, endpoint=endpoint)
+    found = {one.id: one for one in check_tier(config, [], 131072, 15000)}
+    assert found.pop("tiers.key")
+    return found
+
+
+def test_a_bucket_is_tried_and_left_as_it_was(server: BucketServer) -> None:
+    found = found_of("s3://kv-cache/doctor", server.endpoint)
+    assert not wrong(list(found.values()))
+    assert found["tiers.credentials"].found.endswith("an access key in the environment")
+    assert set(found) == {
+        *("tiers.credentials", "tiers.bucket", "tiers.access", "tiers.lifecycle"),
+        *("tiers.latency", "tiers.rate"),
+    }
+    assert "tokens a second (computing: at most 15000" in found["tiers.rate"].found
+    bucket: Any = open_store(TierConfig.at("s3://kv-cache", endpoint=server.endpoint))
+    names = [meta["path"] for page in obstore.list(bucket) for meta in page]
+    assert [name for name in names if name != "ready"] == []
+
+
+def test_who_may_only_read(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.reader_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.reader_secret)
+    problem = found_of("s3://kv-cache/doctor", server.endpoint)["tiers.access"]
+    assert problem.severity is Severity.ERROR
+    assert "write: the store does not allow it (" in problem.found
+    assert "delete: the store does not allow it (" in problem.found
+    assert "list: " not in problem.found
+
+
+@pytest.mark.parametrize("url", ["s3://no-such-bucket/kv", "s3://kv-cache/x"])
+def test_what_cannot_be_used(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    secret = "hunter2-secret"
+    if "no-such" not in url:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    found = found_of(url, server.endpoint)
+    problem = found["tiers.bucket"]
+    assert problem.severity is Severity.ERROR
+    why = "there is no such bucket" if "no-such" in url else "the store does not allow it"
+    assert why in problem.found
+    assert problem.fix
+    assert secret not in json.dumps([one.to_json() for one in found.values()])
+
+
+def test_a_store_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_bucket, "ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = found_of("s3://kv/x", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert found["tiers.bucket"].severity is Severity.ERROR
+    assert "the request failed" in found["tiers.bucket"].found
+
+
+def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_rates, "TRIAL_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = found_of("s3://kv/x", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert "does not come to an end" in found["tiers.bucket"].found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "environment", "kind"),
+    [
+        ("s3", {"AWS_ACCESS_KEY_ID": "x"}, "an access key in the environment"),
+        ("s3", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/x"}, "the role of a pod (web identity)"),
+        ("s3", {"AWS_PROFILE": "prod"}, "a profile of the AWS tools"),
+        ("s3", {}, "those of the machine's role, if it has one"),
+        ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/x"}, "the file of application default"),
+        ("az", {"AZURE_FEDERATED_TOKEN_FILE": "/x"}, "the identity of a pod"),
+    ],
+)
+def test_kinds_of_credentials(
+    scheme: str,
+    environment: dict[str, str],
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert credentials_of(scheme, environment).startswith(kind)
+
+
+def test_credentials_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").touch()
+    assert credentials_of("s3", {}).startswith("the files of the AWS tools")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert credentials_of("s3", {}).endswith("which need boto3: it is not installed")
+
+
+def check(**changes: Any) -> dict[str, Finding]:
+    found = check_bucket(CONFIG, dataclasses.replace(SOUND, **changes), 131072, 15000)
+    return {one.id: one for one in found}
+
+
+def test_a_sound_bucket() -> None:
+    found = check()
+    assert not wrong(list(found.values()))
+    assert "give the bucket a lifecycle rule" in found["tiers.lifecycle"].found
+    assert "1526 tokens a second" in found["tiers.rate"].found
+
+
+def test_a_bucket_without_rates() -> None:
+    assert list(wrong(list(check(read_bytes_per_s=0.0).values()))) == ["tiers.rate"]

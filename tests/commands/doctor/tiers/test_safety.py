@@ -1,0 +1,67 @@
+"""`safe-offload doctor` on what the page on security asks for and a tier lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.commands.doctor.tiers.safety import check_safety, check_user
+from safe_offload.config.tiers import TierConfig
+
+KEY = "/run/secrets/kv/hmac.key"
+
+
+def found_of(url: str, **values: Any) -> dict[str, str]:
+    found = {one.id: one for one in check_safety(TierConfig.at(url, **values))}
+    assert all(one.fix and one.expected for one in found.values())
+    return {id: one.found for id, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("url", "values", "ids"),
+    [
+        ("redis://kv.internal", {}, {"tiers.tls", "tiers.key"}),
+        ("redis://10.0.0.7", {"hmac_key_file": KEY}, {"tiers.tls"}),
+        ("rediss://kv.internal", {}, {"tiers.key"}),
+        ("rediss://kv.internal", {"hmac_key_file": KEY}, set()),
+        ("redis://127.0.0.1", {}, set()),
+        ("redis://[::1]", {}, set()),
+        ("redis://localhost", {}, set()),
+        ("unix:///run/valkey.sock", {}, set()),
+        ("file:///mnt/nvme/kv", {}, set()),
+        ("s3://kv/prod", {}, {"tiers.key"}),
+        ("s3://kv/prod", {"endpoint": "http://127.0.0.1:9000"}, {"tiers.key"}),
+        ("s3://kv/prod", {"endpoint": "http://minio:9000"}, {"tiers.key", "tiers.tls"}),
+        ("gs://kv", {"hmac_key_file": KEY}, set()),
+        ("s3://kv", {"hmac_key_file": KEY, "endpoint": "HTTP://minio"}, {"tiers.tls"}),
+    ],
+)
+def test_what_a_tier_lacks_is_named(url: str, values: dict[str, str], ids: set[str]) -> None:
+    assert set(found_of(url, **values)) == ids
+
+
+@pytest.mark.parametrize("password", ["CHANGE-ME", "PASSWORD", "change_me", "Secret1\n"])
+def test_the_password_of_an_example_is_known_and_never_shown(password: str, tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    file.write_text(password)
+    found = found_of("redis://vllm@127.0.0.1", password_file=str(file))
+    assert set(found) == {"tiers.example"}
+    in_url = found_of(f"redis://vllm:{password.strip()}@127.0.0.1")
+    assert set(in_url) == {"tiers.password", "tiers.example"}
+    assert password.strip() not in json.dumps([found, in_url]).replace('"a password', "")
+
+
+def test_a_password_of_ones_own_is_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("3f0c9d2be1")
+    for file in ("kv", "none"):
+        assert not found_of("redis://vllm@127.0.0.1", password_file=str(tmp_path / file))
+
+
+def test_an_engine_that_would_run_as_root_is_named() -> None:
+    assert not list(check_user(is_root=False))
+    (found,) = check_user(is_root=True)
+    assert found.id == "tiers.user"
+    assert found.fix

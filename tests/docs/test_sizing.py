@@ -1,0 +1,138 @@
+"""The table of docs/guides/sizing.md, against how vLLM lays out the KV cache of such a model.
+
+Layers of the shape that the table gives go through vLLM's own layout, and through the same code
+that counts tokens and longest requests for our line at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from safe_offload import compat
+from safe_offload.config.options import OffloadConfig
+from tests.simulator.vllm_setup import EngineShape, make_config
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGE = (GUIDES / "sizing.md").read_text()
+FLEETS = (GUIDES / "fleets.md").read_text()
+BLOCK_TOKENS = 16
+CONVERSATION_TOKENS = 32_768
+KIB, GIB = 1 << 10, 1 << 30
+
+
+class Row(NamedTuple):
+    model: str
+    num_full: int
+    num_heads: int
+    head_dim: int
+    kib_per_token: float
+    num_windowed: int
+    window_tokens: int
+    conversation_gib: float
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 7 and cells[1].isdigit():
+            num_windowed, window = re.findall(r"\d+", cells[5]) or ("0", "0")
+            shape = (int(cells[1]), int(cells[2]), int(cells[3]), float(cells[4]))
+            windows = (int(num_windowed), int(window))
+            found.append(Row(cells[0], *shape, *windows, float(cells[6].split()[0])))
+    return found
+
+
+ROWS = rows()
+
+
+def kv_cache_of(row: Row) -> tuple[Any, Any]:
+    """vLLM's configuration and layout for a model of this shape, of one rank."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    config = make_config(EngineShape())
+    config.model_config.max_model_len = CONVERSATION_TOKENS
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks = None
+    config.cache_config.kv_cache_layout = "NHD"
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": row.num_heads,
+        "head_size": row.head_dim,
+        "dtype": torch.bfloat16,
+    }
+    full = MLAAttentionSpec(**shape) if "MLA" in row.model else FullAttentionSpec(**shape)
+    layers = {f"full.{index}": full for index in range(row.num_full)}
+    for index in range(row.num_windowed):
+        window = SlidingWindowSpec(**shape, sliding_window=row.window_tokens)
+        layers[f"windowed.{index}"] = window
+    (kv_cache_config,) = get_kv_cache_configs(config, [layers], [100 * GIB])
+    return config, kv_cache_config
+
+
+def test_the_table_is_found() -> None:
+    assert len(ROWS) >= 9
+    assert any(row.num_windowed for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model)
+def test_a_row_is_what_vllm_lays_out(row: Row) -> None:
+    config, kv_cache_config = kv_cache_of(row)
+    block_bytes = compat.block_bytes(kv_cache_config)
+    assert round(block_bytes / BLOCK_TOKENS / KIB, 1) == row.kib_per_token
+    num_blocks = compat.num_blocks_of_longest_request(config, kv_cache_config)
+    assert round(num_blocks * block_bytes / GIB, 1) == row.conversation_gib
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model)
+def test_a_row_is_what_the_formula_gives(row: Row) -> None:
+    num_parts = 1 if "MLA" in row.model else 2  # keys and values
+    token_bytes = num_parts * row.num_full * row.num_heads * row.head_dim * 2
+    assert round(token_bytes / KIB, 1) == row.kib_per_token
+
+
+def test_the_worked_answer_is_right() -> None:
+    (row,) = (row for row in ROWS if row.model == "Qwen3-32B")
+    pool_bytes = int(row.kib_per_token * KIB) * CONVERSATION_TOKENS * 40
+    command = PAGE.split("vllm serve Qwen/Qwen3-32B")[1].split("\n\n")[0]
+    (written,) = re.findall(r"'(\{.*\})'", command)
+    extra = json.loads(written)["kv_connector_extra_config"]
+    assert OffloadConfig.from_extra_config(extra, world_size=1).cpu_bytes_per_rank == pool_bytes
+    assert f"{pool_bytes / 0.95 / GIB:.0f} GiB" in PAGE, "with the share that stays free"
+
+
+def cells_after(title: str) -> list[list[str]]:
+    """The rows of the table on the page about fleets whose first cell of the head begins so."""
+    table = FLEETS.split(f"| {title}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+
+
+def test_the_network_that_fleets_need_is_right() -> None:
+    kib = {row.model: row.kib_per_token for row in ROWS}
+    speeds = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s \|", FLEETS)]
+    assert speeds == [2000, 8000, 32000]
+    table = cells_after("GB/s to break even")
+    assert table
+    for model, per_token, *needed in table:
+        assert per_token == f"{kib[model]:.0f} KiB"
+        assert needed == [f"{kib[model] * KIB * speed / 1e9:.2f}" for speed in speeds]
+
+
+def test_how_many_conversations_fit_into_a_valkey_is_right() -> None:
+    size_gib = {row.model: row.conversation_gib for row in ROWS}
+    (rounding,) = re.findall(r"maxmemory = ([\d.]+) ", FLEETS)
+    (valkey_gib,) = re.findall(r"in a Valkey of (\d+) GiB \|", FLEETS)
+    manifest = (GUIDES.parents[1] / "examples/kubernetes/fleet/valkey.yaml").read_text()
+    assert f"- {valkey_gib}gb " in manifest
+    table = cells_after("conversations of 32,768 tokens")
+    assert table
+    for model, one, count in table:
+        assert one == f"{size_gib[model]:.1f} GiB"
+        assert int(count) == int(int(valkey_gib) / float(rounding) / size_gib[model])

@@ -1,0 +1,387 @@
+"""KV events: what each of them says, and that nothing is told which is not so.
+
+That replaying them gives what the directory holds, whatever happens, is the simulator's to check
+(I12). Here they are compared with those of vLLM's own connector, on vLLM's real scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+from safe_offload.protocol import StepReport
+from safe_offload.scheduler.cache.events import Origins
+from tests.counts import num_failed
+from tests.scheduler.rig import MakeRig, Rig, see_events
+from tests.simulator.device import CopyFault
+from tests.simulator.engine_core import random_prompt
+from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
+from tests.simulator.vllm_setup import OURS
+
+Record = dict[str, Any]
+Records = dict[tuple[type[Any], int | None, Any], Record]
+"""What was told of a block: by the kind of event, the KV cache group and the hash."""
+
+OF_SEVERAL_BLOCKS = {"block_hashes", "parent_block_hash", "token_ids", "extra_keys"}
+"""Fields of an event that are different for each of its blocks."""
+
+
+def by_block(events: Iterable[Any]) -> Records:
+    """Every field of vLLM's events, for each block that they name."""
+    told: Records = {}
+    for event in events:
+        fields = {f: getattr(event, f) for f in event.__struct_fields__}
+        common = {f: value for f, value in fields.items() if f not in OF_SEVERAL_BLOCKS}
+        parent = fields.get("parent_block_hash")
+        for index, block_hash in enumerate(event.block_hashes):
+            record = dict(common)
+            if isinstance(event, BlockStored):
+                size = event.block_size
+                record["parent"] = parent
+                record["tokens"] = event.token_ids[index * size : (index + 1) * size]
+                record["extra_keys"] = event.extra_keys[index] if event.extra_keys else None
+                parent = block_hash
+            told[type(event), event.group_idx, block_hash] = record
+    return told
+
+
+def ways_to_ask() -> list[dict[str, Any]]:
+    """Options of requests that vLLM keeps apart in its caches."""
+    from vllm.lora.request import LoRARequest
+
+    first, second = (LoRARequest(f"adapter-{n}", n, f"/adapters/{n}") for n in (1, 2))
+    salt = {"cache_salt": "a secret"}
+    return [{}, salt, {"lora_request": first}, {"lora_request": second, **salt}]
+
+
+def told_by(connector: str, *, num_slots: int = 500, **shape: Any) -> Records:
+    """What a connector tells of a few prompts: salted, of adapters, one twice, one that goes on."""
+    engine = PeerEngine(
+        peer_shape(connector, num_slots=num_slots, num_blocks=200, has_events=True, **shape),
+        tokens=lambda name, position: len(name) + position,
+    )
+    seen = see_events(engine)
+    prompt = random_prompt(70, 1)
+    for index, how in enumerate(ways_to_ask()):
+        for name, tokens in (
+            (f"first-{index}", prompt),
+            (f"again-{index}", prompt),
+            (f"longer-{index}", [*prompt[:60], *random_prompt(30, index)]),
+        ):
+            engine.send(name, tokens, 6, **how)
+            engine.drain()
+    return by_block(seen)
+
+
+# ---- compared with vLLM's own connector --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({}, id="full attention"),
+        pytest.param({"groups": ("full@16",)}, id="large blocks"),
+        pytest.param({"groups": ("mla",)}, id="MLA"),
+        pytest.param({"groups": ("full", "window:10")}, id="window"),
+        pytest.param({"groups": ("full", "window:10@8")}, id="two sizes of blocks"),
+        pytest.param({"groups": ("full", "chunk:16")}, id="chunks"),
+    ],
+)
+def test_every_field_is_what_vllms_own_connector_tells(shape: dict[str, Any]) -> None:
+    """For each block that both of them have stored; of full attention these are all blocks."""
+    ours, theirs = told_by(OURS, **shape), told_by(SIMPLE, **shape)
+    both = ours.keys() & theirs.keys()
+    assert {key: ours[key] for key in both} == {key: theirs[key] for key in both}
+    for group_idx in range(len(shape.get("groups", ("full",)))):
+        assert any(key[1] == group_idx for key in both)
+    of_full_attention = {key for key in ours.keys() | theirs.keys() if key[1] == 0}
+    assert of_full_attention <= both
+    assert len({record["lora_name"] for record in ours.values()}) == 3
+    assert any(record["extra_keys"] for record in ours.values())
+    assert all(record["tokens"] for record in ours.values())
+
+
+def test_what_is_evicted_is_told_as_vllms_own_connector_tells_it() -> None:
+    ours, theirs = told_by(OURS, num_slots=30), told_by(SIMPLE, num_slots=30)
+    gone, theirs_gone = (
+        {key: record for key, record in told.items() if key[0] is BlockRemoved}
+        for told in (ours, theirs)
+    )
+    both = gone.keys() & theirs_gone.keys()
+    assert both
+    assert {key: gone[key] for key in both} == {key: theirs_gone[key] for key in both}
+
+
+def test_parts_of_blocks_are_told_with_their_own_tokens(make_rig: MakeRig) -> None:
+    """vLLM finds the block that a prompt ends in by its first tokens, in steps of one hash."""
+    rig = make_rig(
+        groups=("full@16", "mamba@16"), num_blocks=40, prefix_match_unit=4, has_events=True
+    )
+    rig.start()
+    seen = see_events(rig)
+    prompt = rig.prompt(44, 1)
+    rig.run_alone("a", prompt, max_tokens=1)
+    sizes = {event.block_size for event in seen}
+    assert sizes == {4, 16}
+    for record in by_block(seen).values():
+        assert len(record["tokens"]) == record["block_size"]
+    parts = [e.token_ids for e in seen if isinstance(e, BlockStored) and e.block_size == 4]
+    assert all(tokens in [prompt[end - 4 : end] for end in range(4, 48, 4)] for tokens in parts)
+
+
+def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig: MakeRig) -> None:
+    """What vLLM's block pool publishes when it caches the same blocks of the same request."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.block_pool import BlockPool
+
+    rig = make_rig(has_events=True)
+    features = [
+        MultiModalFeatureSpec(None, "image", f"image-{offset}", PlaceholderRange(offset, 6))
+        for offset in (3, 17)
+    ]
+    rig.scheduler.add_request = lambda request: None
+    request = rig.send("a", rig.prompt(28, 1), 1, mm_features=features, cache_salt="salt")
+    pool = BlockPool(8, True, hash_block_size=4, enable_kv_cache_events=True)
+    pool.cache_full_blocks(request, pool.get_new_blocks(7), 0, 7, 4, 0)
+    (theirs,) = pool.take_events()
+
+    events, directory = rig.planner.events, rig.planner.hits.directory
+    events.seen(request)
+    directory.begin_store(list(range(7)), 0, request.block_hashes, {})
+    directory.publish(list(range(7)))
+    (ours,) = rig.connector.take_events()
+    for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+# ---- when -------------------------------------------------------------------------------------
+
+
+def hashes(events: Sequence[Any], kind: type[Any]) -> list[Any]:
+    return [h for event in events if isinstance(event, kind) for h in event.block_hashes]
+
+
+def filled(make_rig: MakeRig, **shape: Any) -> tuple[Rig, list[Any]]:
+    """An engine that has told of the five blocks of a prompt, and what it tells from then on."""
+    rig = make_rig(has_events=True, **shape)
+    rig.start()
+    seen = see_events(rig)
+    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
+    assert len(hashes(seen, BlockStored)) == 5
+    assert not hashes(seen, BlockRemoved)
+    return rig, seen
+
+
+def test_a_prompt_is_one_event(make_rig: MakeRig) -> None:
+    _, seen = filled(make_rig)
+    (event,) = seen
+    assert event.parent_block_hash is None
+    assert event.token_ids == random_prompt(20, 1)
+    assert (event.medium, event.locality, event.group_idx) == ("CPU", "LOCAL", 0)
+    assert (event.kv_cache_spec_kind, event.block_size) == ("full_attention", 4)
+
+
+def test_nothing_is_told_before_every_rank_has_stored_it(make_rig: MakeRig) -> None:
+    rig = make_rig(has_events=True, tensor_ranks=2)
+    rig.start()
+    seen = see_events(rig)
+    rig.devices[1].hold_copies = True
+    rig.add("first", rig.prompt(20, 1), max_tokens=1)
+    rig.step_until(lambda: not rig.scheduler.requests)
+    for _ in range(20):
+        rig.step()
+    assert seen == []
+    rig.hold_copies(False)
+    rig.drain()
+    assert len(hashes(seen, BlockStored)) == 5
+
+
+def test_what_is_evicted_is_told(make_rig: MakeRig) -> None:
+    rig, seen = filled(make_rig, num_slots=6)
+    rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
+    assert len(hashes(seen, BlockStored)) == 10
+    assert set(hashes(seen, BlockRemoved)) < set(hashes(seen, BlockStored)[:5])
+
+
+def test_what_a_failed_load_forgets_is_told(make_rig: MakeRig) -> None:
+    rig, seen = filled(make_rig)
+    rig.forget_gpu_cache()
+    rig.fail_copies()
+    rig.run_alone("again", rig.prompt(20, 1), max_tokens=1)
+    assert num_failed(rig.counts, "load") == 1
+    assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored)[:4])
+
+
+def test_a_store_that_fails_is_not_told(make_rig: MakeRig) -> None:
+    rig = make_rig(has_events=True)
+    rig.start()
+    seen = see_events(rig)
+    rig.fail_copies()
+    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
+    assert num_failed(rig.counts, "store") > 0
+    assert seen == []
+
+
+def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig: MakeRig) -> None:
+    """vLLM takes events in a step, so it has to make one."""
+    rig, seen = filled(make_rig)
+    assert not rig.has_work
+    told: list[Any] = []
+    publish = rig.scheduler.kv_event_publisher.publish
+    rig.scheduler.kv_event_publisher.publish = lambda batch: (publish(batch), told.append(batch))
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.has_work
+    rig.drain()
+    (batch,) = told
+    assert set(hashes(batch.events, BlockRemoved)) == set(hashes(seen, BlockStored))
+    # The one of vLLM's own pool of GPU blocks, ahead of ours.
+    assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockRemoved]
+
+
+def test_resetting_the_gpus_cache_alone_takes_nothing_from_the_host(make_rig: MakeRig) -> None:
+    rig, seen = filled(make_rig)
+    rig.forget_gpu_cache()
+    rig.add("next", rig.prompt(3, 2), max_tokens=1)
+    rig.drain()
+    assert not hashes(seen, BlockRemoved)
+
+
+def test_a_connector_that_only_misses_from_now_on_says_that_nothing_is_there(
+    make_rig: MakeRig,
+) -> None:
+    """A dead event loop here; an error of our own does the same."""
+    rig, seen = filled(make_rig)
+    for device in rig.devices:
+        device.faults = dict.fromkeys(range(10_000), CopyFault.KILL)
+    rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
+    assert rig.planner.statistics().is_disabled
+    assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored))
+    num_told = len(seen)
+    rig.run_alone("third", rig.prompt(20, 3), max_tokens=1)
+    assert len(seen) == num_told
+
+
+def test_an_error_of_our_own_takes_everything_back(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(has_events=True, extra={"check_invariants": False})
+    rig.start()
+    seen = see_events(rig)
+    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.planner.events), "published", fail)
+        rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
+    assert rig.counts["contained_errors"] == 1
+    assert set(hashes(seen, BlockStored)) <= set(hashes(seen, BlockRemoved))
+
+
+def test_without_kv_events_nothing_is_made(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
+    assert rig.planner.events is None
+    assert rig.connector.take_events() == ()
+
+
+# ---- under MultiConnector ----------------------------------------------------------------------
+
+
+class OursOfTwo(SafeWorker):
+    """For the first of two connectors under MultiConnector."""
+
+    def step(self, plan: Any) -> tuple[set[str], Any]:
+        """See `StandInWorker`."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+            MultiKVConnectorWorkerMetadata,
+        )
+
+        received, report = super().step(plan.metadata[0])
+        assert report is None or isinstance(report, StepReport)
+        return received, MultiKVConnectorWorkerMetadata((report, None)) if report else None
+
+
+def test_multi_connector_passes_our_events_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ours only: the other connector, which is one of ours too, is off."""
+    children = [
+        {"kv_connector": OURS, "kv_connector_extra_config": {"num_cpu_blocks": slots}}
+        for slots in (200, 201)
+    ]
+    monkeypatch.setattr(
+        "tests.simulator.peers.make_worker", lambda shape, copy_steps: OursOfTwo(copy_steps, 200)
+    )
+    shape = peer_shape("MultiConnector", num_blocks=200, has_events=True)
+    engine = PeerEngine(replace(shape, extra={"connectors": children}), tokens=lambda *_: 1)
+    seen = see_events(engine)
+    for name, num_tokens in (("start", 2), ("first", 20)):
+        engine.send(name, random_prompt(num_tokens, 1), 1)
+        engine.drain()
+    assert len(hashes(seen, BlockStored)) == 5
+
+
+# ---- where tokens come from --------------------------------------------------------------------
+
+
+class FakeRequest:
+    """What `Origins` reads of a request."""
+
+    mm_features: Sequence[Any] = ()
+    prompt_embeds = None
+
+    def __init__(self, names: str) -> None:
+        self.block_hashes = [name.encode() for name in names]
+
+
+def places(origins: Origins, names: str) -> list[Any]:
+    return origins.find([name.encode() for name in names])
+
+
+def test_a_hash_is_found_in_a_request_that_grows_until_it_ends() -> None:
+    origins, request = Origins(num_kept=0), FakeRequest("ab")
+    origins.add(request)  # type: ignore[arg-type]
+    assert places(origins, "ba") == [(request, 1), (request, 0)]
+    request.block_hashes.append(b"c")
+    assert places(origins, "cx") == [(request, 2), None]
+    origins.end(request)  # type: ignore[arg-type]
+    origins.end(request)  # type: ignore[arg-type]
+    assert places(origins, "abc") == [None] * 3
+
+
+def test_a_hash_that_two_requests_share_stays_with_the_other() -> None:
+    origins, first, second = Origins(num_kept=0), FakeRequest("ab"), FakeRequest("ab")
+    origins.add(first)  # type: ignore[arg-type]
+    origins.add(second)  # type: ignore[arg-type]
+    assert places(origins, "b") == [(second, 1)]
+    origins.end(second)  # type: ignore[arg-type]
+    assert places(origins, "b") == [(first, 1)]
+
+
+def test_requests_that_have_ended_are_kept_up_to_a_bound() -> None:
+    origins = Origins(num_kept=4)
+    requests = [FakeRequest(names) for names in ("ab", "cd", "ef")]
+    for request in requests:
+        origins.add(request)  # type: ignore[arg-type]
+        origins.end(request)  # type: ignore[arg-type]
+    assert places(origins, "ace") == [None, (requests[1], 0), (requests[2], 0)]
+
+
+def test_a_request_with_images_is_not_kept() -> None:
+    origins, request = Origins(num_kept=4), FakeRequest("ab")
+    request.mm_features = ["an image"]
+    origins.add(request)  # type: ignore[arg-type]
+    origins.end(request)  # type: ignore[arg-type]
+    assert places(origins, "a") == [None]
+
+
+def test_a_hash_that_its_request_has_lost_is_not_found() -> None:
+    origins, request = Origins(num_kept=0), FakeRequest("ab")
+    origins.add(request)  # type: ignore[arg-type]
+    assert places(origins, "b") == [(request, 1)]
+    request.block_hashes = [b"a", b"x"]
+    assert places(origins, "bx") == [None, (request, 1)]

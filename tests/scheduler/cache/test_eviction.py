@@ -1,0 +1,382 @@
+"""Every eviction policy keeps the contract; each has an order of its own."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from safe_offload.scheduler.cache.eviction import (
+    POLICIES,
+    PROTECTED_SHARE,
+    EvictionPolicy,
+    Lru,
+    Slru,
+)
+
+NUM_SLOTS = 24
+
+
+@pytest.fixture(params=list(POLICIES))
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    return POLICIES[request.param](NUM_SLOTS)
+
+
+def take_all(policy: EvictionPolicy, now_s: float = 0.0) -> list[int]:
+    return policy.evict(len(policy), now_s)
+
+
+# ---- what every policy promises ----------------------------------------------------------------
+
+
+def test_nothing_is_evictable_at_first(policy: EvictionPolicy) -> None:
+    assert len(policy) == 0
+    assert policy.evict(3, 0.0) == []
+
+
+def test_a_released_slot_is_evicted_once(policy: EvictionPolicy) -> None:
+    policy.release([3, 1, 2], 0.0)
+    assert len(policy) == 3
+    assert sorted(policy.evict(9, 0.0)) == [1, 2, 3]
+    assert len(policy) == 0
+    assert policy.evict(9, 0.0) == []
+
+
+def test_no_more_is_evicted_than_asked_for(policy: EvictionPolicy) -> None:
+    policy.release([3, 1, 2], 0.0)
+    assert policy.evict(0, 0.0) == []
+    assert len(policy.evict(2, 0.0)) == 2
+    assert len(policy) == 1
+
+
+def test_a_leased_slot_is_not_evicted(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2, 3], 0.0)
+    policy.lease([1, 2])
+    assert len(policy) == 2
+    assert sorted(take_all(policy)) == [0, 3]
+
+
+def test_what_is_not_evictable_may_be_leased_and_forgotten(policy: EvictionPolicy) -> None:
+    policy.release([0, 1], 0.0)
+    policy.lease([1, 5, 5, 1])
+    policy.forget([7, 5])
+    assert len(policy) == 1
+    assert take_all(policy) == [0]
+
+
+def test_a_forgotten_slot_is_not_evicted(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2, 3], 0.0)
+    policy.forget(iter([0, 3, 3]))
+    assert len(policy) == 2
+    assert take_all(policy) == [1, 2]
+
+
+def test_a_forgotten_slot_can_be_released_again(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2], 0.0)
+    policy.forget([0])
+    policy.release([0], 0.0)
+    assert take_all(policy) == [1, 2, 0]
+
+
+def test_the_tail_goes_before_the_head(policy: EvictionPolicy) -> None:
+    policy.release([9, 8, 7, 6, 5, 4], 0.0)
+    assert [policy.evict(1, 0.0)[0] for _ in range(6)] == [9, 8, 7, 6, 5, 4]
+
+
+def test_the_tail_goes_before_the_head_that_others_use_too(policy: EvictionPolicy) -> None:
+    head = [3, 2, 1, 0]
+    policy.release([5, 4, *head], 0.0)
+    for tail in ([7, 6], [9, 8], [11, 10]):
+        policy.lease(reversed(head))
+        policy.release([*tail, *head], 0.0)
+    evicted = take_all(policy)
+    for prefix in ([5, 4, *head], [7, 6, *head], [9, 8, *head], [11, 10, *head]):
+        assert [slot for slot in evicted if slot in prefix] == prefix
+
+
+def test_a_lease_gives_another_place(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2, 3], 0.0)
+    policy.lease([0])
+    policy.release([0], 0.0)
+    assert take_all(policy) == [1, 2, 3, 0]
+
+
+def run_randomly(policy: EvictionPolicy, num_steps: int, num_slots: int) -> list[list[int]]:
+    """Lease and release what a real pool might; return what was evicted."""
+    draw = random.Random(7)
+    leased, evictable, evicted = list(range(num_slots)), set[int](), []
+    for _ in range(num_steps):
+        draw.shuffle(leased)
+        cut = draw.randrange(len(leased) + 1)
+        released, leased = leased[:cut], leased[cut:]
+        policy.release(released, 0.0)
+        evictable.update(released)
+        hit = draw.sample(sorted(evictable), min(len(evictable), draw.randrange(9)))
+        policy.lease(hit)
+        evicted.append(policy.evict(draw.randrange(9), 0.0))
+        leased += hit + evicted[-1]
+        evictable.difference_update(leased)
+    return evicted
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_calls_evict_the_same_slots(name: str) -> None:
+    runs = [run_randomly(POLICIES[name](64), 300, 64) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_hits_without_evictions_take_no_memory(name: str) -> None:
+    """What a lease leaves behind in a queue is swept out, though nothing is ever evicted."""
+    policy = POLICIES[name](100)
+    policy.release(range(100), 0.0)
+    sizes = []
+    for index in range(2000):
+        slots = [(index + offset) % 60 for offset in range(10)]
+        policy.lease(slots)
+        policy.release(slots, 0.0)
+        sizes.append(len(pickle.dumps(policy)))
+    assert max(sizes[1000:]) < 1.2 * max(sizes[500:1000])
+    assert sorted(take_all(policy)) == list(range(100))
+
+
+# ---- age ---------------------------------------------------------------------------------------
+
+
+def test_age_counts_from_the_last_release(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2], 100.0)
+    policy.lease([2])
+    policy.release([2], 110.0)
+    policy.release([3], 110.0)
+    assert policy.take_age_s() == 0.0
+    assert sorted(take_all(policy, 150.0)) == [0, 1, 2, 3]
+    assert policy.take_age_s() == 50.0 + 50.0 + 40.0 + 40.0
+    assert policy.take_age_s() == 0.0, "it has been taken"
+
+
+def test_what_is_forgotten_or_leased_has_no_age(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2], 0.0)
+    policy.forget([0])
+    policy.lease([1])
+    assert policy.evict(3, 7.0) == [2]
+    assert policy.take_age_s() == 7.0
+
+
+def test_age_survives_the_sweep(policy: EvictionPolicy) -> None:
+    policy.release([20, 21], 0.0)
+    for _ in range(50):
+        policy.release([0, 1, 2], 1.0)
+        policy.lease([0, 1, 2])
+    assert policy.evict(2, 1.0) == [20, 21]
+    assert policy.take_age_s() == 2.0
+
+
+def test_slru_keeps_the_age_of_what_it_protects_no_more() -> None:
+    policy = Slru(NUM_SLOTS)
+    policy.release([0, 1], 0.0)
+    policy.lease([0, 1])
+    policy.release([0], 10.0)
+    policy.release([1], 20.0)
+    assert policy.evict(1, 50.0) == [0], "the share of two is none: both are demoted"
+    assert policy.take_age_s() == 40.0
+    assert policy.evict(1, 50.0) == [1]
+    assert policy.take_age_s() == 30.0
+
+
+# ---- what is read for a spill ------------------------------------------------------------------
+
+
+def test_what_is_only_read_is_evicted_as_if_nothing_had_read_it() -> None:
+    for policy in (Lru(NUM_SLOTS), Slru(NUM_SLOTS)):
+        policy.release([0, 1], 0.0)
+        policy.lease([2])  # a hit
+        policy.release([2], 0.0)
+        policy.hold([0])
+        policy.release([0], 0.0)
+        assert take_all(policy) == ([1, 2, 0] if isinstance(policy, Lru) else [1, 0, 2])
+
+
+def test_what_is_to_go_first_goes_first_and_can_be_seen_before(policy: EvictionPolicy) -> None:
+    policy.release([0, 1, 2, 3], 0.0)
+    policy.lease([2])
+    policy.release([2], 0.0)
+    policy.hurry([3, 2], 1.0)
+    assert policy.peek(3) == [3, 2, 0]
+    policy.release([4], 2.0)
+    assert take_all(policy) == [3, 2, 0, 1, 4]
+    assert policy.peek(2) == []
+
+
+# ---- against a model ---------------------------------------------------------------------------
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A pool of slots with lease counts; what is filled and unleased is the policy's."""
+
+    @initialize(name=st.sampled_from(sorted(POLICIES)))
+    def start(self, name: str) -> None:
+        self.name = name
+        self.policy = POLICIES[name](NUM_SLOTS)
+        self.empty = list(range(NUM_SLOTS))
+        self.leased: list[int] = []
+        self.evictable: list[int] = []  # in the order in which LRU evicts
+
+    @rule(count=st.integers(0, NUM_SLOTS))
+    def fill(self, count: int) -> None:
+        self.leased += self.empty[:count]
+        del self.empty[:count]
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(self.leased), unique=True))
+        self.policy.release(slots, 50.0)
+        self.leased = [slot for slot in self.leased if slot not in slots]
+        self.evictable += slots
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
+    def lease(self, slots: list[int]) -> None:
+        slots = [slot for slot in slots if slot not in self.empty]
+        self.policy.lease(slots)
+        self._take_out(set(slots), self.leased)
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
+    def hold(self, slots: list[int]) -> None:
+        slots = [slot for slot in slots if slot not in self.empty]
+        self.policy.hold(slots)
+        self._take_out(set(slots), self.leased)
+
+    @precondition(lambda self: self.evictable)
+    @rule(data=st.data())
+    def hurry(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(self.evictable), unique=True))
+        self.policy.hurry(slots, 50.0)
+        self.evictable = slots + [slot for slot in self.evictable if slot not in slots]
+        assert self.policy.peek(len(slots)) == slots
+
+    @rule(count=st.integers(0, NUM_SLOTS + 1))
+    def peek(self, count: int) -> None:
+        slots = self.policy.peek(count)
+        assert len(slots) == len(set(slots)) == min(count, len(self.evictable))
+        assert set(slots) <= set(self.evictable)
+        if self.name == "lru":
+            assert slots == self.evictable[:count]
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
+    def forget(self, slots: list[int]) -> None:
+        self.policy.forget(slots)
+        self._take_out(set(slots), self.empty)
+
+    @rule(count=st.integers(0, NUM_SLOTS + 1))
+    def evict(self, count: int) -> None:
+        slots = self.policy.evict(count, 50.0)
+        assert len(slots) == len(set(slots)) == min(count, len(self.evictable))
+        assert set(slots) <= set(self.evictable), "evicted though it was leased, empty or gone"
+        if self.name == "lru":
+            assert slots == self.evictable[:count]
+        self._take_out(set(slots), self.leased)
+
+    @invariant()
+    def the_length_is_what_is_evictable(self) -> None:
+        if hasattr(self, "policy"):
+            assert len(self.policy) == len(self.evictable)
+
+    def _take_out(self, slots: set[int], whereto: list[int]) -> None:
+        whereto += sorted(slots.intersection(self.evictable))
+        self.evictable = [slot for slot in self.evictable if slot not in slots]
+
+    def teardown(self) -> None:
+        if hasattr(self, "policy"):
+            assert sorted(self.policy.evict(NUM_SLOTS + 1, 50.0)) == sorted(self.evictable)
+
+
+TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# ---- the order of each -------------------------------------------------------------------------
+
+
+def test_lru_evicts_what_was_released_longest_ago() -> None:
+    policy = Lru(NUM_SLOTS)
+    policy.release([4, 3], 0.0)
+    policy.release([2, 1], 0.0)
+    policy.lease([3])
+    policy.release([0], 0.0)
+    policy.release([3], 0.0)
+    assert [policy.evict(2, 0.0), policy.evict(3, 0.0)] == [[4, 2], [1, 0, 3]]
+
+
+def test_slru_evicts_what_was_never_hit_before_what_was() -> None:
+    policy = Slru(NUM_SLOTS)
+    policy.release([1, 0], 0.0)
+    policy.lease([0, 1])
+    policy.release([1, 0], 0.0)
+    policy.release(list(range(NUM_SLOTS - 1, 1, -1)), 0.0)
+    assert take_all(policy)[-2:] == [1, 0]
+
+
+def test_slru_counts_a_hit_of_a_slot_that_is_leased() -> None:
+    """A prefix that is in use all the time is not a one-off because it was released only once."""
+    policy = Slru(NUM_SLOTS)
+    policy.lease([0])  # granted when it was empty, and hit before it was released
+    policy.release([0], 0.0)
+    policy.release(list(range(1, NUM_SLOTS)), 0.0)
+    assert take_all(policy)[-1] == 0
+
+
+def test_slru_protects_a_share_and_gives_the_others_another_chance() -> None:
+    policy = Slru(20)
+    policy.release(list(range(20)), 0.0)
+    policy.lease(range(10))
+    policy.release(list(range(10)), 0.0)
+    num_protected = int(PROTECTED_SHARE * 20)
+    assert take_all(policy) == [*range(10, 20), *range(10)]
+    policy.release(list(range(20)), 0.0)
+    policy.lease(range(10))
+    policy.release(list(range(10)), 0.0)
+    policy.lease(range(10, 20))
+    policy.release(list(range(10, 20)), 0.0)  # these protect themselves, and demote the others
+    order = take_all(policy)
+    assert order[:10] == list(range(10))
+    assert order[-num_protected:] == list(range(20 - num_protected, 20))
+
+
+def test_slru_gives_up_what_it_has_protected_for_long_and_not_only_what_is_new() -> None:
+    policy = Slru(20)
+    slots = list(range(20))
+    policy.release(slots, 0.0)
+    policy.lease(slots)
+    policy.release(slots, 0.0)
+    assert policy.evict(1, 0.0) == [0]
+    policy.release([0], 0.0)
+    num_given_up = 20 - int(PROTECTED_SHARE * 20)
+    assert take_all(policy) == [*range(1, num_given_up), 0, *range(num_given_up, 20)]
+
+
+def test_slru_takes_what_a_slot_holds_after_eviction_for_new() -> None:
+    policy = Slru(NUM_SLOTS)
+    policy.release([0], 0.0)
+    policy.lease([0])
+    policy.release([0], 0.0)
+    assert policy.evict(1, 0.0) == [0]
+    policy.release([0], 0.0)
+    policy.release(list(range(1, NUM_SLOTS)), 0.0)
+    assert take_all(policy)[0] == 0
+
+
+def test_slru_knows_nothing_of_what_a_slot_held_before() -> None:
+    policy = Slru(NUM_SLOTS)
+    policy.release([1, 0], 0.0)
+    policy.lease([0, 1])
+    policy.forget([1])  # while it is leased
+    policy.release([0], 0.0)
+    assert policy.evict(1, 0.0) == [0]
+    policy.release([1], 0.0)
+    policy.release([0], 0.0)
+    policy.release([5, 4, 3, 2], 0.0)
+    assert take_all(policy) == [1, 0, 5, 4, 3, 2]

@@ -1,0 +1,501 @@
+"""Host slots: who gets them, and that no call half happens."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import Count, Counters
+from safe_offload.scheduler.cache.directory import Directory, Key
+from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy, Lru
+from safe_offload.scheduler.cache.slots import SlotPool, SlotStatistics
+
+
+def pool_of(
+    num_slots: int, num_groups: int = 1, policy: str = "lru", num_usable: int | None = None
+) -> SlotPool:
+    directory = Directory(num_slots, num_groups)
+    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots), Counters())
+    pool.open(num_slots if num_usable is None else num_usable)
+    return pool
+
+
+def hashes_of(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def fill(pool: SlotPool, *names: str) -> list[int]:
+    """Slots that hold these and are still leased."""
+    slots = pool.grant(len(names))
+    pool.directory.begin_store(slots, 0, hashes_of(*names), {})
+    pool.directory.publish(slots)
+    return slots
+
+
+# ---- grants ------------------------------------------------------------------------------------
+
+
+def test_empty_slots_are_granted_from_the_first_on() -> None:
+    pool = pool_of(6)
+    assert [pool.grant(2), pool.grant(3), pool.grant(1)] == [[0, 1], [2, 3, 4], [5]]
+
+
+def test_no_slot_is_granted_before_the_ranks_have_said_how_many_they_have() -> None:
+    pool = pool_of(6, num_usable=0)
+    assert pool.grant(1) == []
+    pool.check_invariants([])
+
+
+def test_a_grant_of_nothing_changes_nothing() -> None:
+    pool = pool_of(3)
+    assert pool.grant(0) == pool.grant(-1) == []
+    assert pool.statistics().num_free == 3
+
+
+def test_full_is_a_smaller_grant_or_none() -> None:
+    pool = pool_of(3)
+    leases = [pool.grant(2), pool.grant(2), pool.grant(1)]
+    assert leases == [[0, 1], [2], []]
+    pool.check_invariants(leases)
+
+
+def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
+    pool = pool_of(5)
+    pool.release(fill(pool, "a", "b", "c"))
+    version = pool.directory.version
+    assert pool.grant(2) == [3, 4]
+    assert pool.directory.version == version, "nothing that was found has gone"
+    assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
+    assert pool.directory.version > version
+    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
+
+
+def test_one_grant_takes_what_is_empty_and_evicts_the_rest() -> None:
+    pool = pool_of(4)
+    pool.release(fill(pool, "a", "b"))
+    assert pool.grant(9) == [2, 3, 1, 0]
+    assert pool.directory.find(0, b"a") is None
+    assert pool.directory.kept() == {}
+
+
+def test_a_leased_slot_is_not_evicted() -> None:
+    pool = pool_of(3)
+    slots = fill(pool, "a", "b", "c")
+    pool.release(slots)
+    pool.lease([1])
+    assert pool.grant(3) == [2, 0]
+    assert pool.directory.find(0, b"b") == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
+    pool = pool_of(8, policy=policy, num_usable=3)
+    leased = pool.grant(1)
+    pool.open(5)
+    pool.open(2)  # a rank that says less than before takes nothing away
+    assert pool.num_usable == 5
+    pool.open(20)
+    assert pool.num_usable == 8
+    assert pool.grant(20) == [1, 2, 3, 4, 5, 6, 7]
+    pool.check_invariants([leased, range(1, 8)])
+
+
+# ---- leases ------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_free_when_the_last_of_its_leases_is_released() -> None:
+    pool = pool_of(3)
+    slots = fill(pool, "a", "b")
+    pool.lease([0])
+    pool.lease([1, 0])
+    pool.check_invariants([slots, [0], [1, 0]])
+    pool.release(slots)
+    assert pool.statistics().num_leased == 2
+    pool.release([0])
+    assert pool.statistics().num_leased == 2
+    pool.release([1, 0])
+    assert pool.statistics().num_leased == 0
+    pool.check_invariants([])
+
+
+def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
+    pool = pool_of(3)
+    pool.release(fill(pool, "a", "b", "c"))
+    pool.lease([0, 1])
+    pool.lease([0])
+    pool.lease([0])
+    pool.release([0, 1, 0])
+    pool.check_invariants([[0]])
+    pool.lease([0])
+    pool.release([0, 0])
+    pool.check_invariants([])
+
+
+@pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])
+def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots: list[int]) -> None:
+    pool = pool_of(3)
+    pool.lease(pool.grant(2))
+    with pytest.raises(InvariantError, match=r"I8.*\[2\] released more often than leased"):
+        pool.release(slots)
+    pool.check_invariants([[0, 1], [0, 1]])
+
+
+def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
+    pool = pool_of(4)
+    filled = fill(pool, "a")
+    unfilled = pool.grant(2)
+    pool.release(filled + unfilled)
+    pool.check_invariants([])
+    assert pool.grant(3) == [1, 2, 3], "in the order of the prefix, and before what is filled"
+
+
+# ---- what they hold ----------------------------------------------------------------------------
+
+
+def test_what_is_being_stored_is_neither_found_nor_given_away() -> None:
+    pool = pool_of(3)
+    pool.release(fill(pool, "a"))
+    slots = pool.grant(2)
+    pool.directory.begin_store(slots, 0, hashes_of("b", "c"), {})
+    assert pool.directory.find(0, b"b") is None
+    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0]
+    assert pool.directory.filled([0, *slots]) == [0]
+    assert pool.directory.kept() == {0: Key(0, b"a")}
+    assert b"b" in pool.directory.tables[0], "nobody need store it twice"
+    assert pool.grant(3) == [0]
+    pool.check_invariants([slots, [0]])
+
+
+def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
+    pool = pool_of(3)
+    slots = fill(pool, "a", "b")
+    version, num_forgets = pool.directory.version, pool.directory.num_forgets
+    pool.forget([0, 2])
+    assert pool.directory.version > version
+    assert pool.directory.num_forgets > num_forgets
+    assert pool.directory.find(0, b"a") is None
+    assert pool.directory.find(0, b"b") == 1
+    pool.check_invariants([slots])
+    pool.release(slots)
+    pool.check_invariants([])
+    assert pool.grant(2) == [0, 2], "one that holds nothing is empty"
+
+
+def test_the_same_can_be_stored_again_when_it_was_forgotten_on_the_way() -> None:
+    pool = pool_of(2)
+    first = pool.grant(1)
+    pool.directory.begin_store(first, 0, hashes_of("a"), {})
+    pool.forget_all()
+    second = fill(pool, "a")
+    pool.directory.publish(first)
+    pool.release(first)
+    assert pool.directory.find(0, b"a") == second[0]
+    pool.check_invariants([second])
+
+
+def test_forgetting_all_leaves_nothing_to_find() -> None:
+    pool = pool_of(6, num_groups=2)
+    leased = fill(pool, "a", "b")
+    pool.release(leased[1:])
+    storing = pool.grant(2)
+    pool.directory.begin_store(storing, 1, hashes_of("a", "b"), {})
+    pool.forget_all()
+    assert pool.directory.kept() == {}
+    assert not any(pool.directory.tables)
+    pool.check_invariants([leased[:1], storing])
+
+
+# ---- bad memory, and errors --------------------------------------------------------------------
+
+
+def test_a_retired_slot_is_never_granted_again() -> None:
+    pool = pool_of(6)
+    leased, evictable = fill(pool, "a"), fill(pool, "b")
+    pool.release(evictable)
+    assert pool.retire([0, 1, 2, 2, 99, -1]) == [0, 1, 2]
+    assert pool.retire([0, 5]) == [5]
+    assert pool.statistics().num_retired == 4
+    assert pool.directory.find(0, b"b") == 1, "until somebody forgets it"
+    pool.forget([0, 1, 2])
+    pool.check_invariants([leased])
+    pool.release(leased)
+    assert pool.grant(6) == [3, 4]
+    pool.check_invariants([[3, 4]])
+
+
+def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores() -> None:
+    pool = pool_of(6)
+    kept, gone = fill(pool, "a"), fill(pool, "b")
+    storing, lost = pool.grant(1), pool.grant(1)
+    pool.directory.begin_store(storing, 0, hashes_of("c"), {b"c": [Key(0, b"c2")]})
+    pool.directory.begin_store(lost, 0, hashes_of("d"), {})
+    pool.retire([5])
+    pool.lease(kept)
+    pool.mend([kept, kept, storing])
+    pool.check_invariants([kept, kept, storing])
+    assert pool.directory.kept() == {kept[0]: Key(0, b"a"), gone[0]: Key(0, b"b")}
+    assert pool.directory.tables[0].keys() == {b"a", b"b", b"c"}
+    pool.directory.publish(storing)
+    assert pool.directory.find(0, b"c") == storing[0]
+    assert sorted(pool.grant(6)) == sorted([*gone, *lost, 4])
+
+
+class FailingAfter(dict[bytes, int]):
+    """A table in which the next update ends in an error when it has taken some of its items."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.num_items = num_items
+
+    def update(self, items: object, /) -> None:  # type: ignore[override]
+        super().update(itertools.islice(items, self.num_items))  # type: ignore[call-overload]
+        raise MemoryError
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2])
+def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
+    num_items: int,
+) -> None:
+    pool = pool_of(6)
+    pool.directory.tables = (FailingAfter(num_items),)
+    slots = pool.grant(2)
+    with pytest.raises(MemoryError):
+        pool.directory.begin_store(slots, 0, hashes_of("a", "b"), {})
+    pool.mend([])
+    pool.check_invariants([])
+    assert pool.statistics().num_free == 6
+    assert not pool.directory.tables[0]
+
+
+def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
+    pool = pool_of(4)
+    pool.release(fill(pool, "a", "b", "c", "d"))
+    pool.grant(3)
+    pool.mend([])
+    pool.check_invariants([])
+    assert pool.directory.find(0, b"a") == 0
+    assert pool.statistics().num_free == 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "leases", "invariant_id"),
+    [
+        (lambda pool, policy: None, [[0]], "I8"),
+        (lambda pool, policy: None, [[0, 1], [1]], "I8"),
+        (lambda pool, policy: pool.directory.begin_store([2], 0, [b"c"], {}), [[0, 1]], "I5"),
+        (lambda pool, policy: fill_unleased(pool, 2), [[0, 1]], "I8.*empty"),
+        (lambda pool, policy: policy.release([1], 0.0), [[0, 1]], "I8.*evictable"),
+        (lambda pool, policy: pool.directory.tables[0].update(c=0), [[0, 1]], "I6"),
+    ],
+)
+def test_a_spoilt_pool_is_seen(
+    spoil: Callable[[SlotPool, EvictionPolicy], object],
+    leases: list[list[int]],
+    invariant_id: str,
+) -> None:
+    policy = Lru(4)
+    pool = SlotPool(4, Directory(4, 1), policy, Counters())
+    pool.open(4)
+    fill(pool, "a", "b")
+    pool.check_invariants([[0, 1]])
+    spoil(pool, policy)
+    with pytest.raises(InvariantError, match=invariant_id):
+        pool.check_invariants(leases)
+
+
+def fill_unleased(pool: SlotPool, slot: int) -> None:
+    pool.directory.begin_store([slot], 0, [b"c"], {})
+    pool.directory.publish([slot])
+
+
+def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -> None:
+    counters = Counters()
+    pool = SlotPool(3, Directory(3, 1), Lru(3), counters)
+    pool.open(3)
+    pool.set_time(10.0)
+    slots = fill(pool, "a", "b", "c")
+    pool.mark_hit(slots[1:])
+    pool.release(slots)
+    pool.forget(slots[2:])
+    pool.set_time(17.0)
+    assert len(pool.grant(3)) == 3
+    assert counters[Count.EVICTED_BLOCKS_HIT] == 1
+    assert counters[Count.EVICTED_BLOCKS_UNHIT] == 1
+    assert counters[Count.EVICTED_AGE_SECONDS] == 2 * 7
+
+
+def test_the_statistics_tell_what_each_slot_is() -> None:
+    pool = pool_of(9, num_usable=8)
+    pool.release(fill(pool, "a", "b", "c"))
+    pool.grant(1)
+    pool.retire([7])
+    assert pool.statistics() == SlotStatistics(
+        num_usable=8, num_empty=3, num_evictable=3, num_leased=1, num_retired=1
+    )
+    assert pool.statistics().num_free == 6
+
+
+# ---- against a model ---------------------------------------------------------------------------
+
+NUM_SLOTS, NUM_GROUPS = 9, 2
+KEYS = [Key(group_idx, bytes([n])) for group_idx in range(NUM_GROUPS) for n in range(8)]
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """A pool beside what is known of each slot: who leases it, under which keys it is found."""
+
+    @initialize(policy=st.sampled_from(["lru", "slru"]))
+    def start(self, policy: str) -> None:
+        self.pool = pool_of(NUM_SLOTS, NUM_GROUPS, policy, num_usable=0)
+        self.num_usable = 0
+        self.leases: list[list[int]] = []
+        self.retired: set[int] = set()
+        self.keys: dict[int, list[Key]] = {}  # its own key first
+        self.storing: set[int] = set()
+        self.granted: list[list[int]] = []  # leases that nothing was stored in yet
+
+    def leased(self) -> set[int]:
+        return {slot for lease in self.leases for slot in lease} | self.retired
+
+    def taken(self) -> set[Key]:
+        return {key for keys in self.keys.values() for key in keys}
+
+    def drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.keys.pop(slot, None)
+            self.storing.discard(slot)
+
+    @rule(count=st.integers(0, NUM_SLOTS + 2))
+    def open(self, count: int) -> None:
+        self.pool.open(count)
+        self.num_usable = max(self.num_usable, min(count, NUM_SLOTS))
+
+    @rule(count=st.integers(0, 5))
+    def grant(self, count: int) -> None:
+        free = set(range(self.num_usable)) - self.leased()
+        empty = free - self.keys.keys()
+        slots = self.pool.grant(count)
+        assert len(slots) == len(set(slots)) == min(count, len(free))
+        assert set(slots) <= free
+        assert set(slots[: len(empty)]) <= empty, "evicted although others were empty"
+        self.drop(slots)
+        if slots:
+            self.leases.append(slots)
+            self.granted.append(slots)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), group_idx=st.integers(0, NUM_GROUPS - 1), num_more=st.integers(0, 2))
+    def begin_store(self, data: st.DataObject, group_idx: int, num_more: int) -> None:
+        slots = self.granted.pop()
+        free = [k for k in KEYS if k.group_idx == group_idx and k not in self.taken()]
+        slots = slots[: len(free)]
+        if not slots:
+            return
+        own = data.draw(st.permutations(free))[: len(slots)]
+        more = data.draw(st.lists(st.sampled_from(KEYS), max_size=num_more, unique=True))
+        more_keys = {own[0].block_hash: more} if more else {}
+        self.pool.directory.begin_store(
+            slots, group_idx, [key.block_hash for key in own], more_keys
+        )
+        for slot, key in zip(slots, own, strict=True):
+            self.keys[slot] = [key]
+        self.keys[slots[0]] += [key for key in more if key not in self.taken()]
+        self.storing.update(slots)
+
+    @precondition(lambda self: self.storing)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.storing)), unique=True))
+        self.pool.directory.publish(slots)
+        self.storing.difference_update(slots)
+
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        found = sorted(self.keys.keys() - self.storing)
+        if found:
+            slots = data.draw(st.lists(st.sampled_from(found), min_size=1, unique=True))
+            self.pool.lease(slots)
+            self.leases.append(slots)
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        held = sorted(self.pool.directory.hashes)
+        if held:
+            slots = data.draw(st.lists(st.sampled_from(held), unique=True))
+            self.pool.hold(slots)
+            self.leases.append(slots)
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1), unique=True))
+    def evict_first(self, slots: list[int]) -> None:
+        self.pool.evict_first(slots)
+        free = self.pool.directory.hashes.keys() - self.leased()
+        first = [slot for slot in slots if slot in free]
+        assert self.pool.next_evicted(len(first)) == first
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(range(len(self.leases))), unique=True))
+        slots = [slot for index in chosen for slot in self.leases[index]]
+        left = [lease for index, lease in enumerate(self.leases) if index not in chosen]
+        if self.storing & (set(slots) - {s for lease in left for s in lease} - self.retired):
+            return  # a store keeps its lease until it has settled
+        self.pool.release(slots)
+        self.leases = left
+        self.granted = [lease for lease in self.granted if lease in left]
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS - 1)))
+    def forget(self, slots: list[int]) -> None:
+        self.pool.forget(dict.fromkeys(slots))
+        self.drop(slots)
+
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        self.drop(list(self.keys))
+
+    @rule(slots=st.lists(st.integers(0, NUM_SLOTS), max_size=2))
+    def retire(self, slots: list[int]) -> None:
+        new = {slot for slot in slots if slot < self.num_usable} - self.retired
+        assert set(self.pool.retire(slots)) == new
+        self.retired |= new
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def mend(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(range(len(self.leases))), unique=True))
+        self.leases = [self.leases[index] for index in sorted(chosen)]
+        self.granted = [lease for lease in self.granted if lease in self.leases]
+        self.pool.mend(self.leases)
+        self.drop([slot for slot in self.storing if slot not in self.leased()])
+        self.keys = {slot: keys[:1] for slot, keys in self.keys.items()}
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        pool = self.pool
+        pool.check_invariants(self.leases)
+        num_leases = Counter(slot for lease in self.leases for slot in lease)
+        num_taken = len(num_leases.keys() | self.retired)
+        statistics = pool.statistics()
+        assert statistics.num_free == self.num_usable - num_taken
+        assert statistics.num_leased == num_taken - len(self.retired)
+        slot_of = {key: slot for slot, keys in self.keys.items() for key in keys}
+        for key in KEYS:
+            slot = slot_of.get(key)
+            assert pool.directory.tables[key.group_idx].get(key.block_hash) == slot
+            assert pool.directory.find(*key) == (None if slot in self.storing else slot)
+        found = self.keys.keys() - self.storing
+        assert pool.directory.kept() == {slot: self.keys[slot][0] for slot in found}
+
+
+TestSlotMachine = SlotMachine.TestCase
+TestSlotMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,583 @@
+"""Whether a hit is offered: what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_offload.scheduler.loads import cost
+from safe_offload.scheduler.loads.cost import (
+    FAR,
+    GAUGES_EVERY_MAX,
+    KEPT_SAMPLES,
+    PROBE_EVERY,
+    PROBE_REACH,
+    REFRESH_EVERY_MAX,
+    SAMPLES_MIN,
+    WAIT_SLACK_S,
+    Costs,
+    Curve,
+    Offer,
+    StepWatch,
+    TierCosts,
+)
+from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, make_engine, serve
+from tests.benchmarks.scheduler_measure import COPY_STEPS
+from tests.benchmarks.scheduler_probe import Counts, HookCounter
+from tests.benchmarks.scheduler_traces import Trace, make_trace
+from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.vllm_setup import OURS
+
+STEP_TOKENS = 2048
+STEP_S, TOKEN_S = 0.004, 20e-6
+"""A step takes so long, and each token of it."""
+LOAD_S, LOADED_TOKEN_S = 0.004, 1e-6
+
+
+def measured(**changes: Any) -> Costs:
+    """Costs of an engine whose steps and loads have taken what is above."""
+    costs = Costs(changes.pop("min_load_tokens", None), STEP_TOKENS)
+    for size in (1, 40, 300, 2048):
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+            costs.loads.add(size, LOAD_S + size * LOADED_TOKEN_S)
+    return costs
+
+
+# ---- the decision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "pays"), [(32, False), (128, False), (256, True), (16_000, True)]
+)
+def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens: int, pays: bool) -> None:
+    assert measured().pays(Offer(num_tokens, 20)) == pays
+
+
+MEASURED_MS = {
+    32: (7.1, 9.2, 5.0),
+    128: (7.3, 10.3, 5.1),
+    256: (6.1, 8.2, 4.1),
+    1024: (12.8, 8.0, 4.6),
+    4096: (92, 9.0, 5.3),
+}
+"""Time to first token of a real CPU engine by prompt: computed, from the host, from the GPU."""
+
+
+def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine() -> None:
+    costs = Costs(None, 8192)
+    for num_tokens, (computed_ms, loaded_ms, on_gpu_ms) in MEASURED_MS.items():
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(1, 0.002)
+            costs.steps.add(num_tokens + 1, 0.002 + (computed_ms - on_gpu_ms) / 1000)
+            costs.loads.add(num_tokens, (loaded_ms - on_gpu_ms) / 1000)
+    for num_tokens, (computed_ms, loaded_ms, _) in MEASURED_MS.items():
+        chosen_ms = loaded_ms if costs.pays(Offer(num_tokens, 1)) else computed_ms
+        assert chosen_ms <= 1.05 * min(computed_ms, loaded_ms), num_tokens
+
+
+def test_before_anything_was_measured_every_hit_is_offered() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert costs.pays(Offer(1, 1))
+    for _ in range(SAMPLES_MIN):
+        costs.loads.add(16, 1.0)
+        assert costs.pays(Offer(1, 1)), "no step was measured"
+
+
+def test_a_number_overrules_what_was_measured() -> None:
+    assert measured(min_load_tokens=0).pays(Offer(1, 1))
+    assert measured(min_load_tokens=100).pays(Offer(100, 1))
+    assert not measured(min_load_tokens=100).pays(Offer(99, 1))
+
+
+def test_a_load_under_way_costs_what_is_left_of_it() -> None:
+    costs = measured()
+    assert not costs.pays(Offer(128, 20))
+    assert costs.pays(Offer(128, 20, loading_s=0.003))
+    assert not costs.pays(Offer(128, 20, loading_s=60.0)), "late, and who knows for how long"
+
+
+def test_what_is_refused_is_tried_now_and_then() -> None:
+    costs = measured()
+    answers = [costs.pays(Offer(32, 20)) for _ in range(3 * PROBE_EVERY)]
+    assert sum(answers) == 3
+
+
+def test_a_hit_that_barely_pays_is_computed_now_and_then() -> None:
+    costs = measured()
+    assert PROBE_REACH > costs.compute_s(Offer(256, 20)) / costs.load_s(Offer(256, 20)) > 1
+    answers = [costs.pays(Offer(256, 20)) for _ in range(3 * PROBE_EVERY)]
+    assert answers.count(False) == 3
+
+
+def test_a_hit_that_pays_well_is_always_loaded() -> None:
+    costs = measured()
+    assert all(costs.pays(Offer(2000, 20)) for _ in range(3 * PROBE_EVERY))
+
+
+def test_who_waits_for_a_load_is_not_made_to_compute_for_a_measurement() -> None:
+    costs = measured()
+    waits = Offer(256, 20, loading_s=0.0005)
+    assert all(costs.pays(waits) for _ in range(3 * PROBE_EVERY))
+
+
+@pytest.mark.parametrize("was_slow", [True, False])
+def test_what_computing_takes_is_learned_again_from_the_hits_that_are_tried(
+    was_slow: bool,
+) -> None:
+    """Every prompt is a hit, so that nothing else is ever computed; then the machine changes."""
+    costs = measured()
+    before_s, after_s = (TOKEN_S, TOKEN_S / 4) if was_slow else (TOKEN_S / 4, TOKEN_S)
+    answers = [serve_hit(costs, token_s) for token_s in [before_s] * 1000 + [after_s] * 1000]
+    assert sum(answers[900:1000]) == pytest.approx(97 if was_slow else 3, abs=1)
+    assert sum(answers[1900:]) == pytest.approx(3 if was_slow else 97, abs=1)
+
+
+def serve_hit(costs: Costs, token_s: float) -> bool:
+    """Let a hit of 256 tokens be loaded or computed, and note what that took."""
+    if costs.pays(Offer(256, 20)):
+        costs.loads.add(256, LOAD_S + 256 * LOADED_TOKEN_S)
+        costs.steps.add(20, STEP_S + 20 * token_s)
+        return True
+    costs.steps.add(276, STEP_S + 276 * token_s)
+    return False
+
+
+def test_what_others_generate_is_computed_in_any_case() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(SAMPLES_MIN):
+        for size, seconds in ((16, 0.004), (64, 0.004), (512, 0.04)):
+            costs.steps.add(size, seconds)
+        costs.loads.add(32, 0.001)
+    assert not costs.pays(Offer(32, 1)), "a step of so few tokens takes no longer for them"
+    costs.scheduled = dict.fromkeys(map(str, range(60)), 1)
+    assert costs.pays(Offer(32, 1))
+
+
+def test_what_is_measured_anew_replaces_what_was() -> None:
+    costs = measured()
+    assert not costs.pays(Offer(128, 20))
+    for _ in range(KEPT_SAMPLES):
+        for size in (1, 40, 128):
+            costs.loads.add(size, 0.0001)
+    assert costs.pays(Offer(128, 20))
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    costs = measured()
+    costs.steps.add(148, 30.0)
+    for _ in range(2):
+        costs.steps.add(148, STEP_S + 148 * TOKEN_S)
+    assert not costs.pays(Offer(128, 20))
+
+
+def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(SAMPLES_MIN):
+        costs.loads.add(32, 0.004)
+        costs.steps.add(1, 0.004)
+        costs.steps.add(2048, 0.04)
+    assert costs.pays(Offer(16_000, 20))
+
+
+# ---- what hits have saved ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "num_left"), [(256, 20), (2000, 20), (9000, 300)])
+def test_a_hit_saves_what_computing_it_would_have_added(num_tokens: int, num_left: int) -> None:
+    costs, offer = measured(), Offer(num_tokens, num_left)
+    assert costs.saved_s(offer) == pytest.approx(costs.compute_s(offer))
+
+
+def after_a_warm_restart(num_loads: int = SAMPLES_MIN) -> Costs:
+    """Costs of an engine that has loaded all but the tails of long prompts."""
+    costs = Costs(None, STEP_TOKENS)
+    for _ in range(num_loads):
+        for size in (16, 20):
+            costs.loads.add(2000, LOAD_S + 2000 * LOADED_TOKEN_S)
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+    return costs
+
+
+def test_what_was_never_computed_is_counted_as_the_largest_step_that_was() -> None:
+    costs = after_a_warm_restart()
+    assert costs.compute_s(Offer(2000, 20)) > 5 * 2000 * TOKEN_S, "decisions take it for dear"
+    assert costs.saved_s(Offer(2000, 20)) <= 4 * TOKEN_S
+    assert costs.saved_s(Offer(2000, 1)) <= 4 * TOKEN_S, "less than 16 was not computed either"
+    costs.steps.add(1000, STEP_S + 1000 * TOKEN_S)
+    assert costs.saved_s(Offer(2000, 20)) == pytest.approx(980 * TOKEN_S, rel=0.01)
+
+
+def test_without_a_measured_step_nothing_was_saved() -> None:
+    assert Costs(None, STEP_TOKENS).saved_s(Offer(2000, 20)) == 0
+
+
+def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown() -> None:
+    costs = after_a_warm_restart()
+    assert costs.gauges()["compute_tokens_per_second"] == 0
+    for _ in range(GAUGES_EVERY_MAX):
+        costs.steps.add(2000 // FAR, STEP_S + 2000 // FAR * TOKEN_S)
+    assert costs.gauges()["compute_tokens_per_second"] == round(500 / (STEP_S + 500 * TOKEN_S))
+
+
+def test_the_speed_of_whole_steps_is_shown_however_large_loads_are() -> None:
+    costs = measured()
+    costs.loads.add(100 * STEP_TOKENS, 1.0)
+    assert costs.gauges()["compute_tokens_per_second"] > 0
+
+
+def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit() -> None:
+    """A tier takes four times as long as computing, which nobody has measured: once is enough."""
+    costs = after_a_warm_restart()
+    tiers, offer, num_slots = TierCosts(costs, 1), Offer(1990, 20), 124
+    true_s = 1990 * TOKEN_S
+    tiers.add_fetch(1, num_slots, 4 * true_s)
+    answers = []
+    for _ in range(3 * PROBE_EVERY):
+        answers.append(tiers.fetch_pays(offer, num_slots, 1))
+        if answers[-1] and costs.pays(offer):
+            costs.loads.add(1990, LOAD_S + 1990 * LOADED_TOKEN_S)
+            costs.steps.add(20, STEP_S + 20 * TOKEN_S)
+        else:
+            costs.steps.add(2010, STEP_S + 2010 * TOKEN_S)
+    assert answers.count(True) <= PROBE_EVERY + REFRESH_EVERY_MAX
+    assert costs.compute_s(offer) == pytest.approx(true_s, rel=0.1)
+
+
+# ---- how long a tier is waited for -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded_token_s", [LOADED_TOKEN_S, TOKEN_S / 2])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_tokens", [64, 2000, 16_000])
+def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
+    num_tokens: int, share: float, loaded_token_s: float
+) -> None:
+    """What has come is loaded, the rest computed, a little faster than was measured before."""
+    costs = Costs(None, STEP_TOKENS)
+    for size in (1, 40, 300, 2048):
+        for _ in range(SAMPLES_MIN):
+            costs.steps.add(size, STEP_S + size * TOKEN_S)
+            costs.loads.add(size, LOAD_S + size * loaded_token_s)
+    offer, num_come = Offer(num_tokens, 20), int(share * num_tokens)
+    wait_s = TierCosts(costs, 1).wait_max_s(offer, share)
+    assert wait_s is not None
+    after_s = 0.0
+    if costs.pays(Offer(num_come, 20 + num_tokens - num_come)):
+        after_s = costs.load_s(Offer(num_come, 0))
+        num_come = num_tokens - num_come
+        after_s += costs.compute_s(Offer(num_come, 20))
+    else:
+        after_s = costs.compute_s(offer)
+    assert wait_s + 0.97 * after_s <= 1.1 * 0.97 * costs.compute_s(offer) + WAIT_SLACK_S
+    assert wait_s >= 0.05 * costs.compute_s(offer)
+
+
+def test_one_step_tells_how_long_to_wait_for_a_tier() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert TierCosts(costs, 1).wait_max_s(Offer(1000, 20), 0.0) is None
+    costs.steps.add(500, 0.5)
+    wait_s = TierCosts(costs, 1).wait_max_s(Offer(1000, 0), 0.0)
+    assert wait_s is not None
+    assert 0.05 <= wait_s <= 0.1 + WAIT_SLACK_S
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 20), (3, 40, 41), (1, 2, 4, 9)])
+def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes: tuple[int, ...]) -> None:
+    """Steps of few tokens take equally long, which says nothing of one of thousands."""
+    costs = Costs(None, STEP_TOKENS)
+    for size in sizes * SAMPLES_MIN:
+        costs.steps.add(size, STEP_S + size * TOKEN_S / 100)
+    wait_s = TierCosts(costs, 1).wait_max_s(Offer(16_000, 20), 0.0)
+    assert wait_s is not None
+    assert wait_s >= WAIT_SLACK_S + 0.05 * (16_000 * TOKEN_S)
+
+
+def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    tiers = TierCosts(costs, 1)
+    tiers.add_fetch(1, 10, 5.0)
+    assert tiers.fetch_pays(Offer(160, 20), 10, 1)
+    costs.steps.add(180, 0.18)
+    assert not tiers.fetch_pays(Offer(160, 20), 10, 1)
+
+
+# ---- curves ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 100)), min_size=1, max_size=40),
+    st.integers(0, 10**7),
+    st.booleans(),
+)
+def test_a_curve_always_has_an_answer(
+    samples: list[tuple[int, float]], size: int, is_cheap: bool
+) -> None:
+    curve = Curve(is_cheap_beyond=is_cheap)
+    for sample in samples:
+        curve.add(*sample)
+    assert 0 <= curve.at(size) < float("inf")
+
+
+def test_more_never_takes_less() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    for size, seconds in ((1, 3.0), (10, 1.0), (100, 2.0), (1000, 9.0)):
+        curve.add(size, seconds)
+    assert [seconds for _, seconds in curve.points] == [2, 2, 2, 9]
+
+
+def test_between_two_sizes_it_is_a_line() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    curve.add(100, 1.0)
+    assert [curve.at(size) for size in (0, 50, 200)] == [0, 0.5, 2]
+    curve.add(300, 2.0)
+    assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.75, 1, 1.5, 2, 3]
+
+
+def test_far_beyond_what_was_measured_dear_grows_with_the_size_and_cheap_does_not() -> None:
+    for is_cheap, factor in ((False, 100), (True, 1)):
+        curve = Curve(is_cheap_beyond=is_cheap)
+        for size in (5, 10):
+            curve.add(size, 2.0)
+        assert curve.at(10 * FAR) == 2.0
+        assert curve.at(10 * FAR * 100) == 2.0 * factor
+
+
+def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take() -> None:
+    curve = Curve(is_cheap_beyond=False)
+    curve.add(10, 5.0)
+    for _ in range(KEPT_SAMPLES):
+        curve.add(100, 2.0)
+    assert dict(curve.points)[100] < 2.2
+    curve.add(10, 1.0)
+    assert dict(curve.points)[100] == 2.0, "of two, the faster one counts"
+
+
+# ---- how long a step takes ---------------------------------------------------------------------
+
+
+def watched(
+    num_in_flight: int, *steps: tuple[dict[str, int], float], begins: str = ""
+) -> list[tuple[int, float]]:
+    """What is noted of steps, planned at these times; requests named in `begins` are new."""
+    noted: list[tuple[int, float]] = []
+    costs = Costs(None, STEP_TOKENS)
+    costs.steps.add = lambda size, seconds: noted.append((size, round(seconds, 6)))  # type: ignore[method-assign]
+    watch = StepWatch(costs, num_in_flight, 1)
+    for scheduled, now_s in steps:
+        new = [name for name in scheduled if name in begins]
+        begins = "".join(name for name in begins if name not in new)
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=new,
+        )
+        watch.planned(output, now_s)
+    return noted
+
+
+def test_a_step_takes_until_the_next_of_the_same_request_is_planned() -> None:
+    steps = (({"a": 100}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0))
+    assert watched(1, *steps) == [(100, 0.5), (8, 0.4)], "one that only generates is not timed"
+
+
+def test_a_step_in_which_a_request_begins_is_timed_however_few_its_tokens() -> None:
+    steps = (({"a": 1}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0))
+    assert watched(1, *steps, begins="b") == [(2, 0.4)]
+
+
+def test_an_idle_engine_says_nothing() -> None:
+    assert not watched(1, ({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0))
+
+
+def test_with_two_steps_in_flight_the_third_is_planned_when_the_first_has_ended() -> None:
+    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 1}, 1.6)]
+    assert watched(2, *steps) == [(100, 0.499)]
+    assert watched(2, *steps, ({"a": 1}, 1.7)) == [(100, 0.499), (2, 0.1)]
+
+
+def test_a_step_that_is_timed_counts_if_the_engine_goes_on_without_a_pause() -> None:
+    steps = (({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6))
+    assert watched(1, *steps) == [(50, 0.1)]
+
+
+# ---- on vLLM's real scheduler ------------------------------------------------------------------
+
+
+def store(rig: Rig) -> None:
+    rig.run_alone("a", rig.prompt(41, 1))
+    rig.forget_gpu_cache()
+
+
+def measure(rig: Rig, load_s: float) -> None:
+    """Let it believe that a token takes a second, and every load so long."""
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner.costs.steps.add(size, 1.0 * size)
+            rig.planner.costs.loads.add(size, load_s)
+
+
+@pytest.mark.parametrize(("load_s", "num_hit_tokens"), [(1000.0, 0), (0.001, 40)])
+def test_a_hit_that_does_not_pay_is_computed(
+    make_rig: MakeRig, load_s: float, num_hit_tokens: int
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    measure(rig, load_s)
+    assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
+    assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
+    rig.check_idle()
+
+
+def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    measure(rig, 1000.0)
+    rig.add("again", rig.prompt(41, 1))
+    request = rig.scheduler.requests["again"]
+    asked = [rig.planner.match(request, 0, rig.clock.now_s) for _ in range(3 * PROBE_EVERY)]
+    assert set(asked) == {0}, "it is not for its asking that another is tried"
+    rig.drain()
+    assert rig.counts["unpaid_hits"] == 1
+    rig.check_idle()
+
+
+def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.hold_copies(True)
+    rig.add("again", rig.prompt(41, 1))
+    rig.planned_step()
+    (load,) = rig.planner.loads.in_flight.values()
+    began_s = load.sent_s
+    assert began_s is not None
+    rig.hold_copies(False)
+    rig.step_until(lambda: rig.scheduler.requests["again"].status.name == "RUNNING")
+    planned_s = rig.planner.steps.last_planned_s
+    assert rig.planner.costs.loads.points == [(40, pytest.approx(planned_s - began_s))]
+    rig.drain()
+
+
+def test_the_gauges_follow_what_is_measured() -> None:
+    costs = Costs(None, STEP_TOKENS)
+    assert set(costs.gauges().values()) == {0}
+    costs.loads.add(100, 0.5)
+    assert costs.gauges()["load_latency_seconds"] == 0.5
+    for _ in range(4 * GAUGES_EVERY_MAX):
+        costs.loads.add(100, 0.25)
+        costs.steps.add(100, 0.5)
+        costs.gauges()
+    assert costs.gauges() == {
+        "compute_tokens_per_second": 200,
+        "load_tokens_per_second": 400,
+        "load_latency_seconds": 0.25,
+    }
+
+
+def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.run_alone("again", rig.prompt(41, 1), max_tokens=12)
+    costs = rig.planner.costs
+    assert costs.loads.num_samples == 1
+    assert [round(size) for size, _ in costs.loads.points] == [40]
+    assert costs.steps.num_samples == 3, "answers are not timed"
+
+
+@pytest.mark.parametrize(("limit", "num_hit_tokens"), [(40, 40), (41, 0)])
+def test_a_number_of_tokens_decides_alone(
+    make_rig: MakeRig, limit: int, num_hit_tokens: int
+) -> None:
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit})
+    rig.start()
+    store(rig)
+    assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
+    rig.check_idle()
+
+
+def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    for size in (1, 64):
+        for _ in range(KEPT_SAMPLES):
+            rig.planner.costs.steps.add(size, 0.1 * size)
+            rig.planner.costs.loads.add(size, 0.1)
+    rig.hold_copies(True)
+    rig.add("first", rig.prompt(41, 1))
+    rig.add("second", rig.prompt(41, 1))
+    rig.planned_step()
+    began_s = rig.clock.now_s
+    assert rig.planner.loads.progress[rig.planner.book.get("second")].wait.load is not None
+    rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
+    assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
+
+
+def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
+    rig.start()
+    store(rig)
+    rig.hold_copies(True)
+    rig.add("first", rig.prompt(41, 1))
+    rig.planned_step()
+    measure(rig, 1000.0)
+    rig.add("second", rig.prompt(41, 1))
+    rig.planned_step()
+    assert rig.scheduler.requests["second"].status.name == "RUNNING"
+    assert rig.counts["shared_waits"] == 0
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
+    assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
+
+
+# ---- what it costs itself ----------------------------------------------------------------------
+
+
+def num_instructions(name: str, trace: Trace) -> int:
+    """Count what all hooks execute, on a clock that the trace alone moves."""
+    counter = HookCounter()
+    engines: list[Any] = []
+
+    def now_s() -> float:
+        return sum(e.num_steps * STEP_S + e.num_computed * TOKEN_S for e in engines)
+
+    with patch("safe_offload.connector.monotonic", now_s):
+        engines.append(make_engine(name, Sizes.of(trace), COPY_STEPS))
+    serve(engines[0], trace, counter)
+    return sum(counter.counts.values(), Counts()).instructions
+
+
+@pytest.mark.parametrize("trace_name", ["chats", "turns"])
+def test_measuring_and_deciding_take_little_of_what_the_hooks_execute(
+    trace_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every hit offered all the same, so that both serve alike."""
+    monkeypatch.setattr(cost, "PROBE_EVERY", 1)
+    monkeypatch.setattr(cost, "PROBE_REACH", 0.0)
+    monkeypatch.setitem(CONTESTANTS, "auto", Contestant(OURS, {"min_load_tokens": "auto"}))
+    monkeypatch.setitem(CONTESTANTS, "zero", Contestant(OURS, {"min_load_tokens": 0}))
+    trace = make_trace(trace_name, "plain", share=16)
+    num_instructions("zero", trace)  # fills caches of the process
+    assert num_instructions("auto", trace) <= 1.06 * num_instructions("zero", trace)

@@ -1,0 +1,521 @@
+"""What is found on the host is what vLLM's rules find, and a hit is kept only while it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from safe_offload import compat
+from safe_offload.observe.counters import Counters
+from safe_offload.scheduler.cache.directory import Directory
+from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.loads.hits import NO_SLOT, FullAttentionInRuns, HostHits, needed
+from tests.simulator.groups import BLOCK_TOKENS, Group
+from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
+
+NUM_BLOCKS = 12
+"""Of the longest prompt."""
+
+
+class Rules(NamedTuple):
+    """Hits, and vLLM's coordinator that finds them."""
+
+    hits: HostHits
+    coordinator: Any
+
+
+def rules_of(*groups: str, slots: SlotPool) -> Rules:
+    """The rules of a model with these groups, over some slots."""
+    made: list[Any] = []
+    make_coordinator = compat.make_coordinator
+
+    def make(*args: Any) -> Any:
+        made.append(make_coordinator(*args))
+        return made[0]
+
+    shape = EngineShape(groups=groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "make_coordinator", make)
+        hits = HostHits(make_config(shape), make_kv_cache_config(shape), slots)
+    return Rules(hits, made[0])
+
+
+def slots_of(num_groups: int, num_slots: int = 40) -> SlotPool:
+    slots = SlotPool(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
+    slots.open(num_slots)
+    return slots
+
+
+def hits_of(*groups: str, num_slots: int = 40) -> HostHits:
+    return rules_of(*groups, slots=slots_of(len(groups), num_slots)).hits
+
+
+def hashes_of(num_blocks: int = NUM_BLOCKS) -> list[bytes]:
+    return [BlockHash(bytes([n + 1]) * 8) for n in range(num_blocks)]
+
+
+def fill(hits: HostHits, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
+    """Keep what is not kept, and lease nothing; returns the slots it took."""
+    slots = store(hits, group_idx, hashes)
+    hits.directory.publish(slots)
+    hits.slots.release(slots)
+    return slots
+
+
+def store(hits: HostHits, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
+    slots = hits.slots.grant(len(hashes))
+    table = hits.directory.tables[group_idx]  # what was there may just have been evicted
+    wanted = [block_hash for block_hash in hashes if block_hash not in table][: len(slots)]
+    hits.slots.release(slots[len(wanted) :])
+    hits.directory.begin_store(slots[: len(wanted)], group_idx, wanted, {})
+    return slots[: len(wanted)]
+
+
+def found(hit: Any) -> Any:
+    """What matters of a hit."""
+    if hit is None:
+        return None
+    slots = [list(group) for group in hit.slots_by_group]
+    return slots, hit.num_tokens, hit.num_computed_tokens
+
+
+# ---- the rule of full attention ----------------------------------------------------------------
+
+PLAIN = hits_of("full")
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.setattr(compat, "has_plain_hits", lambda *_: False)
+    BY_COORDINATOR = rules_of("full", slots=PLAIN.slots).hits
+
+
+@given(
+    kept=st.sets(st.integers(0, NUM_BLOCKS - 1)),
+    storing=st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=2),
+    num_hashes=st.integers(0, NUM_BLOCKS),
+    num_computed_tokens=st.integers(0, (NUM_BLOCKS + 1) * BLOCK_TOKENS),
+    is_aligned=st.booleans(),
+    end_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+)
+@settings(max_examples=400, deadline=None)
+def test_the_plain_rule_finds_what_the_coordinator_finds(
+    kept: set[int],
+    storing: set[int],
+    num_hashes: int,
+    num_computed_tokens: int,
+    is_aligned: bool,
+    end_max: int,
+) -> None:
+    hits, hashes = PLAIN, hashes_of()
+    hits.slots.forget_all()
+    fill(hits, 0, [hashes[n] for n in sorted(kept)])
+    unfinished = store(hits, 0, [hashes[n] for n in sorted(storing - kept)])
+    if is_aligned:
+        num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
+    wanted = hashes[:num_hashes], num_computed_tokens, end_max
+    assert PLAIN.is_plain
+    assert not BY_COORDINATOR.is_plain
+    assert PLAIN.hash_block_size == BLOCK_TOKENS
+    assert found(PLAIN.find_hit(*wanted)) == found(BY_COORDINATOR.find_hit(*wanted))
+    hits.slots.forget(unfinished)
+    hits.slots.release(unfinished)
+
+
+@pytest.mark.parametrize("groups", [("window:8",), ("mla",), ("full", "window:8"), ("full@8",)])
+def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups: tuple[str, ...]) -> None:
+    plain = {("mla",): 4, ("full@8",): 8}.get(groups)
+    hits = hits_of(*groups)
+    assert (hits.hash_block_size if hits.is_plain else None) == plain
+
+
+def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
+    hits, hashes = hits_of("full"), hashes_of()
+    slots = fill(hits, 0, hashes[2:6])
+    assert hits.find_hit(hashes, 0, 99) is None
+    assert found(hits.find_hit(hashes, 8, 99)) == ([slots], 16, 8)
+    assert found(hits.find_hit(hashes, 16, 23)) == ([slots[2:3]], 4, 16)
+    assert hits.find_hit(hashes, 16, 19) is None, "not a whole block"
+    assert hits.find_hit(hashes, 9, 99) is None, "inside of a block"
+
+
+def test_a_window_needs_only_its_last_blocks() -> None:
+    hits, hashes = hits_of("window:8", "full"), hashes_of()
+    full = fill(hits, 1, hashes[:6])
+    window = fill(hits, 0, hashes[4:6])
+    hit = hits.find_hit(hashes, 0, 99)
+    assert hit is not None
+    assert found(hit) == ([[NO_SLOT] * 4 + window, full], 24, 0)
+    assert hit.slots() == [*window, *full]
+
+
+# ---- full attention in a hybrid model ----------------------------------------------------------
+
+HYBRIDS = {
+    groups: rules_of(*groups, slots=slots_of(len(groups), 3 * NUM_BLOCKS + 4))
+    for groups in [
+        ("full", "window:8"),
+        ("window:10", "full"),
+        ("full", "window:16@8"),
+        ("full@8", "window:8"),
+        ("full", "full@8", "window:8"),
+        ("full", "full", "window:8"),
+        ("window:8", "full", "window:16"),
+        ("full", "chunk:16"),
+        ("full", "mamba"),
+        ("full", "mamba@8"),
+        ("mla", "full"),
+    ]
+}
+
+
+@contextmanager
+def attention_groups(coordinator: Any, **changes: Any) -> Iterator[None]:
+    """Change what vLLM's coordinator knows of the groups of full attention."""
+    groups = coordinator.attention_groups
+    before = list(groups)
+    groups[:] = [
+        group._replace(**changes) if issubclass(group.manager_cls, FullAttentionManager) else group
+        for group in before
+    ]
+    try:
+        yield
+    finally:
+        groups[:] = before
+
+
+@pytest.mark.parametrize("drops_eagle_block", [False, True])
+@pytest.mark.parametrize("groups", HYBRIDS)
+def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
+    groups: tuple[str, ...], drops_eagle_block: bool
+) -> None:
+    (hits, coordinator), hashes = HYBRIDS[groups], hashes_of()
+    lengths = set()
+
+    @given(
+        missing=st.tuples(*[st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=4) for _ in groups]),
+        storing=st.tuples(st.integers(0, len(groups) - 1), st.integers(0, NUM_BLOCKS - 1)),
+        num_hashes=st.integers(1, NUM_BLOCKS),
+        num_computed=st.integers(0, 3),
+        end_max=st.integers(1, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+    )
+    @settings(max_examples=150, deadline=None)
+    def check(
+        missing: tuple[set[int], ...],
+        storing: tuple[int, int],
+        num_hashes: int,
+        num_computed: int,
+        end_max: int,
+    ) -> None:
+        hits.slots.forget_all()
+        for group_idx, its_missing in enumerate(missing):
+            kept = [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing]
+            fill(hits, group_idx, kept)
+        unfinished = store(hits, storing[0], hashes[storing[1] : storing[1] + 1])
+        wanted = hashes[:num_hashes], num_computed * hits.alignment_tokens, end_max
+        with attention_groups(coordinator, use_eagle=drops_eagle_block):
+            ours = found(hits.find_hit(*wanted))
+            with attention_groups(coordinator, manager_cls=FullAttentionManager):
+                assert ours == found(hits.find_hit(*wanted))
+        lengths.add(ours and ours[1])
+        hits.slots.forget(unfinished)
+        hits.slots.release(unfinished)
+
+    check()
+    assert len(lengths) > 1, "or it has shown nothing"
+
+
+@given(
+    missing=st.tuples(*[st.sets(st.integers(0, NUM_BLOCKS - 1), max_size=3) for _ in range(2)]),
+    group_ids=st.sampled_from([[0], [1], [0, 1]]),
+    end_max=st.integers(0, (NUM_BLOCKS + 2) * BLOCK_TOKENS),
+    alignment_tokens=st.sampled_from([4, 6, 8, 12]),
+    drops_eagle_block=st.booleans(),
+    num_context_ranks=st.integers(1, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_rule_in_runs_answers_as_vllms_does(
+    missing: tuple[set[int], ...],
+    group_ids: list[int],
+    end_max: int,
+    alignment_tokens: int,
+    drops_eagle_block: bool,
+    num_context_ranks: int,
+) -> None:
+    (hits, coordinator), hashes = HYBRIDS["full", "full", "window:8"], hashes_of()
+    hits.slots.forget_all()
+    for group_idx, its_missing in enumerate(missing):
+        fill(hits, group_idx, [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing])
+    ours, vllms = (
+        rule.find_longest_cache_hit(
+            block_hashes=hashes,
+            max_length=end_max,
+            kv_cache_group_ids=group_ids,
+            block_pool=coordinator.block_pool,
+            kv_cache_spec=Group("full").spec(),
+            drop_eagle_block=drops_eagle_block,
+            alignment_tokens=alignment_tokens,
+            dcp_world_size=num_context_ranks,
+        )
+        for rule in (FullAttentionInRuns, FullAttentionManager)
+    )
+    assert ours == vllms
+
+
+def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (hits, coordinator), hashes = rules_of("full", "window:8", slots=slots_of(2)), hashes_of()
+    full = fill(hits, 0, hashes)
+    window = fill(hits, 1, hashes[-2:])
+    asked: list[Any] = []
+    find = coordinator.block_pool.get_cached_block
+    monkeypatch.setattr(
+        coordinator.block_pool,
+        "get_cached_block",
+        lambda block_hash, group_ids: asked.append(group_ids) or find(block_hash, group_ids),
+    )
+    hit = hits.find_hit(hashes, 0, 99)
+    assert found(hit) == ([full, [NO_SLOT] * 10 + window], 48, 0)
+    assert asked == [[1], [1]], "the window's last two blocks"
+
+
+def test_only_vllms_own_class_of_full_attention_is_replaced() -> None:
+    _, coordinator = rules_of("full", "window:8", slots=slots_of(2))
+    groups = coordinator.attention_groups
+
+    class Later(FullAttentionManager):
+        @classmethod
+        def find_longest_cache_hit(cls, *, as_of_a_later_vllm: bool) -> Any:
+            raise NotImplementedError
+
+    with attention_groups(coordinator, manager_cls=FullAttentionManager):
+        before = list(groups)
+        compat.replace_full_attention(coordinator, Later)
+        assert groups == before, "it takes other arguments than vLLM passes"
+    with attention_groups(coordinator, manager_cls=Later):
+        before = list(groups)
+        compat.replace_full_attention(coordinator, FullAttentionInRuns)
+        assert groups == before, "the group has rules of its own"
+    compat.replace_full_attention(object(), FullAttentionInRuns)
+
+
+# ---- a hit that is asked for again -------------------------------------------------------------
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.sampled_from(["fill", "store"]),
+        st.integers(0, 1),
+        st.integers(0, NUM_BLOCKS - 1),
+        st.integers(1, NUM_BLOCKS),
+    ),
+    st.tuples(st.just("publish")),
+    st.tuples(st.just("evict"), st.integers(1, 6)),
+    st.tuples(st.just("forget"), st.lists(st.integers(0, 23), max_size=2, unique=True)),
+    st.tuples(st.just("forget_all")),
+    st.tuples(st.just("others"), st.integers(1, 6)),
+    st.tuples(st.just("grow"), st.integers(1, 2 * BLOCK_TOKENS)),
+    st.tuples(st.just("compute"), st.integers(0, 2)),
+)
+
+
+class Asker:
+    """A waiting request that asks for its hit after each thing that happens to the host."""
+
+    def __init__(self, hits: HostHits, num_tokens: int) -> None:
+        self.hits = hits
+        self.hashes = hashes_of()
+        self.storing: list[list[int]] = []
+        self.num_others = 0
+        self.num_tokens = num_tokens
+        self.num_computed_tokens = 0
+        self.hit: Any = None
+        self.num_kept = 0
+        self.num_grown = 0
+
+    @property
+    def wanted(self) -> tuple[list[bytes], int, int]:
+        known = self.hashes[: self.num_tokens // BLOCK_TOKENS]
+        return known, self.num_computed_tokens, self.num_tokens - 1
+
+    def happen(self, what: str, *how: Any) -> None:
+        slots, directory = self.hits.slots, self.hits.directory
+        if what in ("fill", "store"):
+            group_idx, first, count = how
+            group_idx = min(group_idx, len(directory.tables) - 1)
+            wanted = self.hashes[first : first + count]
+            if what == "fill":
+                fill(self.hits, group_idx, wanted)
+            else:
+                self.storing.append(store(self.hits, group_idx, wanted))
+        elif what == "publish" and self.storing:
+            stored = self.storing.pop(0)
+            directory.publish(stored)
+            slots.release(stored)
+        elif what == "evict":
+            slots.release(slots.grant(how[0]))
+        elif what == "forget":
+            slots.forget(how[0])
+        elif what == "forget_all":
+            self.hits.slots.forget_all()
+        elif what == "others":
+            self.num_others += how[0]
+            others = range(self.num_others - how[0], self.num_others)
+            fill(self.hits, 0, [BlockHash(b"other" + bytes([n])) for n in others])
+        elif what == "grow":
+            self.num_tokens += how[0]
+        elif what == "compute":
+            self.num_computed_tokens = how[0] * self.hits.alignment_tokens
+
+    def ask(self) -> None:
+        """As `Loads.match` does; whenever the hit is kept a search would find the same."""
+        hits = self.hits
+        if self.hit is not None and hits.is_still_longest(self.hit, *self.wanted):
+            assert found(hits.find_hit(*self.wanted)) == found(self.hit)
+            self.num_kept += 1
+            return
+        grown = self.hit and hits.grown(self.hit, *self.wanted)
+        if grown:
+            before = set(self.hit.slots())
+            self.hit, new_slots = grown
+            assert found(hits.find_hit(*self.wanted)) == found(self.hit)
+            assert sorted(self.hit.slots()) == sorted([*new_slots, *before])
+            hits.slots.lease(new_slots)
+            self.num_grown += 1
+            return
+        if self.hit is not None:
+            hits.slots.release(self.hit.slots())
+        self.hit = hits.find_hit(*self.wanted)
+        if self.hit is not None:
+            hits.slots.lease(self.hit.slots())
+
+
+@pytest.mark.parametrize(
+    "groups", [("full",), ("window:8", "full"), ("full@8", "window:8"), ("full", "chunk:16")]
+)
+def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups: tuple[str, ...]) -> None:
+    num_kept = 0
+
+    @given(num_tokens=st.integers(1, 40), steps=st.lists(STEPS, min_size=4, max_size=30))
+    # The same examples in each run: of random ones, some keep hardly any hit.
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    def check(num_tokens: int, steps: list[tuple[Any, ...]]) -> None:
+        nonlocal num_kept
+        asker = Asker(hits_of(*groups, num_slots=24), num_tokens)
+        fill(asker.hits, 0, asker.hashes[:6])
+        fill(asker.hits, len(groups) - 1, asker.hashes[:6])
+        asker.ask()
+        for step in steps:
+            asker.happen(*step)
+            asker.ask()
+        num_kept += asker.num_kept
+
+    check()
+    assert num_kept > 100, "or it has shown nothing"
+
+
+@pytest.mark.parametrize(
+    ("groups", "grows"),
+    [
+        (("full",), True),
+        (("window:8", "full"), True),
+        (("full", "window:4", "window:12"), True),
+        (("full@8", "window:8"), False),  # there is no group that tells where a hit ends
+        (("full", "chunk:16"), False),  # seldom: a chunk has no null blocks at its head
+    ],
+)
+def test_a_hit_grows_at_its_head_as_a_search_would_find_it(
+    groups: tuple[str, ...], grows: bool
+) -> None:
+    """The GPU loses blocks of a request that waits: a hit begins earlier, and ends where it did."""
+    num_grown = 0
+
+    @given(
+        num_tokens=st.integers(20, 40),
+        missing=st.integers(0, 9),
+        steps=st.lists(STEPS, max_size=3),
+        num_computed=st.lists(st.integers(0, 6), min_size=2, max_size=5),
+    )
+    @settings(max_examples=150, deadline=None)
+    def check(
+        num_tokens: int, missing: int, steps: list[tuple[Any, ...]], num_computed: list[int]
+    ) -> None:
+        nonlocal num_grown
+        asker = Asker(hits_of(*groups, num_slots=40), num_tokens)
+        hashes = asker.hashes[:missing] + asker.hashes[missing + 1 :]
+        for group_idx in range(len(groups)):
+            fill(asker.hits, group_idx, hashes)
+        for blocks in sorted(num_computed, reverse=True):
+            asker.happen("compute", blocks)
+            asker.ask()
+            if steps:
+                asker.happen(*steps.pop())
+        num_grown += asker.num_grown
+
+    check()
+    assert num_grown > 0 or not grows
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
+def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups: tuple[str, ...]) -> None:
+    hits, hashes = hits_of(*groups, num_slots=24), hashes_of()
+    wanted = hashes, 0, 40
+    for group_idx in range(len(groups)):
+        fill(hits, group_idx, hashes[:5])
+    hit = hits.find_hit(*wanted)
+    assert hit is not None
+    hits.slots.lease(hit.slots())
+    fill(hits, 0, [BlockHash(b"other")])
+    assert hits.is_still_longest(hit, *wanted)
+    hits.slots.release(hits.slots.grant(24))
+    assert hits.is_still_longest(hit, *wanted)
+    for group_idx in range(len(groups)):
+        fill(hits, group_idx, hashes[5:6])
+    assert not hits.is_still_longest(hit, *wanted), "it is one block longer now"
+
+
+def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased() -> None:
+    hits, hashes = hits_of("full"), hashes_of()
+    fill(hits, 0, hashes[:5])
+    hit = hits.find_hit(hashes, 0, 40)
+    assert hit is not None
+    hits.slots.lease(hit.slots())
+    hits.slots.forget(hit.slots()[2:3])
+    assert not hits.is_still_longest(hit, hashes, 0, 40)
+    assert hits.find_hit(hashes, 0, 40) != hit
+
+
+def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end() -> None:
+    """A preempted request may get a token more while it waits, of a step that was in flight."""
+    hits, hashes = hits_of("full"), hashes_of()
+    fill(hits, 0, hashes[:5])
+    hit = hits.find_hit(hashes[:3], 0, 11)
+    assert hit is not None
+    assert hit.num_tokens == 8
+    hits.slots.lease(hit.slots())
+    assert hits.is_still_longest(hit, hashes[:3], 0, 11)
+    assert not hits.is_still_longest(hit, hashes[:3], 0, 12)
+
+
+# ---- how the KV cache is cut -------------------------------------------------------------------
+
+
+def test_a_window_needs_fewer_blocks_than_its_table_spans() -> None:
+    assert hits_of("full").num_blocks_held(41) == hits_of("full").num_blocks_spanned(41) == 11
+    hybrid = hits_of("window:8", "full")
+    assert hybrid.num_blocks_held(41) == 3 + 11
+    assert hybrid.num_blocks_spanned(41) == 22
+    assert hybrid.num_blocks_in_step(9) == 2 * 4
+
+
+@given(markers=st.lists(st.sampled_from([NO_SLOT, 3, 4]), max_size=8))
+def test_what_is_needed_has_a_marker_that_is_not_null(markers: list[int]) -> None:
+    items = list(range(len(markers)))
+    expected = [item for item in items if markers[item] != NO_SLOT]
+    assert needed(items, markers, NO_SLOT) == expected

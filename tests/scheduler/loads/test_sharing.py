@@ -1,0 +1,419 @@
+"""Requests that want the same blocks: one of them loads, the others wait for it, and not long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from tests.counts import num_failed
+from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
+from tests.simulator.groups import BLOCK_TOKENS
+
+NUM_BLOCKS_SHARED = 10
+PREFIX_TOKENS = NUM_BLOCKS_SHARED * BLOCK_TOKENS
+WIDE = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
+HYBRID = ("window:10", "full")
+NUM_OTHERS = 7
+
+
+def make_shared(make_rig: MakeRig, **shape: Any) -> Rig:
+    """An engine whose host, and whose GPU not, has the prefix that `ask` begins with."""
+    rig = make_rig(**{"num_blocks": 60, **WIDE, **shape})
+    rig.start()
+    is_lazy = rig.planner.options.is_lazy
+    rig.run_alone("warm", prompt(rig, 0), max_tokens=1)
+    if is_lazy:
+        rig.fill_gpu_cache("filler", seed=77)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    return rig
+
+
+def prompt(rig: Rig, number: int) -> list[int]:
+    """The shared prefix and a tail that no other has."""
+    return [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3, 100 + number)]
+
+
+def send(rig: Rig, count: int, max_tokens: int = 4, first: int = 1) -> list[str]:
+    """Send requests that begin alike; returns their ids."""
+    names = [f"r{number}" for number in range(first, first + count)]
+    for number, name in enumerate(names, first):
+        rig.add(name, prompt(rig, number), max_tokens)
+    return names
+
+
+def finish(rig: Rig, names: list[str], max_tokens: int = 4) -> None:
+    """Let all end, and compare every answer."""
+    rig.drain()
+    for name in names:
+        rig.check_tokens(name, max_tokens)
+    rig.check_idle()
+
+
+def status(rig: Rig, name: str) -> str:
+    return str(rig.scheduler.requests[name].status.name)
+
+
+# ---- one load for all --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"is_async": True},
+        {"tensor_ranks": 2},
+        {"tensor_ranks": 2, "is_async": True, "has_streams": True, "is_v2": True},
+        {"pipeline_ranks": 2},
+        {"extra": {"lazy_offload": True}, "max_batched_tokens": 64},
+        {"num_draft_tokens": 2},
+        {"groups": ("mla",)},
+        {"is_priority": True},
+    ],
+    ids=str,
+)
+def test_a_prefix_that_eight_want_is_loaded_once(make_rig: MakeRig, shape: dict[str, Any]) -> None:
+    rig = make_shared(make_rig, **shape)
+    names = send(rig, 1 + NUM_OTHERS)
+    finish(rig, names)
+    assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED
+    assert rig.counts["shared_waits"] == NUM_OTHERS
+    assert rig.counts["shared_waits_cut"] == 0
+
+
+@pytest.mark.parametrize("groups", [HYBRID, ("full", "mamba"), ("chunk:16", "full")], ids=str)
+def test_of_a_hybrid_model_each_group_is_loaded_once(
+    make_rig: MakeRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_shared(make_rig, groups=groups, num_blocks=150)
+    finish(rig, send(rig, 1 + NUM_OTHERS))
+    assert 0 < rig.counts["loaded_blocks"] <= 2 * NUM_BLOCKS_SHARED
+    assert rig.counts["hit_tokens"] <= PREFIX_TOKENS
+
+
+def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig: MakeRig) -> None:
+    """By default it keeps of a window what a hit at the end of the prompt needs (vLLM 0.32)."""
+    rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
+    rig.start()
+    same = prompt(rig, 0)
+    rig.run_alone("warm", same, max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    for number in range(1, 9):
+        rig.add(f"r{number}", same)
+    finish(rig, [f"r{number}" for number in range(1, 9)])
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    assert rig.counts["shared_waits"] == NUM_OTHERS
+
+
+def test_sparse_windows_are_not_waited_for_where_vllm_does_not_keep_them(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
+    rig.start()
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    names = ["a", "b"]
+    for number, name in enumerate(names):
+        rig.add(name, [*rig.prompt(PREFIX_TOKENS + 1, 1), *rig.prompt(30, 100 + number)])
+    finish(rig, names)
+    assert rig.counts["shared_waits"] == 0
+    assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS, "each has loaded its own"
+
+
+def test_who_waits_takes_no_longer_than_who_loads(make_rig: MakeRig) -> None:
+    alone = make_shared(make_rig)
+    names = send(alone, 1)
+    num_steps_alone = alone.drain()
+    together = make_shared(make_rig)
+    names = send(together, 1 + NUM_OTHERS)
+    assert together.drain() <= num_steps_alone + 1
+    for name in names:
+        together.check_tokens(name, 4)
+
+
+def test_what_is_a_requests_own_it_loads_itself_afterwards(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
+    rig.run_alone("warm-longer", longer, max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    send(rig, 1)
+    rig.add("longer", longer)
+    finish(rig, ["r1", "longer"])
+    assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
+    assert rig.counts["shared_waits"] == 1
+
+
+def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
+    rig.run_alone("warm-longer", longer, max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    rig.add("longer", longer)
+    send(rig, 1)
+    finish(rig, ["r1", "longer"])
+    assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
+
+
+# ---- others are not held up --------------------------------------------------------------------
+
+
+def test_requests_behind_those_that_wait_go_on(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 3)
+    rig.add("other", rig.prompt(9, 50), 2)
+    rig.run_until_finished("other")
+    rig.check_tokens("other", 2)
+    assert [status(rig, f"r{n}") for n in (1, 2, 3)] == [
+        "WAITING_FOR_REMOTE_KVS",
+        "WAITING",
+        "WAITING",
+    ]
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2", "r3"])
+
+
+def test_an_engine_whose_only_request_waits_keeps_stepping(make_rig: MakeRig) -> None:
+    """The one that loads has been aborted, the load is still under way."""
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 2)
+    rig.planned_step()
+    rig.abort("r1")
+    assert rig.has_work
+    rig.hold_copies(False)
+    finish(rig, ["r2"])
+
+
+def test_who_waits_holds_no_block_and_no_slot(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 1)
+    rig.planned_step()
+    before = rig.pool.get_num_free_blocks(), rig.planner.gauges()["leased_slots"]
+    send(rig, NUM_OTHERS, first=2)
+    rig.planned_step()
+    assert (rig.pool.get_num_free_blocks(), rig.planner.gauges()["leased_slots"]) == before
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_idle()
+
+
+# ---- when the load does not bring it -----------------------------------------------------------
+
+
+def test_a_load_that_fails_wakes_all_at_once(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.fail_copies()
+    names = send(rig, 1 + NUM_OTHERS)
+    rig.step_until(lambda: bool(rig.plans and rig.plans[-1].failures))
+    states = {status(rig, name) for name in names if name in rig.scheduler.requests}
+    assert "WAITING" not in states, "each computes, or waits for its own"
+    finish(rig, names)
+    assert num_failed(rig.counts, "load") == 1, "nobody tried the same again"
+
+
+def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    names = send(rig, 1 + NUM_OTHERS)
+    rig.planned_step()
+    rig.abort("r1")
+    plan = rig.planned_step()
+    assert [len(load.block_ids) for load in plan.loads] == [NUM_BLOCKS_SHARED]
+    rig.hold_copies(False)
+    finish(rig, names[1:])
+    assert rig.counts["loaded_blocks"] == 2 * NUM_BLOCKS_SHARED
+
+
+def test_a_wait_ends_with_its_request(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    names = send(rig, 3)
+    rig.planned_step()
+    rig.abort("r2")
+    rig.hold_copies(False)
+    finish(rig, [names[0], names[2]])
+
+
+def test_a_reset_of_the_host_wakes_all(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    names = send(rig, 3)
+    rig.planned_step()
+    rig.connector.reset_cache()
+    rig.planned_step()
+    assert status(rig, "r2") == status(rig, "r3") == "RUNNING"
+    rig.hold_copies(False)
+    finish(rig, names)
+
+
+def test_when_the_connector_gives_up_nobody_waits_on(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    names = send(rig, 3)
+    rig.planned_step()
+    rig.planner.disable()
+    rig.planned_step()
+    assert status(rig, "r2") == status(rig, "r3") == "RUNNING"
+    rig.hold_copies(False)
+    rig.drain()
+    for name in names:
+        rig.check_tokens(name, 4)
+
+
+# ---- the bound ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("timeout_s", "bound_s"), [(30, WAIT_MAX_S), (3, 3)])
+def test_copies_that_never_end_are_not_waited_for_without_end(
+    make_rig: MakeRig, timeout_s: int, bound_s: float
+) -> None:
+    rig = make_shared(make_rig, extra={"transfer_timeout_s": timeout_s})
+    rig.hold_copies(True)
+    send(rig, 2)
+    began_s = rig.clock.now_s
+    rig.step_until(lambda: status(rig, "r2") == "WAITING_FOR_REMOTE_KVS")
+    assert bound_s <= rig.clock.now_s - began_s <= bound_s + 2
+    assert rig.counts["shared_waits"] == 1
+    assert rig.planner.loads.progress[rig.planner.book.get("r2")].wait.waited_s >= bound_s
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+    assert rig.counts["shared_waits_cut"] == 1
+
+
+def test_the_bound_is_of_all_waits_of_a_request_together(make_rig: MakeRig) -> None:
+    """Whoever loads is aborted again and again: the wait for the next begins anew, not the time."""
+    rig = make_shared(make_rig, num_blocks=150)
+    rig.hold_copies(True)
+    times = times_of_waiting(rig, "patient")
+    began_s = rig.clock.now_s
+    first = rig.add("keen", prompt(rig, 90))
+    rig.step()
+    rig.add("patient", prompt(rig, 91))
+    number = 0
+    while status(rig, "patient") == "WAITING":
+        # Others slip in before it: each loads when the one before has gone.
+        number += 1
+        rig.step()
+        rig.step()
+        rig.abort(first.request_id)
+        queue = rig.scheduler.waiting
+        first = rig.add(f"n{number}", prompt(rig, number))
+        queue.remove_requests([first])
+        queue.prepend_request(first)
+        assert rig.clock.now_s - began_s < 2 * WAIT_MAX_S
+    assert number > 2
+    assert times[-2] - times[0] < WAIT_MAX_S <= times[-1] - times[0]
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("patient", 4)
+
+
+def test_a_load_that_brought_nothing_is_the_last_that_is_waited_for(make_rig: MakeRig) -> None:
+    """The GPU loses what has landed before the next look: it must not go on like this for ever."""
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    names = send(rig, 4)
+    rig.planned_step()
+    rig.hold_copies(False)
+    find = rig.scheduler.kv_cache_manager.get_computed_blocks
+
+    def find_nothing(request: Any, *more: Any) -> Any:  # vLLM 0.33 gives a limit beside it
+        blocks, num_tokens, boundary = find(request, *more)
+        if num_tokens:
+            return rig.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0, 0
+        return blocks, num_tokens, boundary
+
+    rig.scheduler.kv_cache_manager.get_computed_blocks = find_nothing
+    finish(rig, names)
+    assert rig.counts["shared_waits"] == 3, "once each"
+    assert rig.counts["loaded_blocks"] == 4 * NUM_BLOCKS_SHARED
+
+
+def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig: MakeRig) -> None:
+    """The GPU has what the load brings from elsewhere, and loses it while the load goes on."""
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 2)
+    rig.planned_step()
+    request = rig.scheduler.requests["r2"]
+    ask = rig.connector.get_num_new_matched_tokens
+    assert ask(request, 0) == (None, False)
+    assert ask(request, PREFIX_TOKENS) == (0, False)
+    assert ask(request, 0) == (PREFIX_TOKENS, True)
+    assert ask(request, BLOCK_TOKENS) == (PREFIX_TOKENS - BLOCK_TOKENS, True)
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+
+
+# ---- who does not wait -------------------------------------------------------------------------
+
+
+def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 1)
+    rig.planned_step()
+    rig.kv_transfer_params = {"max_load_tokens": 0}
+    send(rig, 1, first=2)
+    rig.kv_transfer_params = None
+    rig.planned_step()
+    assert status(rig, "r2") == "RUNNING"
+    rig.hold_copies(False)
+    finish(rig, ["r1", "r2"])
+
+
+def test_another_salt_is_another_prefix(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    rig.hold_copies(True)
+    send(rig, 1)
+    rig.planned_step()
+    rig.add("salted", prompt(rig, 2), cache_salt="s")
+    rig.planned_step()
+    assert status(rig, "salted") == "RUNNING"
+    rig.hold_copies(False)
+    finish(rig, ["r1", "salted"])
+
+
+def test_preempted_requests_that_come_back_share_a_load_too(make_rig: MakeRig) -> None:
+    rig = make_shared(make_rig)
+    names = send(rig, 4, max_tokens=8)
+    rig.step_until(lambda: all(status(rig, name) == "RUNNING" for name in names))
+    rig.step()
+    rig.counts.clear()
+    rig.hold_copies(True)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.planned_step()
+    states = [status(rig, name) for name in names]
+    assert states.count("WAITING_FOR_REMOTE_KVS") == 1
+    assert states.count("PREEMPTED") == 3
+    rig.hold_copies(False)
+    finish(rig, names, max_tokens=8)
+    assert rig.counts["shared_waits"] == 3
+
+
+# ---- beside other connectors -------------------------------------------------------------------
+
+
+def test_multi_connector_passes_the_wait_on_and_asks_again() -> None:
+    """vLLM's own: it asks in order, and the first that does not know ends the round."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    answers = iter([(None, False), (40, True)])
+    ours = SimpleNamespace(get_num_new_matched_tokens=lambda request, num: next(answers))
+    other = SimpleNamespace(get_num_new_matched_tokens=lambda request, num: (8, False))
+    multi = MultiConnector.__new__(MultiConnector)
+    multi._connectors = [ours, other]
+    multi._requests_to_connector = {}
+    request: Any = SimpleNamespace(request_id="r")
+    assert multi.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert multi.get_num_new_matched_tokens(request, 0) == (40, True)
+    assert multi._requests_to_connector == {"r": 0}

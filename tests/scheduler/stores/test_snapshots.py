@@ -1,0 +1,215 @@
+"""What a preempted request had computed and not stored is found in the table that it had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    KVCacheBlockCopy,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import Request
+
+from safe_offload.compat import allocated_block_ids
+from safe_offload.scheduler.stores.snapshots import Snapshot
+from tests.counts import num_failed
+from tests.scheduler.rig import MakeRig, Rig
+from tests.simulator.device import CopyFault
+from tests.simulator.groups import BLOCK_TOKENS
+from tests.simulator.profiles import PROFILES
+from tests.simulator.run import Run
+from tests.simulator.words import Sequel
+from tests.simulator.workload import make_events
+
+
+def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
+    return SimpleNamespace(num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens)
+
+
+def test_the_last_token_of_an_answer_is_not_computed() -> None:
+    snapshot = Snapshot(0, [], None, 6)
+    assert snapshot.num_computed(request_of(6, 8), 4) == 1
+    assert snapshot.num_computed(request_of(6, 9), 4) == 2
+
+
+def test_while_a_prompt_is_computed_only_what_was_seen_counts() -> None:
+    assert Snapshot(0, [], 3, 40).num_computed(request_of(40, 40), 4) == 3
+
+
+def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
+    """A session whose client streams its input (vLLM, _update_request_as_session)."""
+    assert Snapshot(0, [], None, 6).num_computed(request_of(20, 20), 4) == 0
+
+
+def unsaved_ids(snapshot: Snapshot, given_out: set[int]) -> tuple[list[int], list[int]]:
+    """Ids of what can only be stored before the forward, and of what may wait."""
+    gpu: Any = SimpleNamespace(is_window=lambda group_idx: False)
+    lost, waiting = snapshot.unsaved([PREFIX], range(1), given_out, gpu)
+    return [b.block_id for b in lost.blocks], [b.block_id for b in waiting.blocks]
+
+
+def send_turn(rig: Rig, request_id: str, tokens: list[int], max_tokens: int) -> None:
+    """The client of a session sends more."""
+    turn = Request(
+        request_id,
+        list(tokens),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        None,
+        arrival_time=rig.clock.now_s,
+        block_hasher=rig._hasher,
+        resumable=True,
+    )
+    session = rig.scheduler.requests.get(request_id, turn)
+    rig.runner.sequels[request_id] = Sequel(list(tokens))
+    rig.scheduler.add_request(turn)
+    rig.runner.sequels[request_id] = Sequel(list(session.prompt_token_ids))
+
+
+@pytest.mark.parametrize(("is_async", "is_lazy"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("turns", [[(17, 80)], [(9, 4), (5, 80)]], ids=["first", "second"])
+def test_a_turn_of_a_session_that_is_preempted_recomputes_less_than_a_block(
+    make_rig: MakeRig, turns: list[tuple[int, int]], is_async: bool, is_lazy: bool
+) -> None:
+    """Each turn is the tokens that are sent and the tokens that are answered."""
+    extra = {"lazy_offload": is_lazy}
+    rig = make_rig(num_blocks=28, num_slots=100, is_async=is_async, extra=extra)
+    rig.start()
+    rig.add("older", rig.prompt(4, 1), max_tokens=100)
+    for n, (num_tokens, max_tokens) in enumerate(turns):
+        send_turn(rig, "session", rig.prompt(num_tokens, 2 + n), max_tokens)
+        session = rig.scheduler.requests["session"]
+        rig.step_until(
+            lambda session=session: (
+                session.status.name == "WAITING_FOR_STREAMING_REQ" or session.num_preemptions == 1
+            )
+        )
+    assert session.num_preemptions == 1
+    rig.run_until_finished("older")
+    batch = rig.step()
+    while batch is None or "session" not in batch.scheduled.num_scheduled_tokens:
+        batch = rig.step()
+    assert batch.scheduled.num_scheduled_tokens["session"] <= BLOCK_TOKENS
+    assert session.num_tokens > 40, "or it shows nothing"
+
+
+PREFIX = b"a prefix of 32 bytes, as they are"
+
+
+@pytest.mark.parametrize(
+    ("group_idx", "is_given_out", "expected"),
+    [(0, False, ([], [7])), (1, True, ([7], [])), (1, False, ([], []))],
+)
+def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
+    group_idx: int, is_given_out: bool, expected: tuple[list[int], list[int]]
+) -> None:
+    """Its hash is that of the same prefix, its bytes are those of the other group."""
+    block = KVCacheBlock(7)
+    block.set_block_hash(make_block_hash_with_group_id(BlockHash(PREFIX), group_idx), 4)
+    given_out = {7} if is_given_out else set()
+    assert unsaved_ids(Snapshot(0, [block], 1, 4), given_out) == expected
+
+
+def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it() -> None:
+    """vLLM puts the target into the table of no request that goes on in the source."""
+    scheduled: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([3], [])]),
+        kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=5, dst_block_id=7)],
+    )
+    given_out = allocated_block_ids(scheduled)
+    assert given_out == {3, 7}
+    assert unsaved_ids(Snapshot(0, [KVCacheBlock(7)], 1, 4), given_out) == ([7], [])
+
+
+@pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_window_there(
+    make_rig: MakeRig, extra: dict[str, Any], is_async: bool
+) -> None:
+    """vLLM's default: of windows it hashes the blocks at the end of a prompt only."""
+    rig = make_rig(
+        groups=("window:10", "full"),
+        num_blocks=40,
+        num_slots=400,
+        retention_interval=0,
+        is_async=is_async,
+        extra=extra,
+    )
+    rig.start()
+    hit_ends: list[int] = []
+    allocated = rig.planner.allocated
+
+    def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        state = rig.planner.book.get(request.request_id)
+        hit = rig.planner.loads.progress[state].hit
+        if num_external_tokens and hit is not None:
+            end = hit.num_computed_tokens + num_external_tokens
+            hit_ends.append(end - request.num_prompt_tokens)
+        allocated(request, blocks, num_external_tokens)
+
+    rig.planner.allocated = watch
+    for n in range(5):
+        rig.add(f"r{n}", rig.prompt(9, n), max_tokens=50)
+    rig.drain()
+    for n in range(5):
+        rig.check_tokens(f"r{n}", 50)
+    assert max(hit_ends) > BLOCK_TOKENS, "hits that end in an answer"
+    rig.check_idle()
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: MakeRig) -> None:
+    """A reset of the connector alone: the request goes on, with blocks of before."""
+    rig = make_rig(num_blocks=40, num_slots=100)
+    rig.start()
+    rig.add("r", rig.prompt(6, 1), max_tokens=30)
+    for _ in range(12):
+        rig.step()
+    stored = rig.counts["stored_blocks"]
+    assert stored < 17 // BLOCK_TOKENS, "some of it waits for a look, or it shows nothing"
+    assert rig.connector.reset_cache()
+    rig.drain()
+    rig.check_tokens("r", 30)
+    assert rig.counts["stored_blocks"] == stored, "what it computes behind that neither"
+    rig.check_idle()
+
+
+def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig: MakeRig) -> None:
+    """After a change of the weights, say: what was computed with the old ones is worth nothing."""
+    rig = make_rig(num_blocks=16, num_slots=100)
+    rig.start()
+    for n in range(3):
+        rig.add(f"r{n}", rig.prompt(6, n), max_tokens=12)
+    for _ in range(8):
+        rig.step()
+    stored = rig.counts["stored_blocks"]
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert rig.step() is not None
+    plan = rig.plans[-1]
+    assert plan.stores_before_forward == (), "all that was computed is given out in this step"
+    rig.drain()
+    assert rig.counts["rescued_blocks"] == 0
+    assert rig.counts["stored_blocks"] > stored
+    for n in range(3):
+        rig.check_tokens(f"r{n}", 12)
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(("is_lazy", "seed"), [(False, 4), (True, 0), (True, 9)])
+def test_nothing_is_rescued_from_the_blocks_of_a_load_that_failed(is_lazy: bool, seed: int) -> None:
+    """vLLM computes the request again in other blocks, and those of the load are anybody's."""
+    profile = PROFILES["lazy-priority"]
+    shape = replace(profile.shape, num_slots=100, extra={"lazy_offload": is_lazy})
+    profile = replace(profile, shape=shape, faults={CopyFault.FAIL: 60})
+    current = Run(profile, seed, make_events(profile, seed))
+    try:
+        current.go()
+    finally:
+        current.core.close()
+    assert num_failed(current.core.counts, "load") > 0
+    assert current.core.counts["rescued_blocks"] > 0

@@ -1,0 +1,1372 @@
+"""Tiers, as vLLM's real scheduler meets them: what they have becomes an ordinary host hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
+from safe_offload.protocol import (
+    FailureReason,
+    HostFacts,
+    MemoryFacts,
+    MemoryKind,
+    Outcome,
+    Presence,
+    StepReport,
+)
+from safe_offload.scheduler.loads.cost import KEPT_SAMPLES, PROBE_EVERY
+from safe_offload.scheduler.tiers.lookups import LookUp
+from tests.counts import num_failed
+from tests.scheduler.rig import times_of_waiting
+from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
+from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
+
+MakeTierRig = Callable[..., TierRig]
+NUM_BLOCKS = 10
+PREFIX_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
+WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
+
+
+@pytest.fixture
+def make_tiers() -> Iterator[MakeTierRig]:
+    """Engines with a tier; one made with the `tier` of another begins with what that has."""
+    rigs: list[TierRig] = []
+
+    def make(**options: Any) -> TierRig:
+        rigs.append(TierRig(**{"num_blocks": 60, **WIDE, **options}))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches are cut into pieces of two blocks."""
+    monkeypatch.setattr("safe_offload.scheduler.tiers.fetches.PIECE_BLOCKS_MIN", 2)
+
+
+def make_warm(make_tiers: MakeTierRig, **options: Any) -> TierRig:
+    """An engine that has just been started, on a tier that has the prefix of `prompt`."""
+    first = make_tiers(**options)
+    first.start()
+    first.run_alone("warm", prompt(first, 0), max_tokens=1)
+    first.drain()
+    assert first.tier.objects
+    second = make_tiers(tier=first.tier, **options)
+    second.start()
+    second.counts.clear()
+    return second
+
+
+def prompt(rig: TierRig, number: int) -> list[int]:
+    """The shared prefix and a tail that no other has."""
+    return [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3, 100 + number)]
+
+
+def keys_in(messages: Sequence[Any]) -> list[tuple[int, bytes]]:
+    """Groups and hashes that messages name."""
+    return [k for m in messages for k in zip(m.keys.group_ids, m.keys.hashes, strict=True)]
+
+
+def fetch_for(rig: TierRig, name: str) -> None:
+    """Add a request, and step until something is fetched for it."""
+    rig.add(name, prompt(rig, 1))
+    rig.step_until(lambda: bool(rig.fetches))
+
+
+def status(rig: TierRig, name: str) -> str:
+    return str(rig.scheduler.requests[name].status.name)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"is_async": True},
+    {"tensor_ranks": 2},
+    {"tensor_ranks": 2, "is_async": True, "has_streams": True, "is_v2": True},
+    {"pipeline_ranks": 2},
+    {"extra": {"eviction_policy": "slru"}},
+    {"num_draft_tokens": 2},
+    {"groups": ("mla",)},
+    {"is_priority": True},
+    {"has_events": True},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_another_engine_has_spilled_is_hit(
+    make_tiers: MakeTierRig, shape: dict[str, Any]
+) -> None:
+    rig = make_warm(make_tiers, **shape)
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    assert rig.counts["tier_lookups"] == 1
+    rig.check_idle()
+    rig.forget_gpu_cache()
+    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS, "from the host"
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    rig.check_idle()
+
+
+HYBRIDS = [
+    ("window:10", "full"),
+    ("window:10@8", "full"),
+    ("full", "mamba"),
+    ("chunk:16", "full"),
+    ("window:10", "window:6"),
+]
+
+
+@pytest.mark.parametrize("groups", HYBRIDS, ids=str)
+def test_of_a_hybrid_model_comes_what_vllms_rules_need(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    """As many tokens as from the host; of windows and states not every block."""
+    host = make_tiers(groups=groups, num_blocks=150)
+    host.start()
+    host.run_alone("warm", prompt(host, 0), max_tokens=1)
+    host.forget_gpu_cache()
+    from_host = host.run_alone("a", prompt(host, 1))
+    assert from_host > 0
+    rig = make_warm(make_tiers, groups=groups, num_blocks=150)
+    assert rig.run_alone("a", prompt(rig, 1)) == from_host
+    assert 0 < rig.counts["fetched_blocks"] <= len(rig.probes[-1].keys)
+    rig.check_idle()
+
+
+def test_a_window_fetches_only_what_the_hit_needs(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, groups=("window:10", "full"), num_blocks=150)
+    rig.run_alone("a", prompt(rig, 1))
+    (fetch,) = rig.fetches
+    counts = [fetch.keys.group_ids.count(group_idx) for group_idx in range(2)]
+    assert counts == [3, NUM_BLOCKS]
+
+
+# ---- what is not all there ---------------------------------------------------------------------
+
+
+def keys_of(rig: TierRig) -> list[bytes]:
+    """Hashes of the shared prefix, in order."""
+    request = rig.send("hashes", prompt(rig, 1), 1)
+    hashes = list(request.block_hashes)
+    rig.abort("hashes")
+    rig.step()
+    return hashes[:NUM_BLOCKS]
+
+
+def lose(rig: TierRig, block_hash: bytes, rank: int = 0) -> None:
+    """The tier of a rank has a block no more."""
+    for place in [p for p in rig.tier.objects if p[0] == rank and p[3] == block_hash]:
+        del rig.tier.objects[place]
+
+
+def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    lose(rig, keys_of(rig)[6])
+    assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
+    assert rig.counts["fetched_blocks"] == 6
+    rig.check_idle()
+
+
+def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -> None:
+    """`cache_salt` keeps tenants apart in tiers too: their blocks have other names."""
+    rig = make_warm(make_tiers)
+    stored = {place[3] for place in rig.tier.objects}
+    for salt in ("s", "t"):
+        rig.add(salt, prompt(rig, 1), cache_salt=salt)
+        rig.drain()
+        assert rig.counts["hit_tokens"] == 0
+    asked = [{key for _, key in keys_in([probe])} for probe in rig.probes]
+    assert len(asked) == 2
+    assert not asked[0] & asked[1]
+    assert not (asked[0] | asked[1]) & stored
+    assert rig.run_alone("a", prompt(rig, 2)) == PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_what_one_rank_lacks_nobody_has(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, tensor_ranks=3)
+    hashes = keys_of(rig)
+    lose(rig, hashes[7], rank=2)
+    lose(rig, hashes[5], rank=0)
+    assert rig.run_alone("a", prompt(rig, 1)) == 5 * BLOCK_TOKENS
+    assert rig.counts["missed_blocks"] == 0, "it is not fetched"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
+def test_what_was_there_and_does_not_come_is_computed(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_warm(make_tiers, tensor_ranks=2, groups=groups, num_blocks=150)
+    hashes = keys_of(rig)
+    rig.tier.lost = {(0, hashes[4]), (1, hashes[7])}
+    hit_tokens = rig.run_alone("a", prompt(rig, 1))
+    assert hit_tokens == (4 * BLOCK_TOKENS if len(groups) == 1 else 0)
+    assert rig.counts["missed_blocks"] == (2 if len(groups) == 1 else 3)
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("reason", [FailureReason.COPY_FAILED, FailureReason.TIMED_OUT])
+def test_a_fetch_that_fails_is_a_miss(make_tiers: MakeTierRig, reason: FailureReason) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.failure = reason
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert num_failed(rig.counts, "fetch") == 1
+    assert rig.counts["fetched_blocks"] == 0
+    rig.tier.failure = None
+    rig.forget_gpu_cache()
+    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS, "what `a` has computed is stored"
+    assert not rig.planner.gauges()["is_disabled"], "it can copy all the same"
+    rig.check_idle()
+
+
+def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, tensor_ranks=2)
+
+    def cut(report: StepReport) -> StepReport:
+        presences = tuple(replace(p, tiers=p.tiers[p.rank :]) for p in report.presences)
+        return replace(report, presences=presences)
+
+    rig.after_report = cut
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.counts["contained_errors"] == 0
+    rig.check_idle()
+
+
+# ---- what does not come in time ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["probe", "fetch"])
+@pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"groups": ("window:10", "full")}])
+def test_the_wait_is_bounded_whatever_never_comes(
+    make_tiers: MakeTierRig, kind: str, shape: dict[str, Any]
+) -> None:
+    """I9; what comes later is of use to the next."""
+    rig = make_warm(make_tiers, **{"num_blocks": 150, **shape})
+    rig.tier.held = {kind}
+    times = times_of_waiting(rig, "a")
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: "a" not in rig.scheduler.requests)
+    rig.check_tokens("a", 4)
+    assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
+    assert rig.counts["tier_waits_cut"] == 1
+    assert rig.counts["hit_tokens"] == 0
+    rig.tier.held.clear()
+    rig.drain()
+    rig.step()
+    assert rig.counts["stale_reports"] == 0
+    rig.check_idle()
+
+
+def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.held = {"probe"}
+    rig.add("a", prompt(rig, 1))
+    rig.add("b", rig.prompt(3, 5))
+    rig.step_until(lambda: "b" not in rig.scheduler.requests)
+    assert status(rig, "a") == "WAITING"
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_tokens("a", 4)
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.held = {"fetch"}
+    fetch_for(rig, "a")
+    assert [len(fetch.keys) for fetch in rig.fetches] == [2] * 5, "pieces, in order"
+    rig.answer(rig.fetches[:3])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    assert rig.counts["tier_waits_cut"] == 1
+    rig.step_until(lambda: "a" not in rig.scheduler.requests)
+    rig.check_tokens("a", 4)
+    assert rig.counts["hit_tokens"] == 6 * BLOCK_TOKENS
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_idle()
+
+
+def test_pieces_of_large_blocks_have_fewer(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a tier which is fast shows it before the free wait is over."""
+    for num_pages, num_blocks in ((1, 1), (3, 3), (100, NUM_BLOCKS)):
+        monkeypatch.setattr(
+            "safe_offload.scheduler.tiers.fetches.PIECE_BYTES_MIN", num_pages * PAGE_BYTES
+        )
+        rig = make_warm(make_tiers)
+        rig.tier.held = {"fetch"}
+        fetch_for(rig, "a")
+        assert len(rig.fetches[0].keys) == num_blocks
+        rig.tier.held.clear()
+        rig.drain()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.lost = {(0, keys_of(rig)[3])}
+    rig.tier.held = {"fetch"}
+    fetch_for(rig, "a")
+    rig.answer(rig.fetches[1:2])
+    rig.step_until(lambda: rig.counts["missed_blocks"] == 1)
+    assert status(rig, "a") == "WAITING", "for what comes before the gap"
+    rig.answer(rig.fetches[:1])
+    rig.step_until(lambda: status(rig, "a") != "WAITING", max_steps=5)
+    assert rig.counts["tier_waits_cut"] == 0
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == 3 * BLOCK_TOKENS
+    rig.check_tokens("a", 4)
+    rig.check_idle()
+
+
+# ---- requests with one prefix ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
+def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    rig = make_warm(make_tiers, groups=groups, num_blocks=150)
+    names = [f"r{number}" for number in range(1, 9)]
+    for number, name in enumerate(names, 1):
+        rig.add(name, prompt(rig, number))
+    rig.drain()
+    for name in names:
+        rig.check_tokens(name, 4)
+    asked = keys_in(rig.probes)
+    assert len(asked) == len(set(asked))
+    fetched = keys_in(rig.fetches)
+    assert len(fetched) == len(set(fetched)) == rig.counts["fetched_blocks"]
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS, "one loads, the others wait for it"
+    rig.check_idle()
+
+
+def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.held = {"fetch"}
+    fetch_for(rig, "a")
+    rig.add("b", prompt(rig, 2))
+    rig.step()
+    rig.step()
+    assert status(rig, "b") == "WAITING"
+    rig.abort("a")
+    rig.step()
+    assert status(rig, "b") == "WAITING", "the fetch goes on without who began it"
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    assert rig.counts["tier_lookups"] == 1
+    rig.check_tokens("b", 4)
+    rig.check_idle()
+
+
+# ---- aborts and resets -------------------------------------------------------------------------
+
+
+def bring_to(rig: TierRig, moment: str) -> None:
+    """Let a request come to a moment of its look-up."""
+    rig.tier.held = {"added": {"probe"}, "asked": {"probe"}, "fetching": {"fetch"}}.get(
+        moment, set()
+    )
+    reached: dict[str, Callable[[], bool]] = {
+        "added": lambda: True,
+        "asked": lambda: bool(rig.probes),
+        "fetching": lambda: bool(rig.fetches),
+        "landed": lambda: rig.counts["fetched_blocks"] > 0,
+    }
+    rig.probes.clear()
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(reached[moment], max_steps=20)
+
+
+@pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
+@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
+def test_an_abort_leaves_nothing_behind(
+    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
+) -> None:
+    rig = make_warm(make_tiers, **shape)
+    bring_to(rig, moment)
+    rig.abort("a")
+    rig.step()
+    gauges = rig.planner.gauges()
+    if moment == "fetching":
+        assert gauges["leased_slots"] == NUM_BLOCKS, "a rank may still write to them"
+        assert rig.planner.has_work
+    elif moment != "landed" or not shape:
+        assert gauges["leased_slots"] == 0
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_idle()
+    rig.step()
+    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
+    assert rig.counts["stale_reports"] == rig.counts["duplicate_reports"] == 0
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
+@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
+def test_after_a_reset_nothing_that_tiers_had_is_hit(
+    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
+) -> None:
+    rig = make_warm(make_tiers, **shape)
+    bring_to(rig, moment)
+    before = rig.counts["fetched_blocks"]
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.statistics().lookups == 0
+    if moment == "landed":
+        assert rig.planner.gauges()["leased_slots"] == 0
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_tokens("a", 4)
+    assert rig.counts["hit_tokens"] == 0
+    assert rig.counts["fetched_blocks"] == before
+    rig.check_idle()
+    (word,) = {spill.word for spill in rig.spills if spill is rig.spills[-1]}
+    assert word
+    rig.fill_gpu_cache("filler", seed=77)
+    rig.probes.clear()
+    rig.run_alone("b", rig.prompt(PREFIX_TOKENS, 55))
+    assert {probe.word for probe in rig.probes} == {word}
+    rig.check_idle()
+
+
+def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
+    make_tiers: MakeTierRig, package_log: list[Any]
+) -> None:
+    rig = make_warm(make_tiers)
+    words = [rig.planner.tiers.word]
+    for _ in range(2):
+        assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+        words.append(rig.planner.tiers.word)
+    assert words[0] == ""
+    assert len(set(words)) == 3
+    told = [r.getMessage() for r in package_log if "model_version" in r.getMessage()]
+    assert len(told) == 1
+
+
+def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -> None:
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
+    rig = make_warm(make_tiers, tiers=tiers)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
+    make_tiers: MakeTierRig, package_log: list[Any]
+) -> None:
+    """A rank says so when it has read the model's files: what is asked and written has a word."""
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
+    rig = make_warm(make_tiers, tiers=tiers)
+    facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
+    rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
+    rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
+    word = rig.planner.tiers.word
+    assert len(word) >= 32, "128 bits"
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.tiers.word == word, "a model_version is for this word too"
+    told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
+    assert len(told) == 1
+    rig.check_idle()
+
+
+def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
+    make_tiers: MakeTierRig, package_log: list[Any]
+) -> None:
+    """It names those that the engine was started with."""
+    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
+    rig = make_warm(make_tiers, tiers=tiers)
+    rig.connector.weights_changed("a test says so")
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    word = rig.planner.tiers.word
+    assert word
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.planner.tiers.word == word, "which the operator vouches for from then on"
+    rig.check_idle()
+    assert [r for r in package_log if "a test says so" in r.getMessage()] == []
+    rig.run_alone("b", prompt(rig, 1))
+    rig.connector.weights_changed("a test says so again")
+    told = [r.getMessage() for r in package_log if "a test says so again" in r.getMessage()]
+    assert len(told) == 1, "what was held is told"
+
+
+# ---- preemption --------------------------------------------------------------------------------
+
+
+def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.held = {"probe"}
+    first_times = times_of_waiting(rig, "a")
+    request = rig.add("a", prompt(rig, 1), max_tokens=12)
+    rig.step_until(lambda: len(first_times) > 40)
+    rig.tier.held.clear()
+    rig.step_until(lambda: request.num_output_tokens > 2)
+    assert rig.counts["tier_lookups"] == 1
+    assert rig.counts["tier_waits_cut"] == 0
+    waited_s = first_times[-1] - first_times[0]
+    rig.tier.held = {"probe"}
+    # The host loses what it has, and the GPU too; the tier does not.
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.planner.hits.slots.forget_all()
+    times = times_of_waiting(rig, "a")
+    rig.step_until(lambda: status(rig, "a") == "RUNNING")
+    assert rig.counts["tier_lookups"] == 2
+    assert times
+    assert 0 < times[-1] - times[0] <= WAIT_S - waited_s
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_tokens("a", 12)
+    rig.check_idle()
+
+
+def test_what_a_preempted_request_fetches_is_hit(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    request = rig.add("a", prompt(rig, 1), max_tokens=12)
+    rig.step_until(lambda: request.num_output_tokens > 2)
+    rig.counts.clear()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for state in rig.planner.book:
+        rig.planner.stores.let_go_prefix(state)
+    rig.planner.hits.slots.forget_all()
+    rig.drain()
+    rig.check_tokens("a", 12)
+    assert rig.counts["hit_tokens"] >= PREFIX_TOKENS
+    rig.check_idle()
+
+
+# ---- the share of slots ------------------------------------------------------------------------
+
+
+def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers: MakeTierRig) -> None:
+    """I11; `check_invariants` compares after every step."""
+    rig = make_warm(make_tiers, num_slots=24)
+    assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
+    assert rig.counts["roomless_blocks"] == NUM_BLOCKS - 6
+    rig.check_idle()
+
+
+def test_of_a_hybrid_model_too(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, num_slots=40, groups=("window:10", "full"), num_blocks=150)
+    assert 0 < rig.run_alone("a", prompt(rig, 1)) < PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig) -> None:
+    first = make_tiers()
+    first.start()
+    for number in range(2):
+        first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
+    rig = make_tiers(tier=first.tier, num_slots=32)
+    rig.start()
+    rig.counts.clear()
+    rig.tier.held = {"fetch"}
+    rig.add("a", rig.prompt(33, 0))
+    rig.add("b", rig.prompt(33, 1))
+    rig.step_until(lambda: bool(rig.fetches))
+    rig.step()
+    rig.step()
+    assert len(rig.fetches) == 1
+    assert status(rig, "b") == "WAITING"
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == 64
+    assert rig.counts["fetched_blocks"] == 16
+    rig.check_idle()
+
+
+def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTierRig) -> None:
+    first = make_tiers()
+    first.start()
+    for number in range(2):
+        first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
+    rig = make_tiers(tier=first.tier, num_slots=32, max_seqs=1)
+    rig.start()
+    running = rig.add("long", rig.prompt(3, 9), max_tokens=40)
+    rig.add("later", rig.prompt(33, 0))
+    rig.step_until(lambda: rig.counts["fetched_blocks"] == 8)
+    assert rig.planner.gauges()["leased_slots"] >= 8
+    late = rig.add("soon", rig.prompt(33, 1))
+    rig.step()
+    rig.step()
+    assert len(rig.fetches) == 1, "no room"
+    queue = rig.scheduler.waiting
+    queue.remove_requests([late])
+    queue.prepend_request(late)
+    rig.abort(running.request_id)
+    rig.step()
+    rig.step()
+    assert len(rig.fetches) == 2
+    rig.drain()
+    assert rig.counts["hit_tokens"] == 64
+    assert rig.counts["fetched_blocks"] == 16
+    rig.check_idle()
+
+
+def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, num_slots=40)
+    keys = keys_of(rig)
+    head = prompt(rig, 1)[: 5 * BLOCK_TOKENS]
+    rig.run_alone("head", [*head, 1])
+    for number in range(12):  # what is older goes first; the head is the oldest in the end
+        rig.run_alone(f"x{number}", rig.prompt(12, 500 + number), max_tokens=1)
+        rig.forget_gpu_cache()
+    table = rig.planner.hits.directory.tables[0]
+    assert sum(key in table for key in keys) < NUM_BLOCKS
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    rig.check_idle()
+
+
+# ---- spills ------------------------------------------------------------------------------------
+
+
+def stored(rig: TierRig) -> set[bytes]:
+    """Hashes that the host has."""
+    return {h for table in rig.planner.hits.directory.tables for h in table}
+
+
+def spilled(rig: TierRig, rank: int = 0) -> set[bytes]:
+    """Hashes that the tier of a rank has."""
+    return {block_hash for at, _, _, block_hash in rig.tier.objects if at == rank}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"is_async": True, "tensor_ranks": 2},
+        {"groups": ("window:10", "full"), "num_blocks": 150},
+        {"groups": ("full", "mamba"), "num_blocks": 150},
+        {"extra": {"lazy_offload": True}, "max_batched_tokens": 64},
+    ],
+    ids=str,
+)
+def test_all_that_is_stored_is_spilled_once(make_tiers: MakeTierRig, shape: dict[str, Any]) -> None:
+    rig = make_tiers(**shape)
+    rig.start()
+    for number in range(4):
+        rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=8)
+    if "extra" in shape:
+        rig.fill_gpu_cache("filler", seed=77)
+        rig.forget_gpu_cache()
+    assert stored(rig)
+    assert spilled(rig) == stored(rig)
+    assert spilled(rig, rank=rig.shape.num_ranks - 1) == stored(rig)
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked)) == rig.counts["spilled_blocks"]
+    rig.check_idle()
+
+
+def test_what_was_fetched_is_not_spilled_again(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.spills.clear()
+    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
+    assert not [h for spill in rig.spills for h in spill.keys.hashes if h in set(keys_of(rig))]
+
+
+def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) -> None:
+    rig = make_tiers(num_slots=64)
+    rig.start()
+    rig.tier.held = {"spill"}
+    for number in range(12):
+        rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
+        rig.step_until(lambda: f"r{number}" not in rig.scheduler.requests)  # noqa: B023
+        rig.step_until(lambda: not len(rig.planner.stores))
+        assert rig.planner.gauges()["leased_slots"] <= 2 * 4, "two spills of a 16th of the slots"
+    assert len(rig.spills) == 2
+    assert rig.counts["stored_blocks"] == 12 * 8, "the spills that wait hold nothing"
+    rig.tier.held.clear()
+    rig.drain()
+    rig.step()
+    assert spilled(rig) >= stored(rig)
+    dropped = rig.counts['dropped_spill_blocks{reason="evicted"}']
+    assert 0 < dropped == 12 * 8 - rig.counts["spilled_blocks"]
+    rig.check_idle()
+
+
+def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_tiers(num_blocks=150)
+    rig.start()
+    rig.tier.held = {"spill"}
+    for number in range(4):
+        rig.add(f"r{number}", rig.prompt(PREFIX_TOKENS, number), max_tokens=1)
+        rig.run_until_finished(f"r{number}")
+        rig.step()
+    rig.planner.hits.slots.forget_all()
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 12, "more than one batch"
+    rig.check_idle()
+
+
+def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: MakeTierRig) -> None:
+    """I10: its turn comes while a store of something else writes to it."""
+    whole = make_tiers(num_slots=200)
+    whole.start()
+    rig = make_tiers(num_slots=16)
+    rig.start()
+    rig.tier.held = {"spill"}
+    for number in range(2):
+        whole.run_alone(f"r{number}", rig.prompt(33, number), max_tokens=1)
+        rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
+        rig.step_until(lambda: rig.counts["stored_blocks"] == 8 * (number + 1))  # noqa: B023
+    rig.hold_copies(True)
+    rig.add("next", rig.prompt(33, 2), max_tokens=1)
+    rig.step_until(lambda: len(rig.planner.stores) > 0)
+    rig.tier.held.clear()
+    for _ in range(30):
+        rig.step()
+    rig.hold_copies(False)
+    rig.drain()
+    same = rig.tier.objects.keys() & whole.tier.objects.keys()
+    assert len(same) < 16, "some were evicted before their turn"
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
+    assert all(rig.tier.objects[place] == whole.tier.objects[place] for place in same)
+
+
+def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers: MakeTierRig) -> None:
+    rig = make_tiers()
+    rig.start()
+    rig.tier.refused = True
+    rig.run_alone("a", prompt(rig, 1))
+    num_spills = len(rig.spills)
+    rig.run_alone("b", prompt(rig, 1))
+    assert len(rig.spills) == num_spills
+    assert rig.counts['dropped_spill_blocks{reason="refused"}'] == len(stored(rig))
+    assert rig.counts["spilled_blocks"] == 0
+    rig.check_idle()
+
+
+EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True),)
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
+    make_tiers: MakeTierRig, policy: str
+) -> None:
+    rig = make_tiers(num_slots=64, tiers=EVICTED, extra={"eviction_policy": policy})
+    rig.start()
+    rig.run_alone("r0", rig.prompt(33, 0), max_tokens=1)
+    assert not rig.spills, "there is room"
+    rig.forget_gpu_cache()
+    seen = set(stored(rig))
+    for number in range(1, 40):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+        seen |= stored(rig)
+    gone = seen - stored(rig)
+    assert gone
+    assert gone <= spilled(rig)
+    assert len(stored(rig) - spilled(rig)) > 40, "not what stays"
+    asked = [h for spill in rig.spills for h in spill.keys.hashes]
+    assert len(asked) == len(set(asked)), "each once"
+    rig.forget_gpu_cache()
+    assert rig.run_alone("back", rig.prompt(33, 0)) == 32, "it comes back from the tier"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
+def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
+    make_tiers: MakeTierRig, groups: tuple[str, ...]
+) -> None:
+    first = make_tiers(groups=groups, num_blocks=150)
+    first.start()
+    first.run_alone("warm", prompt(first, 0), max_tokens=1)
+    first.drain()
+    rig = make_tiers(
+        tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
+    )
+    rig.start()
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    fetched = set(keys_in(rig.fetches))
+    assert len(fetched) == rig.counts["fetched_blocks"] > 0
+    rig.forget_gpu_cache()
+    hashes = {block_hash for _, block_hash in fetched}
+    for number in range(2, 38):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    assert len(hashes - stored(rig)) > 5, "most of it is evicted"
+    assert rig.spills
+    assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
+# ---- what comes from a far tier ----------------------------------------------------------------
+
+NEAR, FAR = (TierConfig(Location("file", f"/{place}"), wait_s=WAIT_S) for place in ("near", "far"))
+KEEPING = replace(NEAR, keep=True), FAR
+
+
+def make_far(make_tiers: MakeTierRig, **options: Any) -> TierRig:
+    """An engine whose second tier has the prefix of `prompt`."""
+    rig = make_warm(make_tiers, **{"tiers": KEEPING, **options})
+    rig.tier.number = 2
+    rig.spills.clear()
+    return rig
+
+
+def end_spills(rig: TierRig) -> None:
+    """Let all that waits be spilled, and nothing be left."""
+    rig.tier.held.clear()
+    rig.run_alone("wake", [1, 2], max_tokens=1)  # it goes idle while tiers are silent for long
+    rig.drain()
+    rig.step()
+    rig.check_idle()
+
+
+def kept(rig: TierRig) -> set[bytes]:
+    """Hashes that are written to nearer tiers than the one that has them."""
+    pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
+    return {block_hash for block_hash, origin in pairs if origin}
+
+
+@pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
+def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
+    make_tiers: MakeTierRig, shape: dict[str, Any]
+) -> None:
+    rig = make_far(make_tiers, **shape)
+    rig.tier.held = {"spill"}
+    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS, "before it is kept"
+    end_spills(rig)
+    fetched = set(keys_of(rig)[:NUM_BLOCKS])
+    assert kept(rig) == fetched
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked))
+    assert rig.counts["kept_blocks"] == NUM_BLOCKS
+    assert rig.counts["spilled_blocks"] == len(asked) - NUM_BLOCKS
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "number"),
+    [((NEAR, FAR), 2), (KEEPING, 1), ((NEAR, replace(FAR, keep=True)), 2), (KEEPING, 0)],
+    ids=["none keeps", "it is there", "the far one keeps", "it is gone"],
+)
+def test_what_no_nearer_tier_keeps_is_not_written_again(
+    make_tiers: MakeTierRig, tiers: tuple[TierConfig, ...], number: int
+) -> None:
+    rig = make_far(make_tiers, tiers=tiers)
+    rig.tier.number = number
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.drain()
+    assert not kept(rig)
+    assert bool(rig.fetches) == bool(number)
+    assert rig.counts["kept_blocks"] == 0
+
+
+def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_far(make_tiers, tiers=(*KEEPING, FAR))
+    mixed = [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
+    hashes = keys_of(rig)[:NUM_BLOCKS]
+    origin_of = dict(zip(hashes, mixed, strict=True))
+
+    def name_tiers(report: StepReport) -> StepReport:
+        presences = []
+        for presence in report.presences:
+            keys = rig.probes[-1].keys.hashes
+            tiers = bytes(
+                origin_of.get(h, 0) * bool(t) for h, t in zip(keys, presence.tiers, strict=True)
+            )
+            presences.append(replace(presence, tiers=tiers))
+        return replace(report, presences=tuple(presences))
+
+    rig.after_report = name_tiers
+    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
+    rig.drain()
+    found = [o for fetch in rig.fetches for o in fetch.origins]
+    assert found == mixed
+    pairs = (pair for s in rig.spills for pair in zip(s.keys.hashes, s.origins, strict=False))
+    assert {pair for pair in pairs if pair[1]} == set(zip(hashes[2:], mixed[2:], strict=True))
+    assert rig.counts["kept_blocks"] == 8
+
+
+def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRig) -> None:
+    rig = make_far(make_tiers, num_slots=64)
+    rig.tier.held = {"spill"}
+    for number in range(3):  # two spills that do not end, and what waits behind them
+        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    for number in range(12):
+        rig.run_alone(f"r{number}", rig.prompt(33, 60 + number), max_tokens=1)
+    end_spills(rig)
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    assert rig.counts["kept_blocks"] < NUM_BLOCKS
+    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
+
+
+def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_far(make_tiers)
+    rig.tier.held = {"spill"}
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.step_until(lambda: any(rig.spills))
+    assert rig.planner.gauges()["leased_slots"] == len(rig.spills[0].keys)
+    end_spills(rig)
+
+
+def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
+    rig = make_far(make_tiers)
+    rig.tier.held = {"spill"}
+    for number in range(4):
+        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    end_spills(rig)
+    assert not kept(rig)
+
+
+def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
+    make_tiers: MakeTierRig,
+) -> None:
+    evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
+    rig = make_far(make_tiers, num_slots=64)
+    rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
+    rig.start()
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    assert not rig.spills, "there is room"
+    rig.forget_gpu_cache()
+    hashes = set(keys_of(rig)[:NUM_BLOCKS])
+    for number in range(2, 38):
+        rig.run_alone(f"r{number}", rig.prompt(9, number), max_tokens=1)
+        rig.step()
+        rig.step()
+    gone = hashes - stored(rig)
+    assert gone
+    assert gone <= kept(rig) <= hashes
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked)), "each once"
+    assert rig.counts["kept_blocks"] == len(kept(rig))
+    rig.check_idle()
+
+
+# ---- reports that are late, stale or come twice ------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["presences", "outcomes"])
+def test_a_rank_that_reports_twice_stands_in_for_no_other(
+    make_tiers: MakeTierRig, kind: str
+) -> None:
+    rig = make_warm(make_tiers, tensor_ranks=2)
+    hashes = keys_of(rig)
+    lose(rig, hashes[2], rank=1)
+
+    def twice(report: StepReport) -> StepReport:
+        if any(item.rank == 0 for item in getattr(report, kind)):
+            return report.aggregate(report)
+        return report
+
+    rig.after_report = twice
+    assert rig.run_alone("a", prompt(rig, 1)) == 2 * BLOCK_TOKENS
+    assert rig.counts["duplicate_reports"] >= 1
+    rig.check_idle()
+
+
+def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(
+    make_tiers: MakeTierRig,
+) -> None:
+    rig = make_warm(make_tiers)
+    strange = StepReport(
+        (Outcome(0, 9999), Outcome(7, 9998, FailureReason.COPY_FAILED, (1, 2))),
+        presences=(Presence(0, 9999, b"\x01"), Presence(5, 0, b"")),
+    )
+    rig.after_report = lambda report: report.aggregate(strange)
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    rig.after_report = lambda report: report
+    assert rig.counts["stale_reports"] >= 4
+    assert rig.counts["contained_errors"] == 0
+    rig.check_idle()
+
+
+def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+
+    def beyond(report: StepReport) -> StepReport:
+        return replace(
+            report, outcomes=tuple(replace(o, missing=(10_000, -1)) for o in report.outcomes)
+        )
+
+    rig.after_report = beyond
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    assert rig.counts["contained_errors"] == 0
+    rig.check_idle()
+
+
+# ---- errors inside -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
+def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment: str) -> None:
+    """I8: what a worker still writes to stays leased until it has reported."""
+    rig = make_warm(make_tiers, tensor_ranks=2)
+    bring_to(rig, moment)
+    rig.planner.disable()
+    if moment == "fetching":
+        assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
+    rig.tier.held.clear()
+    rig.drain()
+    rig.step()
+    rig.check_tokens("a", 4)
+    assert rig.counts["hit_tokens"] == 0
+    assert rig.planner.gauges()["leased_slots"] == 0
+    rig.planner.check_invariants()
+    num_messages = len(rig.probes) + len(rig.fetches) + len(rig.spills)
+    rig.run_alone("b", prompt(rig, 2))
+    assert len(rig.probes) + len(rig.fetches) + len(rig.spills) == num_messages
+    assert not rig.planner.has_work
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        ("tiers", "see"),
+        ("tiers", "waits"),
+        ("tiers", "matched"),
+        ("tiers", "plan"),
+        ("tiers", "settle"),
+        ("tiers", "note"),
+        ("tiers", "sent"),
+        ("tiers", "end"),
+        ("tiers", "scheduled"),
+    ],
+)
+def test_an_error_in_any_part_is_contained(
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, owner: str, method: str
+) -> None:
+    rig = make_warm(make_tiers)
+    part = getattr(rig.planner, owner)
+    call, calls = getattr(part, method), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("on purpose")
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(part, method, fail)
+    for number in range(3):
+        rig.add(f"r{number}", prompt(rig, number))
+        rig.step()
+        rig.step()
+    rig.drain()
+    for number in range(3):
+        rig.check_tokens(f"r{number}", 4)
+    assert rig.counts["contained_errors"] == 1
+    assert rig.planner.gauges()["leased_slots"] == 0
+    rig.planner.check_invariants()
+
+
+def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTierRig) -> None:
+    rig = make_tiers()
+    rig.start()
+    rig.tier.failure = FailureReason.NOT_RUNNING
+    rig.run_alone("a", prompt(rig, 1))
+    rig.forget_gpu_cache()
+    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
+    assert not rig.planner.gauges()["is_disabled"]
+    rig.check_idle()
+
+
+# ---- an engine that rests ----------------------------------------------------------------------
+
+
+def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.tier.held = {"fetch", "spill"}
+    fetch_for(rig, "a")
+    rig.abort("a")
+    began_s = rig.clock.now_s
+    rig.step_until(lambda: not rig.scheduler.has_requests(), max_steps=50)
+    assert 2 * TierConfig(Location("", "")).timeout_s <= rig.clock.now_s - began_s <= 20
+    assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
+    rig.tier.held.clear()
+    rig.run_alone("b", prompt(rig, 2))
+    rig.check_idle()
+
+
+def test_nothing_is_asked_for_that_may_not_be_read(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.kv_transfer_params = {"max_load_tokens": 0}
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert not rig.probes
+    rig.kv_transfer_params = {"max_load_tokens": 6 * BLOCK_TOKENS + 1}
+    rig.forget_gpu_cache()
+    rig.planner.hits.slots.forget_all()
+    assert rig.run_alone("b", prompt(rig, 2)) == 6 * BLOCK_TOKENS
+    assert rig.counts["fetched_blocks"] == 6
+    rig.check_idle()
+
+
+def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.probes.clear()
+    rig.run_alone("b", prompt(rig, 2), max_tokens=1)
+    rig.planner.hits.slots.forget_all()  # the GPU has it
+    rig.run_alone("c", prompt(rig, 3), max_tokens=1)
+    assert not rig.probes
+
+
+def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, max_seqs=1)
+    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.probes.clear()
+    rig.counts.clear()
+    rig.add("long", rig.prompt(3, 9), max_tokens=10)
+    rig.add("b", prompt(rig, 2))
+    rig.step()
+    assert not rig.probes
+    rig.planner.hits.slots.forget_all()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_another_connectors_ids_pass_as_before(make_tiers: MakeTierRig) -> None:
+    """Beside MultiConnector: finished ids of strangers are dropped, not acted on."""
+    rig = make_warm(make_tiers)
+
+    def add_strangers(number: int, outputs: list[Any]) -> None:
+        for output in outputs:
+            output.finished_sending = {"stranger"}
+
+    rig.mutate_outputs.append(add_strangers)
+    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
+    assert rig.counts['dropped_ids{reason="unknown"}'] > 0
+    rig.check_idle()
+
+
+# ---- never slower than computing ---------------------------------------------------------------
+
+AUTO: dict[str, Any] = {"extra": {"min_load_tokens": "auto"}}
+
+
+def make_measured(make_tiers: MakeTierRig, token_s: float, **options: Any) -> TierRig:
+    """An engine that has seen what computing takes, in virtual time."""
+    rig = make_warm(make_tiers, **{**AUTO, **options})
+    for _ in range(4 * KEPT_SAMPLES):
+        for num_tokens in (1, 4, 16, 64, 256):
+            rig.planner.costs.steps.add(num_tokens, num_tokens * token_s)
+    return rig
+
+
+def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> None:
+    for kind in ("probe", "fetch"):
+        rig = make_measured(make_tiers, token_s=1.0)
+        rig.tier.held = {kind}
+        times = times_of_waiting(rig, "a")
+        rig.add("a", prompt(rig, 1))
+        rig.step_until(lambda: "a" not in rig.scheduler.requests)  # noqa: B023
+        assert 3 <= times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
+        assert rig.counts["tier_waits_cut"] == 1
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: MakeTierRig) -> None:
+    rig = make_measured(make_tiers, token_s=1.0)
+    rig.tier.held = {"fetch"}
+    times = times_of_waiting(rig, "a")
+    fetch_for(rig, "a")
+    rig.answer(rig.fetches[:2])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    waited_s = times[-1] - times[0]
+    assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.5 * PREFIX_TOKENS + 0.01
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
+
+
+def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> None:
+    """Of 160 tokens the tier brings the first 32, the host has the others."""
+    whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
+    lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
+    lookup.begin(0, (16, 176), 1.0, is_trial=False)
+    lookup.want()
+    assert lookup.share() == 0.0
+    lookup.fetch([whole, late], [16, 32], (16, 176), 1.0)  # type: ignore[list-item]
+    assert lookup.share() == 0.1
+    late.is_whole = True
+    assert lookup.share() == 1.0
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> None:
+    rig = make_hybrid(make_tiers, fetch_s=0.01)
+    times = times_of_waiting(rig, "a")
+    fetch_for(rig, "a")
+    rig.answer(rig.fetches[:-1])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
+
+
+def make_hybrid(make_tiers: MakeTierRig, fetch_s: float | None) -> TierRig:
+    """Of a hybrid model; its tier has always taken so long to bring what is asked for."""
+    groups = ("window:10", "full")
+    rig = make_measured(make_tiers, token_s=1.0, groups=groups, num_blocks=150)
+    if fetch_s is not None:
+        for num_slots in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
+            for _ in range(KEPT_SAMPLES):
+                rig.planner.tiers.costs.add_fetch(1, num_slots, fetch_s)
+    rig.tier.held = {"fetch"}
+    return rig
+
+
+def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
+    """Of a hybrid model; its tier takes half of the time that computing takes."""
+    return make_hybrid(make_tiers, PREFIX_TOKENS / 2)
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "probe_s", "is_whole"),
+    [
+        (0.02 * PREFIX_TOKENS, 0.0, True),
+        (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
+        (0.02 * PREFIX_TOKENS, 0.02 * PREFIX_TOKENS, False),  # the answer came late
+        (None, 0.0, False),  # nobody knows
+    ],
+)
+def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
+    make_tiers: MakeTierRig, fetch_s: float | None, probe_s: float, is_whole: bool
+) -> None:
+    rig = make_hybrid(make_tiers, fetch_s)
+    rig.tier.held = {"fetch", "probe"}
+    rig.add("a", prompt(rig, 1))
+    asked_s = rig.clock.now_s
+    rig.step_until(lambda: rig.clock.now_s - asked_s >= probe_s, max_steps=1000)
+    rig.tier.held = {"fetch"}
+    rig.step_until(lambda: bool(rig.fetches))
+    assert (len(legs_of(rig)) == 1) == is_whole
+    rig.tier.held.clear()
+    rig.drain()
+    rig.check_tokens("a", 4)
+
+
+def legs_of(rig: TierRig) -> dict[int, list[Any]]:
+    """The fetches that plans have named, by the token up to which a request can go without."""
+    legs: dict[int, list[Any]] = {}
+    for message in rig.fetches:
+        fetch = rig.planner.tiers.fetches.get(message.transfer_id)
+        assert fetch is not None
+        legs.setdefault(fetch.first_token, []).append(message)
+    return legs
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: MakeTierRig) -> None:
+    """Each with its own window at its end; of the last part nothing comes."""
+    rig = make_slow_hybrid(make_tiers)
+    times = times_of_waiting(rig, "a")
+    fetch_for(rig, "a")
+    fetched = keys_in(rig.fetches)
+    assert len(set(fetched)) == len(fetched), "each block once"
+    window, full = ([group for group, _ in fetched].count(i) for i in range(2))
+    assert full == NUM_BLOCKS
+    assert 3 < window <= 3 + (NUM_BLOCKS + 3) // 2
+    *legs, last = legs_of(rig).items()
+    half = PREFIX_TOKENS // 2
+    assert (legs[0][0], last[0]) == (0, half)
+    rig.answer([fetch for _, fetches in legs for fetch in fetches])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    waited_s = times[-1] - times[0]
+    assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == half
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: MakeTierRig) -> None:
+    rig = make_slow_hybrid(make_tiers)
+    fetch_for(rig, "a")
+    legs = legs_of(rig)
+    first, second, *_ = legs.values()
+    rig.tier.lost = {(0, second[0].keys.hashes[0])}
+    rig.answer([*first, *second])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    rig.tier.held.clear()
+    rig.drain()
+    assert rig.counts["hit_tokens"] == list(legs)[1]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_legs_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
+    """Whoever joins a fetch has not asked what its legs need, so it waits for all or for little."""
+    rig = make_slow_hybrid(make_tiers)
+    rig.add("first", prompt(rig, 2))
+    times = times_of_waiting(rig, "a")
+    fetch_for(rig, "a")
+    fetches = [rig.planner.tiers.fetches.get(message.transfer_id) for message in rig.fetches]
+    assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
+    *legs, _ = legs_of(rig).values()
+    assert legs
+    rig.answer([fetch for leg in legs for fetch in leg])
+    rig.step_until(lambda: status(rig, "a") != "WAITING")
+    assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
+    rig.tier.held.clear()
+    rig.drain()
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: MakeTierRig) -> None:
+    rig = make_measured(make_tiers, token_s=0.001)
+    for _ in range(8):
+        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    assert not rig.probes, "at best it would not pay"
+    rig.check_idle()
+
+
+def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> None:
+    rig = make_measured(make_tiers, token_s=1.0)
+    for _ in range(8):
+        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 100.0)
+    for number in range(PROBE_EVERY):
+        rig.planner.hits.slots.forget_all()
+        rig.forget_gpu_cache()
+        rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=1)
+    assert len(rig.fetches) == 1
+    rig.check_idle()
+
+
+def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers: MakeTierRig) -> None:
+    """The tier has a little of a long prompt: all of it would have paid."""
+    rig = make_measured(make_tiers, token_s=1.0, num_blocks=150)
+    for num_slots in (4, 32, 64):
+        for _ in range(8):
+            rig.planner.tiers.costs.add_fetch(1, num_slots, 50.0)
+    long_prompt = [*prompt(rig, 1)[:PREFIX_TOKENS], *rig.prompt(160, 9)]
+    assert rig.run_alone("a", long_prompt) == 0
+    assert rig.probes
+    assert not rig.fetches
+    assert rig.counts["unpaid_fetch_tokens"] == PREFIX_TOKENS
+    rig.check_idle()
+
+
+def test_what_was_measured_is_told(make_tiers: MakeTierRig) -> None:
+    rig = make_warm(make_tiers, **AUTO)
+    gauges = rig.planner.gauges()
+    assert gauges["fetch_bytes_per_second"] == gauges["fetch_latency_seconds"] == 0
+    rig.run_alone("a", prompt(rig, 1))
+    gauges = rig.planner.gauges()
+    slots_per_s = 1 / gauges["fetch_latency_seconds"] * NUM_BLOCKS
+    slot_bytes = rig.planner.options.slot_bytes
+    assert gauges["fetch_bytes_per_second"] == pytest.approx(slot_bytes * slots_per_s, rel=0.5)

@@ -1,0 +1,191 @@
+"""Settings that work and are hardly what was meant: what is said, with which numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import safe_offload
+from safe_offload import compat
+from safe_offload.config.options import OffloadConfig
+from safe_offload.start import advice as start_advice
+from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
+
+FULL = EngineShape(groups=("full@16",), num_blocks=101, max_model_len=640)
+NUM_REQUEST = 40
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged, whatever vLLM does with its loggers."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.levelname == "WARNING" or record.getMessage().startswith("safe_offload ")
+            if record.levelname == "WARNING":
+                messages.append(record.getMessage())
+
+    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start_advice")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def advise(
+    num_slots: int, shape: EngineShape = FULL, role: str = "kv_both", **extra: Any
+) -> tuple[Any, Any]:
+    config, cache = make_config(shape), make_kv_cache_config(shape)
+    config.kv_transfer_config.kv_role = role
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    settings = OffloadConfig.from_extra_config(extra, world_size=4)
+    start_advice.advise(config, cache, settings, num_slots)
+    return config, cache
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_another_role_is_said_to_have_no_effect(said, role):
+    advise(100, role=role)
+    assert len(said) == (role != "kv_both")
+    assert all('kv_role "kv_consumer" has no effect' in message for message in said)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"cpu_bytes_to_use": "1GiB"}, None),
+        ({"num_cpu_blocks": 7}, None),
+        (
+            {"cpu_bytes_to_use": "1GiB", "num_cpu_blocks": 7},
+            '"num_cpu_blocks" counts, "cpu_bytes_to_use" has no effect',
+        ),
+        (
+            {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
+            '"cpu_bytes_to_use_per_rank" counts, "cpu_bytes_to_use" has no effect',
+        ),
+        (
+            {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
+            '"num_cpu_blocks" counts, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use" have no',
+        ),
+    ],
+)
+def test_of_several_sizes_the_one_that_counts_is_named(said, extra, expected):
+    advise(100, **extra)
+    assert len(said) == (expected is not None)
+    assert all(str(expected) in message for message in said)
+
+
+def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(said):
+    config, cache = make_config(FULL), make_kv_cache_config(FULL)
+    cache.kv_tp_replicas = 4
+    settings = OffloadConfig.from_extra_config({}, world_size=4)
+    start_advice.advise(config, cache, settings, 100)
+    (message,) = said
+    assert message.startswith("4 ranks hold the same KV cache, but each keeps its own copy")
+    said.clear()
+    settings = dataclasses.replace(settings, ranks_per_copy=4)
+    info = start_advice.advise(config, cache, settings, 100)
+    assert said == []
+    assert int(info["host_bytes_per_rank"]) == 100 * compat.block_bytes(cache) // 4
+
+
+def test_a_pool_of_the_gpus_size_is_not_small(said):
+    advise(100)
+    assert said == []
+
+
+def test_a_pool_smaller_than_the_gpus_is_said_with_both_numbers(said):
+    _, cache = advise(99, num_cpu_blocks=99)
+    (message,) = said
+    assert '"num_cpu_blocks" gives each rank 99 blocks' in message
+    assert "the GPU's own pool has 100 blocks" in message
+    assert "max_model_len" not in message
+    assert "at least 100." in message
+    assert compat.block_bytes(cache) > 0
+    assert " KiB)" in message
+
+
+def test_in_lazy_mode_the_host_adds_to_the_gpu(said):
+    advise(NUM_REQUEST, lazy_offload=True)
+    assert said == []
+
+
+def test_a_pool_smaller_than_the_longest_request_is_said_with_both_numbers(said):
+    _, cache = advise(NUM_REQUEST - 1, lazy_offload=True)
+    (message,) = said
+    size_mib = -(-NUM_REQUEST * 4 * compat.block_bytes(cache) // (1 << 20))
+    assert '"cpu_bytes_to_use" gives each rank 39 blocks' in message
+    assert "max_model_len (640 tokens) needs 40 blocks" in message
+    assert f'at least "{size_mib}MiB"' in message, "of all four ranks"
+
+
+def test_a_sliding_window_needs_no_more_than_its_window(said):
+    """Groups of a hybrid model are counted as vLLM counts them."""
+    shape = EngineShape(groups=("full@16", "window:64@16"), num_blocks=101, max_model_len=640)
+    config, cache = advise(100, shape, lazy_offload=True)
+    num_blocks = compat.num_blocks_of_longest_request(config, cache)
+    assert NUM_REQUEST < num_blocks < 2 * NUM_REQUEST
+    assert said == []
+    advise(num_blocks - 1, shape, lazy_offload=True)
+    assert f"needs {num_blocks} blocks" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_said"), [("LBHNC", True), ("BHLNC", True), ("BLNHC", False), (None, False)]
+)
+def test_a_layout_that_is_not_as_wished_is_said_but_not_warned_of(
+    caplog, monkeypatch, layout, is_said
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config, cache = make_config(FULL), make_kv_cache_config(FULL)
+    config.cache_config.kv_cache_layout = layout
+    for is_wanted in (False, True):
+        caplog.clear()
+        extra = {"enable_cross_layers_blocks": is_wanted}
+        with caplog.at_level(logging.INFO, "vllm"):
+            settings = OffloadConfig.from_extra_config(extra, world_size=4)
+            start_advice.advise(config, cache, settings, 100)
+        messages = {r.message for r in caplog.records if "layout" in r.message}
+        assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+        assert len(messages) == (is_wanted and is_said)
+        assert all(f"the KV cache layout is {layout}" in message for message in messages)
+
+
+def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
+    monkeypatch.setattr(start_advice, "_advise_on_role", None)
+    advise(1)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_slots", "expected"),
+    [
+        (("full@16",), 80, "about 1280 tokens, or 2.0 requests of max_model_len (640 tokens)"),
+        # Of a sliding window a request holds the blocks of the window only.
+        (("full@16", "window:32@16"), 80, "requests of max_model_len (640 tokens)"),
+    ],
+)
+def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, expected):
+    with caplog.at_level("INFO", "vllm.safe_offload.start_advice"):
+        config, cache = advise(
+            num_slots, dataclasses.replace(FULL, groups=groups), eviction_policy="slru"
+        )
+    (line,) = {m for m in caplog.messages if m.startswith("safe_offload ")}
+    assert expected in line
+    assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
+    assert "Each of 4 ranks keeps up to 80 slots" in line
+    assert f"KV cache groups: {len(groups)}" in line
+    num_request = compat.num_blocks_of_longest_request(config, cache)
+    assert f"about {int(80 / num_request * 640)} tokens" in line
+
+
+def test_settings_of_other_connectors_are_named_once_with_the_reason(said):
+    advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
+    (line,) = [message for message in said if "other connectors" in message]
+    assert '"block_size" (blocks are kept one by one' in line
+    assert '"spec_name" (' in line
+    assert "cpu_bytes_to_use" not in line

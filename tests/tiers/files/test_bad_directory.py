@@ -1,0 +1,433 @@
+"""What may lie in the place of an object, and what may become of the directory of a file tier.
+
+Each is a miss or a store that is dropped, with a result that says why and a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.files import object_file
+from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.naming import namespace, namespace_folder, path_of
+from tests.tiers.contract import (
+    FACTS,
+    PATIENCE_S,
+    SPACE,
+    bytes_of,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
+from tests.tiers.files.mounts import mount, mounted, remount, unmount
+
+LENGTHS = (4096, 4096)
+NOBODY = 65534
+MakeTier = Callable[..., FileTier]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+async def make(root: Path) -> AsyncIterator[MakeTier]:
+    tiers: list[FileTier] = []
+
+    def one_more(path: Path = root, capacity_bytes: int | None = None) -> FileTier:
+        config = TierConfig(Location("file", str(path)), capacity_bytes=capacity_bytes)
+        tiers.append(FileTier(config, 1 << 20, FACTS))
+        return tiers[-1]
+
+    yield one_more
+    for tier in tiers:
+        await asyncio.wait_for(tier.close(), PATIENCE_S)
+
+
+@pytest.fixture
+def other_user() -> Iterator[Path]:
+    """A directory of a user who is not root, who may read and write everything."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    root = folder / "tier"
+    root.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(root, NOBODY, NOBODY)
+    yield root
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def as_other_user() -> Iterator[None]:
+    """Threads that are started meanwhile touch files as a user who is not root.
+
+    Source: setfsuid(2): of the calling thread, inherited by those that it starts.
+    """
+    libc = ctypes.CDLL(None)
+    if os.geteuid() == 0:
+        libc.setfsuid(NOBODY)
+    try:
+        yield
+    finally:
+        libc.setfsuid(os.geteuid())
+
+
+def path_in(root: Path, name: Name) -> Path:
+    return root.joinpath(namespace_folder(name.namespace), *path_of(name))
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir())
+
+
+def folders_below(root: Path) -> list[Path]:
+    return [path for path in (root, *root.rglob("*")) if path.is_dir()]
+
+
+def said(log: list[logging.LogRecord]) -> list[str]:
+    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+# ---- in the place of an object ------------------------------------------------------------------
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "something").touch()
+
+
+def a_link_to_a_good_object(path: Path) -> None:
+    good = path.with_name("aside")
+    path.rename(good)
+    path.symlink_to(good)
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # its path would be too long
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
+    os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    "put", [a_directory, a_link_to_a_good_object, a_link_to_nothing, a_fifo, a_socket]
+)
+async def test_what_is_not_a_file_is_unreadable_and_asked_for_once(
+    make: MakeTier, root: Path, put: Callable[[Path], None], package_log: list[logging.LogRecord]
+) -> None:
+    tier, name = make(), name_of(1)
+    await spill_one(tier, name, filled(LENGTHS))
+    path = path_in(root, name)
+    if put is not a_link_to_a_good_object:
+        path.unlink()
+    put(path)
+    fetched = await asyncio.wait_for(fetch_one(tier, name, slot_of(LENGTHS)), PATIENCE_S)
+    assert fetched is Result.UNREADABLE
+    assert path.is_symlink() or path.exists(), "it is not ours to delete"
+    assert await tier.probe([name]) == [False], "it is not offered again"
+    assert any("cannot be used, it is unreadable" in line for line in said(package_log))
+    spilled = await spill_one(tier, name, filled(LENGTHS))
+    assert spilled is (Result.UNREADABLE if path.is_dir() else Result.DONE)
+    assert await tier.probe([name]) == [spilled is Result.DONE]
+    assert not [file for file in files_below(root) if "tmp-" in file]
+
+
+async def test_a_link_in_place_of_a_folder_is_not_followed(
+    make: MakeTier, root: Path, tmp_path: Path
+) -> None:
+    tier, name = make(), name_of(1)
+    await spill_one(tier, name, filled(LENGTHS))
+    for folder in (path_in(root, name).parent, path_in(root, name).parent.parent):
+        aside = tmp_path / folder.name
+        folder.rename(aside)
+        folder.symlink_to(aside)
+        before = files_below(aside)
+        assert await fetch_one(tier, name, slot_of(LENGTHS)) in (Result.UNREADABLE, Result.FAILED)
+        other = Name(SPACE, 1, name.block_hash)
+        assert await spill_one(tier, other, filled(LENGTHS)) in (Result.UNREADABLE, Result.FAILED)
+        assert files_below(aside) == before
+        folder.unlink()
+        aside.rename(folder)
+    assert await fetch_one(make(), name, slot_of(LENGTHS)) is Result.DONE
+
+
+async def test_a_file_of_mode_000_is_unreadable_until_it_is_written_again(
+    other_user: Path, make: MakeTier, package_log: list[logging.LogRecord]
+) -> None:
+    with as_other_user():
+        tier, name = make(other_user), name_of(1)
+    assert await spill_one(tier, name, filled(LENGTHS)) is Result.DONE
+    path_in(other_user, name).chmod(0)
+    assert await fetch_one(tier, name, slot_of(LENGTHS)) is Result.UNREADABLE
+    assert await tier.probe([name]) == [False]
+    assert len(said(package_log)) == 1
+    path_in(other_user, name).unlink()
+    assert await spill_one(tier, name, filled(LENGTHS)) is Result.DONE
+    assert await tier.probe([name]) == [True]
+
+
+# ---- the directory ------------------------------------------------------------------------------
+
+
+async def test_nobody_else_may_read_what_is_stored(make: MakeTier, root: Path) -> None:
+    before = os.umask(0)
+    try:
+        await spill_one(make(capacity_bytes=1 << 20), name_of(1), filled(LENGTHS))
+    finally:
+        os.umask(before)
+    paths = [*folders_below(root), *(root / file for file in files_below(root))]
+    assert len(paths) == 3 + 4
+    for path in paths:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+async def test_a_namespace_is_described_once_for_people(make: MakeTier, root: Path) -> None:
+    tier, after_reset = make(), namespace(FACTS, "word")
+    for number, space in enumerate((SPACE, SPACE, after_reset)):
+        await spill_one(tier, name_of(number, space=space), filled(LENGTHS))
+    described = {
+        space: json.loads((root / namespace_folder(space) / "namespace.json").read_text())
+        for space in (SPACE, after_reset)
+    }
+    assert described[SPACE] == {"after_reset": False, "facts": FACTS, "format": 1}
+    assert described[after_reset]["after_reset"]
+
+
+async def test_a_directory_that_others_may_write_is_taken_back(make: MakeTier, root: Path) -> None:
+    """As with a volume of Kubernetes that has an fsGroup."""
+    await spill_one(make(), name_of(1), filled(LENGTHS))
+    folder = root / namespace_folder(SPACE)
+    folder.chmod(0o2770)
+    assert await fetch_one(make(), name_of(1), slot_of(LENGTHS)) is Result.DONE
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+async def test_a_namespace_of_another_user_is_not_used(
+    make: MakeTier, root: Path, package_log: list[logging.LogRecord]
+) -> None:
+    await spill_one(make(), name_of(1), filled(LENGTHS))
+    os.chown(root / namespace_folder(SPACE), NOBODY, NOBODY)
+    tier = make()
+    with pytest.raises(PermissionError, match="Fix: run the engines"):
+        await tier.probe([name_of(1)])
+    assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.FAILED
+    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+    assert any("belongs to user 65534" in line for line in said(package_log))
+
+
+async def test_a_directory_that_cannot_be_written_can_be_read(
+    other_user: Path, make: MakeTier, package_log: list[logging.LogRecord]
+) -> None:
+    with as_other_user():
+        first, tier = make(other_user), make(other_user)
+    assert await spill_one(first, name_of(1), filled(LENGTHS)) is Result.DONE
+    assert await tier.probe([name_of(1)]) == [True]
+    folders = folders_below(other_user)
+    for folder in folders:
+        folder.chmod(0o500)
+    assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
+    assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+    assert any("failed to read or write" in line for line in said(package_log))
+    for folder in folders:
+        folder.chmod(0o700)
+
+
+async def test_a_path_that_is_a_file_fails(make: MakeTier, root: Path) -> None:
+    os.mknod(root)
+    tier = make()
+    with pytest.raises(NotADirectoryError):
+        await tier.probe([name_of(1)])
+    assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.FAILED
+    os.unlink(root)
+    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+
+
+async def test_a_directory_that_is_removed_while_it_is_used_is_made_again(
+    make: MakeTier, root: Path
+) -> None:
+    tier = make(capacity_bytes=1 << 20)
+    for _ in range(2):
+        assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+        assert await tier.probe([name_of(1)]) == [True]
+        shutil.rmtree(root)
+        assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.ABSENT
+    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+    shutil.rmtree(root / namespace_folder(SPACE))
+    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+    assert (root / namespace_folder(SPACE) / "namespace.json").exists()
+
+
+async def test_nothing_is_written_below_a_mount_that_is_gone(
+    make: MakeTier, tmp_path: Path, package_log: list[logging.LogRecord]
+) -> None:
+    folder = tmp_path / "mnt"
+    with mounted(folder):
+        tier = make(folder / "kv")
+        assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+        unmount(folder)  # no descriptor is kept, else this fails
+        with pytest.raises(OSError, match=r"nothing is mounted at .* any more"):
+            await tier.probe([name_of(1)])
+        assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.FAILED
+        assert list(folder.iterdir()) == []
+        assert len(said(package_log)) == 1
+        mount(folder)
+        assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
+        assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
+
+
+async def test_a_read_only_file_system_is_read(
+    make: MakeTier, tmp_path: Path, package_log: list[logging.LogRecord]
+) -> None:
+    with mounted(tmp_path / "mnt") as folder:
+        assert await spill_one(make(folder), name_of(1), filled(LENGTHS)) is Result.DONE
+        remount(folder, "ro")
+        tier = make(folder)
+        assert await tier.probe([name_of(1)]) == [True]
+        assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
+        assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.FAILED
+        assert any("Read-only file system" in line for line in said(package_log))
+        remount(folder, "rw")
+        assert await spill_one(tier, name_of(2), filled(LENGTHS)) is Result.DONE
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("capacity_bytes", [None, 1 << 30])
+async def test_a_full_disk_drops_stores_and_makes_room(
+    make: MakeTier,
+    tmp_path: Path,
+    kind: str,
+    capacity_bytes: int | None,
+    package_log: list[logging.LogRecord],
+) -> None:
+    with mounted(tmp_path / "mnt", kind, 16 << 20) as folder:
+        tier = make(folder / "kv", capacity_bytes=capacity_bytes)
+        names = [name_of(number) for number in range(400)]
+        source, results = filled((256 << 10,)), []
+        for name in names:
+            results.append(await spill_one(tier, name, source))
+        assert set(results) == {Result.DONE, Result.FULL}
+        assert results.count(Result.DONE) > 60, "the disk holds about 60: some were evicted"
+        assert any("is full" in line for line in said(package_log))
+        assert len(said(package_log)) == 1
+        there = await tier.probe(names)
+        assert 30 < sum(there) < 64
+        held = [name for name, is_there in zip(names, there, strict=True) if is_there]
+        targets = [slot_of((256 << 10,)) for _ in held]
+        fetched = await tier.fetch(held, targets)  # while some may be evicted
+        assert set(fetched) <= {Result.DONE, Result.ABSENT}
+        arrived = [t for t, result in zip(targets, fetched, strict=True) if result is Result.DONE]
+        assert {bytes_of(target) for target in arrived} == {bytes_of(source)}
+        assert not [file for file in files_below(folder) if "tmp-" in file]
+
+
+# ---- what the system may do ----------------------------------------------------------------------
+
+
+async def test_without_direct_access_everything_goes_through_the_page_cache(
+    make: MakeTier, monkeypatch: pytest.MonkeyPatch, package_log: list[logging.LogRecord]
+) -> None:
+    real_open = os.open
+
+    def refuse_direct(path: str, flags: int, *args: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(object_file.os, "open", refuse_direct)
+    tier = make()
+    for number, shift in enumerate((0, 1)):
+        source, target = filled(LENGTHS, number, shift=shift), slot_of(LENGTHS, shift=shift)
+        assert await spill_one(tier, name_of(number), source) is Result.DONE
+        assert await fetch_one(tier, name_of(number), target) is Result.DONE
+        assert bytes_of(target) == bytes_of(source)
+    lines = [record.getMessage() for record in package_log]
+    assert sum("through the page cache" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+async def test_reads_and_writes_that_come_in_pieces_are_gone_on_with(
+    make: MakeTier, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    real = {"preadv": os.preadv, "pwritev": os.pwritev}
+
+    def in_pieces(which: str) -> Callable[..., int]:
+        def move(fd: int, buffers: list[memoryview], offset: int) -> int:
+            return real[which](fd, [buffers[0][:4096]], offset)
+
+        return move
+
+    for which in real:
+        monkeypatch.setattr(object_file.os, which, in_pieces(which))
+    source, target = filled((4096, 12288, 8192), 1, shift=shift), slot_of((24576,), shift=shift)
+    tier = make()
+    assert await spill_one(tier, name_of(1), source) is Result.DONE
+    assert await fetch_one(tier, name_of(1), target) is Result.DONE
+    assert bytes_of(target) == bytes_of(source)
+
+
+async def test_a_write_that_ends_early_leaves_no_object(
+    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make()
+    await spill_one(tier, name_of(0), filled(LENGTHS))
+    monkeypatch.setattr(object_file.os, "pwritev", lambda *_: 0)
+    assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.FAILED
+    assert await tier.probe([name_of(1)]) == [False]
+    assert not [file for file in files_below(root) if "tmp-" in file]
+
+
+async def test_an_error_of_the_device_is_a_failure(
+    make: MakeTier, monkeypatch: pytest.MonkeyPatch, package_log: list[logging.LogRecord]
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier = make()
+    await spill_one(tier, name_of(0), filled(LENGTHS))
+    monkeypatch.setattr(object_file.os, "preadv", broken)
+    for _ in range(3):
+        assert await fetch_one(tier, name_of(0), slot_of(LENGTHS)) is Result.FAILED
+    assert len(said(package_log)) == 1, "once a minute"
+
+
+async def test_no_descriptor_is_left_open(make: MakeTier) -> None:
+    tier = make(capacity_bytes=1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        await spill_one(tier, name_of(number), filled(LENGTHS))
+        await fetch_one(tier, name_of(number), slot_of(LENGTHS))
+        await fetch_one(tier, name_of(100), slot_of(LENGTHS))
+        await tier.probe([name_of(number), name_of(9, space=namespace(FACTS, "w"))])
+    await tier.close()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,220 @@
+"""A write that is refused does not empty the cache, whoever has the room."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Result
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.files import object_file
+from safe_offload.tiers.files.capacity import LOCK_FILE
+from safe_offload.tiers.files.tier import FileTier
+from tests.tiers.contract import (
+    FACTS,
+    PATIENCE_S,
+    SPACE,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
+from tests.tiers.files.mounts import mounted
+from tests.tiers.files.test_bad_directory import files_below, said
+
+NUM_OBJECTS = 200
+OBJECT_BYTES = 28 << 10
+FILE_BYTES = OBJECT_BYTES + 4096
+SOURCE = filled((OBJECT_BYTES,))
+NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
+MakeTier = Callable[[Path], "Tier"]
+
+
+class Tier(FileTier):
+    def __init__(self, path: Path) -> None:
+        super().__init__(TierConfig.at(f"file://{path}", num_threads=1), 1 << 20, FACTS)
+
+    async def settle(self) -> None:
+        """Wait until it has evicted what it is about to evict."""
+        await asyncio.wrap_future(self._keeper.submit(lambda: None))
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[MakeTier]:
+    tiers: list[Tier] = []
+
+    def one_more(path: Path) -> Tier:
+        tiers.append(Tier(path))
+        return tiers[-1]
+
+    yield one_more
+    for tier in tiers:
+        await asyncio.wait_for(tier.close(), PATIENCE_S)
+
+
+class Glutton:
+    """A program that takes all room of a file system, whenever there is some."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+        self._numbers = itertools.count()
+
+    def eat(self, size_bytes: int) -> None:
+        """Write files, the last of them as small as can be, until there is no room for one."""
+        while True:
+            try:
+                with (self.folder / str(next(self._numbers))).open("wb", buffering=0) as file:
+                    while size_bytes:
+                        file.write(bytes(size_bytes))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                return
+
+
+async def written(tier: Tier, glutton: Glutton | None = None, size_bytes: int = 0) -> list[Result]:
+    """Try forty writes."""
+    results = []
+    for number in range(1000, 1040):
+        if glutton is not None:
+            glutton.eat(size_bytes)
+        results.append(await spill_one(tier, name_of(number), SOURCE))
+        await tier.settle()
+    return results
+
+
+@pytest.mark.parametrize("what", ["bytes", "inodes"])
+async def test_room_that_others_take_is_made_once(
+    make: MakeTier, tmp_path: Path, what: str, package_log: list[logging.LogRecord]
+) -> None:
+    inodes = NUM_OBJECTS + 260 + 40 if what == "inodes" else 0
+    size_bytes = NUM_OBJECTS * FILE_BYTES + (2 << 20)
+    with mounted(tmp_path / "mnt", "tmpfs", size_bytes, inodes) as folder:
+        tier, glutton = make(folder / "kv"), Glutton(folder / "others")
+        assert set(await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)) == {Result.DONE}
+        meal_bytes = 4096 if what == "bytes" else 0
+        results = await written(tier, glutton, meal_bytes)
+        assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
+        assert tier.num_evicted == 0.1 * NUM_OBJECTS
+        assert results[0] is Result.FULL
+        assert set(results[1:]) == {Result.FAILED}
+        assert await fetch_one(tier, NAMES[-1], slot_of((OBJECT_BYTES,))) is Result.DONE
+        lines = said(package_log)
+        assert len(lines) == 2
+        assert "is full" in lines[0]
+        assert "has made no room for others" in lines[1]
+
+        again = make(folder / "kv")  # a restart, or another engine: it is written down
+        await written(again, glutton, meal_bytes)
+        assert again.num_evicted == 0
+
+        for file in glutton.folder.iterdir():
+            file.unlink()
+        assert await spill_one(tier, name_of(2000), SOURCE) is Result.DONE
+        assert await tier.probe([name_of(2000)]) == [True]
+
+
+async def test_after_an_hour_one_object_goes_to_see_whether_others_leave_room(
+    make: MakeTier, tmp_path: Path
+) -> None:
+    """Else a cache on a disk that others have filled once would stay as it is for ever."""
+    with mounted(tmp_path / "mnt", "tmpfs", NUM_OBJECTS * FILE_BYTES + (2 << 20)) as folder:
+        glutton = Glutton(folder / "others")
+        await make(folder / "kv").spill(NAMES, [SOURCE] * NUM_OBJECTS)
+        await written(make(folder / "kv"), glutton, 4096)
+        at_ns = (folder / "kv" / LOCK_FILE).stat().st_mtime_ns - 3601 * 10**9
+        os.utime(folder / "kv" / LOCK_FILE, ns=(at_ns, at_ns))
+        tier = make(folder / "kv")
+        results = await written(tier)
+        assert Result.DONE in results[:4], "one was evicted, and gave its room"
+        assert results.count(Result.DONE) > 30, "so more are"
+        assert sum(await tier.probe([name_of(n) for n in range(1000, 1040)])) > 30
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_refusal_that_evicting_does_not_heal_evicts_once(
+    make: MakeTier, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a quota of something else does; and a write that works now and then heals nothing."""
+    tier, real_write = make(tmp_path / "kv"), os.pwritev
+    await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
+    calls = itertools.count(1)
+
+    def refuse(file_fd: int, buffers: list[memoryview], offset: int) -> int:
+        if next(calls) % 10 == 0:
+            return real_write(file_fd, buffers, offset)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(object_file.os, "pwritev", refuse)
+    results = await written(tier)
+    assert results.count(Result.DONE) == 4
+    assert results.count(Result.FAILED) > 20
+    assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
+
+
+async def test_a_full_disk_is_left_alone_by_writes(
+    make: MakeTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The breaker stops writing, and not reading."""
+    tier = make(tmp_path / "kv")
+    await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
+    circuit = Circuit(tier, TierConfig.at(f"file://{tmp_path}/kv"), lambda _: SPACE, slot_bytes=1)
+    calls = itertools.count()
+
+    def refuse(*_: object) -> int:
+        next(calls)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(object_file.os, "pwritev", refuse)
+    for number in range(1000, 1004):
+        assert await circuit.spill([name_of(number)], [SOURCE]) is not None
+        await tier.settle()
+    assert circuit.is_out_for_writing
+    num_calls = next(calls)
+    assert await circuit.spill([name_of(2000)], [SOURCE]) is None
+    assert next(calls) == num_calls + 1
+    assert not circuit.is_out
+    assert await circuit.fetch(NAMES[-1:], [slot_of((OBJECT_BYTES,))]) == [Result.DONE]
+    assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
+    await circuit.close()
+
+
+LIMITED = """
+import asyncio, resource, sys
+from tests.tiers.files.test_full_disk import NAMES, SOURCE, Tier, written
+
+async def main():
+    tier = Tier(sys.argv[1])
+    await tier.spill(NAMES, [SOURCE] * len(NAMES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    results = await written(tier)
+    print(sum(await tier.probe(NAMES)), tier.num_evicted, *{result.value for result in results})
+    await tier.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_file_that_may_not_grow_so_large_evicts_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "kv")],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{NUM_OBJECTS} 0 failed"
+    assert "File too large" in done.stdout + done.stderr
+    assert not [file for file in files_below(tmp_path) if "tmp-" in file]

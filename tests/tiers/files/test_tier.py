@@ -1,0 +1,56 @@
+"""The file tier, on disk and on tmpfs: the contract, and all that a directory can do to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.config.tier_url import Location
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Name
+from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.naming import namespace_folder, path_of
+from tests.tiers.contract import FACTS, TierContract
+
+SLOT_BYTES = 1 << 20
+
+
+def path_in(root: Path, name: Name) -> Path:
+    return root.joinpath(namespace_folder(name.namespace), *path_of(name))
+
+
+class FilesContract(TierContract):
+    @pytest.fixture
+    def make_tier(self, root: Path) -> Callable[[], FileTier]:
+        self.root = root
+        return lambda: FileTier(TierConfig(Location("file", str(root))), SLOT_BYTES, FACTS)
+
+    def stored(self, make_tier: Any, name: Name) -> bytes:
+        return path_in(self.root, name).read_bytes()
+
+    def store(self, make_tier: Any, name: Name, data: bytes) -> None:
+        path_in(self.root, name).write_bytes(data)
+
+    def delete(self, make_tier: Any, name: Name) -> None:
+        path_in(self.root, name).unlink(missing_ok=True)
+
+
+class TestOnDisk(FilesContract):
+    flip_every = 20
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        return tmp_path / "tier"
+
+
+class TestOnTmpfs(FilesContract):
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Iterator[Path]:
+        root = Path("/dev/shm", f"safe-offload-test-{os.getpid()}")
+        yield root
+        shutil.rmtree(root, ignore_errors=True)

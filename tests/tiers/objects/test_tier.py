@@ -1,0 +1,205 @@
+"""The object store tier on a real server: the contract, and what a server can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from asyncio import DefaultEventLoopPolicy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvloop
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Name, Result
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
+from safe_offload.tiers.objects.store import open_store
+from safe_offload.tiers.objects.tier import ObjectTier
+from tests.bucket_server import BucketServer
+from tests.tiers.contract import (
+    FACTS,
+    PATIENCE_S,
+    SPACE,
+    TierContract,
+    bytes_of,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BucketServer]:
+    with BucketServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def environment(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def config(server: BucketServer) -> TierConfig:
+    """A tier below a prefix that no other test uses."""
+    return TierConfig.at(server.url(f"kv/{next(_numbers)}"), endpoint=server.endpoint)
+
+
+@pytest.fixture(scope="class")
+def event_loop_policy(request: Any) -> Any:
+    """The loop of production for the contract, asyncio's own for the other tests."""
+    return uvloop.EventLoopPolicy() if request.cls is TestOnServer else DefaultEventLoopPolicy()
+
+
+def path_in(name: Name) -> str:
+    return "/".join((namespace_folder(name.namespace), *path_of(name)))
+
+
+class TestOnServer(TierContract):
+    flip_every = 20
+    num_races = 4  # SeaweedFS takes half a second for each
+
+    @pytest.fixture
+    def make_tier(self, config: TierConfig) -> Callable[[], ObjectTier]:
+        self.bucket = open_store(config)
+        return lambda: ObjectTier(config, FACTS)
+
+    def stored(self, make_tier: Any, name: Name) -> bytes:
+        return bytes(self.bucket.get(path_in(name)).bytes())
+
+    def store(self, make_tier: Any, name: Name, data: bytes) -> None:
+        self.bucket.put(path_in(name), data, use_multipart=False)
+
+    def delete(self, make_tier: Any, name: Name) -> None:
+        self.bucket.delete(path_in(name))
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------
+
+
+def log_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "Tier s3" in record.getMessage()]
+
+
+async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
+    server: BucketServer,
+    config: TierConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(5)]
+    slots = [filled((4096,))] * 5
+    assert await tier.spill(names, slots) == [Result.FAILED] * 5
+    assert await tier.fetch(names, [slot_of((4096,)) for _ in names]) == [Result.FAILED] * 5
+    with pytest.raises(OSError, match="the store does not allow it"):
+        await tier.probe(names)
+    lines = log_of(caplog)
+    assert len(lines) == 3, "one each for writing, reading and asking"
+    assert "failed to write: the store does not allow it" in lines[0]
+    assert "SignatureDoesNotMatch). Fix: let it read, write and delete" in lines[0]
+    assert not [secret for secret in ("wrong-secret", server.access_key) if secret in caplog.text]
+
+
+async def test_who_may_only_read_reads(
+    server: BucketServer,
+    config: TierConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name, source, target = name_of(1), filled((4096,)), slot_of((4096,))
+    await spill_one(ObjectTier(config, FACTS), name, source)
+    bad = open_store(config)
+    bad.put(path_in(name_of(2)), b"bad")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.reader_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.reader_secret)
+    tier = ObjectTier(config, FACTS)
+    assert await fetch_one(tier, name, target) is Result.DONE
+    assert bytes_of(target) == bytes_of(source)
+    assert await spill_one(tier, name_of(3), source) is Result.FAILED
+    assert await fetch_one(tier, name_of(2), target) is Result.CORRUPT
+    assert await tier.probe([name, name_of(2)]) == [True, False], "it could not be deleted"
+    assert bad.head(path_in(name_of(2)))["size"] == 3
+    assert any("failed to delete: the store does not allow it" in line for line in log_of(caplog))
+
+
+async def test_a_bucket_that_is_not_there_is_named_as_the_problem(
+    server: BucketServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = ObjectTier(TierConfig.at("s3://no-such-bucket/kv", endpoint=server.endpoint), FACTS)
+    assert await tier.probe([name_of(1)]) == [False]
+    assert await spill_one(tier, name_of(1), filled((4096,))) is Result.FAILED
+    assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
+    assert [line for line in log_of(caplog) if "there is no such bucket" in line]
+    assert "Fix: make the bucket" in caplog.text
+
+
+async def test_a_namespace_is_described_once(config: TierConfig) -> None:
+    tier, store = ObjectTier(config, FACTS), open_store(config)
+    path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
+    await spill_one(tier, name_of(1), filled((4096,)))
+    assert bytes(store.get(path).bytes()) == description(SPACE, FACTS)
+    store.delete(path)
+    await spill_one(tier, name_of(2), filled((4096,)))
+    with pytest.raises(FileNotFoundError):
+        store.head(path)
+
+
+async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(
+    server: BucketServer, config: TierConfig
+) -> None:
+    config = replace(config, timeout_s=0.3)
+    circuit = Circuit(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    names = [name_of(number) for number in range(100)]
+    slots = [filled((4096,), number) for number in range(100)]
+    spilled = await circuit.spill(names[:20], slots[:20])
+    assert spilled == [Result.DONE] * 20
+    server.suspend()
+    try:
+        for call in (circuit.fetch, circuit.spill):
+            targets = [slot_of((4096,)) for _ in names]
+            results = await asyncio.wait_for(call(names, targets), PATIENCE_S)
+            assert results is not None
+            assert set(results) <= {Result.FAILED, Result.CANCELLED}
+            assert circuit.num_running == 0
+            assert not any(map(any, map(bytes_of, targets)))
+        asked = [name_of(number, space=bytes(16)) for number in range(100)]
+        assert await asyncio.wait_for(circuit.probe(asked), PATIENCE_S) is None
+    finally:
+        server.resume()
+    fetched = await asyncio.wait_for(circuit.fetch(names[:1], targets[:1]), PATIENCE_S)
+    assert fetched == [Result.DONE]
+    assert bytes_of(targets[0]) == bytes_of(slots[0])
+    await circuit.close()
+
+
+async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(
+    server: BucketServer, config: TierConfig
+) -> None:
+    """The last test of this module: the server is started again for none."""
+    tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(40)]
+    sources = [filled((1 << 20,), number) for number in range(40)]
+    assert set(await tier.spill(names, sources)) == {Result.DONE}
+    targets = [slot_of((1 << 20,)) for _ in names]
+    fetching = asyncio.ensure_future(tier.fetch(names, targets))
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(target[0][-1] for target in targets):  # noqa: ASYNC110 - until some have come
+            await asyncio.sleep(0)
+    server.kill()
+    results = await asyncio.wait_for(fetching, PATIENCE_S)
+    assert set(results) <= {Result.DONE, Result.FAILED}
+    assert Result.DONE in results
+    for result, source, target in zip(results, sources, targets, strict=True):
+        assert result is not Result.DONE or bytes_of(target) == bytes_of(source)
+    assert await spill_one(tier, name_of(99), sources[0]) is Result.FAILED
+    with pytest.raises(OSError, match="the request failed"):
+        await tier.probe([name_of(99)])
+    await tier.close()

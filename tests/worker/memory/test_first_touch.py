@@ -1,0 +1,188 @@
+"""Host memory that is made ready shortly before it is used."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from safe_offload.config.units import MIB
+from safe_offload.layout import HostLayout, Segment, make_geometry
+from safe_offload.worker.copies import cpu
+from safe_offload.worker.memory import first_touch
+from safe_offload.worker.memory.first_touch import FirstTouch, Touch
+from safe_offload.worker.memory.host_memory import HostMemory
+from tests.worker.memory.test_host_memory import smaps_of
+from tests.worker.waiting import PATIENCE_S, wait_until
+
+NEEDS_COMPILED = pytest.mark.skipif(
+    cpu.find_touch() is None, reason="the loop was not compiled when this was installed"
+)
+SLOT_BYTES = 1 << 16
+NUM_SLOTS = 1024
+
+
+class Touched:
+    """Notes which bytes were touched."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+
+    def __call__(self, address: int, length_bytes: int, step_bytes: int) -> None:
+        self.ranges.append((address, address + length_bytes))
+
+    def wait_until(self, end: int) -> None:
+        """Wait until the range that ends there was touched."""
+        wait_until(lambda: bool(self.ranges) and self.ranges[-1][1] == end)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FirstTouch]]:
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)  # the thread has no priority
+    started: list[FirstTouch] = []
+
+    def start(touch: Touch, address: int, ahead_bytes: int, num_segments: int = 1) -> FirstTouch:
+        part = SLOT_BYTES // num_segments
+        gap = 2 * part  # so that they stay apart
+        segments = [Segment(gap * num_segments, gap * n, part) for n in range(num_segments)]
+        geometry = make_geometry(segments, 4, 4 * gap * num_segments)
+        layout = HostLayout.in_one_slab(geometry, NUM_SLOTS)
+        started.append(FirstTouch(touch, address, layout, ahead_bytes))
+        return started[-1]
+
+    yield start
+    for one in started:
+        assert one.stop()
+
+
+def ids(*slots: int) -> np.ndarray:
+    return np.array(slots, np.int64)
+
+
+def test_as_much_is_touched_as_is_stored_soon_and_no_more(start):
+    touched = Touched()
+    first = start(touched, 0, 16 * SLOT_BYTES)
+    touched.wait_until(16 * SLOT_BYTES)
+    first.note(ids(0, 1))
+    first.note(ids(3, 2))
+    touched.wait_until(20 * SLOT_BYTES)
+    first.note(ids(NUM_SLOTS - 1))  # out of order
+    first.note(ids(19))
+    touched.wait_until(36 * SLOT_BYTES)
+    assert [start for start, _ in touched.ranges] == [0, *(end for _, end in touched.ranges[:-1])]
+
+
+def test_the_end_of_the_pool_is_the_end(start):
+    touched = Touched()
+    first = start(touched, 0, (NUM_SLOTS - 1) * SLOT_BYTES)
+    touched.wait_until((NUM_SLOTS - 1) * SLOT_BYTES)
+    first.note(ids(NUM_SLOTS - 2))
+    assert first.stop()
+    assert max(end for _, end in touched.ranges) <= NUM_SLOTS * SLOT_BYTES
+
+
+def test_every_segment_of_a_slot_is_touched(start):
+    touched = Touched()
+    start(touched, 0, 2 * SLOT_BYTES, num_segments=2)
+    array, part = NUM_SLOTS * SLOT_BYTES // 2, SLOT_BYTES // 2
+    touched.wait_until(array + 2 * part)
+    assert touched.ranges == [(0, 2 * part), (array, array + 2 * part)]
+
+
+def test_it_waits_for_every_other_thread_of_the_machine(start):
+    policies: list[int] = []
+    start(lambda *_: policies.append(os.sched_getscheduler(0)), 0, SLOT_BYTES)
+    wait_until(lambda: bool(policies))
+    assert policies == [os.SCHED_IDLE]
+
+
+def test_it_stops_between_two_chunks(start):
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def touch(*_: int) -> None:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+
+    first = start(touch, 0, NUM_SLOTS * SLOT_BYTES)
+    assert is_inside.wait(PATIENCE_S)
+    threading.Timer(0.01, may_go_on.set).start()
+    assert first.stop()
+
+
+def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def touch(*_: int) -> None:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+
+    first = start(touch, 0, SLOT_BYTES)
+    assert is_inside.wait(PATIENCE_S)
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", 0.01)
+    assert not first.stop()
+    monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)
+    may_go_on.set()
+
+
+def test_where_the_lowest_priority_is_not_to_be_had_nothing_is_touched(start, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    touched = Touched()
+    first = start(touched, 0, SLOT_BYTES)
+    first.note(ids(0))
+    assert first.stop()
+    assert not touched.ranges
+
+
+def test_where_the_system_has_no_thread_left_nothing_is_touched(start, monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    first = start(Touched(), 0, SLOT_BYTES)
+    first.note(ids(0))
+    assert first.stop()
+
+
+@NEEDS_COMPILED
+def test_touched_pages_are_there(start):
+    memory = HostMemory.allocate(NUM_SLOTS * SLOT_BYTES)
+    address = memory.tensor.data_ptr()
+
+    def resident_bytes() -> int:
+        return int(smaps_of(address)["Rss"].split()[0]) * 1024
+
+    assert resident_bytes() == 0
+    first = start(cpu.find_touch(), address, 16 * MIB)
+    wait_until(lambda: resident_bytes() >= 16 * MIB)
+    assert resident_bytes() < 32 * MIB, "a huge page may stand out at each end"
+    assert first.stop()
+    assert int(memory.tensor.count_nonzero()) == 0
+    memory.close()
+
+
+@NEEDS_COMPILED
+def test_touching_never_undoes_what_another_thread_writes():
+    touch = cpu.find_touch()
+    assert touch is not None
+    content = np.zeros(4096, np.uint8)
+    is_over = threading.Event()
+
+    def touch_on() -> None:
+        while not is_over.is_set():
+            touch(content.ctypes.data, content.size, 1)
+
+    toucher = threading.Thread(target=touch_on)
+    toucher.start()
+    try:
+        for value in range(5_000):
+            content[:] = value % 251
+            assert (content == value % 251).all()
+    finally:
+        is_over.set()
+        toucher.join()

@@ -1,0 +1,427 @@
+"""One memory for several ranks: they all have it or none has, and it goes with the last of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import mmap
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from safe_offload.errors import ConfigError, SharingError
+from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment
+from safe_offload.protocol import Transfer, ids_of
+from safe_offload.worker.memory import shared_memory
+from safe_offload.worker.memory.host_memory import HostMemory
+from safe_offload.worker.memory.shared_memory import Share, address_of, checksum_table, share_memory
+
+LAYOUT = HostLayout.in_one_slab(Geometry((Segment(64, 0, 64),), num_blocks=8), num_slots=100)
+SIZE_BYTES = LAYOUT.size_bytes + -LAYOUT.size_bytes % PAGE_BYTES + 8 * LAYOUT.num_slots
+NAME = "memfd:safe-offload"
+PATIENCE_S = 20.0
+
+
+def transfer(transfer_id: int, blocks: Iterable[int], slots: Iterable[int]) -> Transfer:
+    return Transfer(transfer_id, ids_of(blocks), ids_of(slots))
+
+
+def nothing() -> None:
+    """Enough memory."""
+
+
+class Ranks:
+    """Ranks that are threads: each maps the memory for itself."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.secret = secrets.token_bytes()
+        self.address = address_of(self.secret)
+        self._executor = ThreadPoolExecutor(count)
+
+    def start(
+        self,
+        index: int,
+        *,
+        layout: HostLayout = LAYOUT,
+        check: Callable[[], None] = nothing,
+        timeout_s: float = PATIENCE_S,
+    ) -> Future[HostMemory]:
+        share = Share(index, self.count)
+        return self._executor.submit(share_memory, share, layout, self.secret, check, timeout_s)
+
+    def meet(self) -> list[HostMemory]:
+        futures = [self.start(index) for index in range(self.count)]
+        return [future.result(PATIENCE_S) for future in futures]
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+@pytest.fixture
+def make_ranks() -> Iterator[Callable[[int], Ranks]]:
+    gc.collect()  # what other tests no longer use
+    made: list[Ranks] = []
+
+    def make(count: int) -> Ranks:
+        made.append(Ranks(count))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+    assert ours_in(os.getpid()) == (0, 0), "a test has left memory or a descriptor behind"
+
+
+def ours_in(pid: int) -> tuple[int, int]:
+    """How many mappings and descriptors of shared memory a process has."""
+    return len(inodes_in(pid)), sum(NAME in target for _, target in links_of(pid))
+
+
+def inodes_in(pid: int | str) -> list[str]:
+    """The inode of each mapping of shared memory in a process."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[4] for line in lines if NAME in line]
+
+
+def links_of(pid: int) -> Iterator[tuple[int, str]]:
+    """The descriptors of a process, and what they are of."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield int(link.name), str(link.readlink())
+
+
+def new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def badge_of(ranks: Ranks, index: int, secret: bytes = b"", ticks: int = 0) -> bytes:
+    """What a rank of this process shows, or one with another secret or start."""
+    terms = hashlib.sha256(repr(LAYOUT).encode()).digest()
+    process = shared_memory._Process.this()
+    process = dataclasses.replace(process, started=process.started + ticks)
+    secret = secret or ranks.secret
+    share = Share(index, ranks.count)
+    meeting = shared_memory._Meeting(share, secret, SIZE_BYTES, terms, 0.0, process)
+    return meeting.badge(index, process, terms)
+
+
+def expect_that_nobody_shares(futures: list[Future[HostMemory]], why: str) -> None:
+    errors = [future.exception(PATIENCE_S) for future in futures]
+    assert all(isinstance(error, SharingError) for error in errors), errors
+    assert any(why in str(error) for error in errors), errors
+
+
+# ---- shares --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 64])
+def test_every_block_of_a_store_is_one_ranks_share(count, num_blocks):
+    for transfer_id in range(2 * count):
+        whole = transfer(transfer_id, range(10, 10 + num_blocks), range(50, 50 + num_blocks))
+        parts = [Share(index, count).of_store(whole) for index in range(count)]
+        pairs = [
+            pair
+            for part in parts
+            if part is not None
+            for pair in zip(part.block_ids, part.slot_ids, strict=True)
+        ]
+        assert sorted(pairs) == list(zip(whole.block_ids, whole.slot_ids, strict=True))
+        sizes = [len(part.block_ids) if part is not None else 0 for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_stores_of_one_block_go_round():
+    alone = [transfer(transfer_id, [3], [7]) for transfer_id in range(9)]
+    stored = Counter(
+        index for index in range(3) for one in alone if Share(index, 3).of_store(one) is not None
+    )
+    assert stored == {0: 3, 1: 3, 2: 3}
+
+
+def test_a_rank_with_a_memory_of_its_own_stores_everything():
+    whole = transfer(1, [1, 2, 3], [4, 5, 6])
+    found = Share().of_store(whole)
+    assert found is not None
+    assert (found.block_ids, found.slot_ids) == (ids_of([1, 2, 3]), ids_of([4, 5, 6]))
+
+
+# ---- meeting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_one_rank_writes_all_ranks_read(make_ranks, count):
+    memories = make_ranks(count).meet()
+    assert len({memory.tensor.data_ptr() for memory in memories}) == count
+    assert all(not memory.tensor.any() for memory in memories)
+    for index, memory in enumerate(memories):
+        memory.tensor[64 * index] = index + 1
+    for memory in memories:
+        assert memory.tensor[: 64 * count : 64].tolist() == list(range(1, count + 1))
+    tables = [checksum_table(memory, LAYOUT) for memory in memories]
+    tables[0][-1] = 2**64 - 1
+    assert tables[-1][-1] == 2**64 - 1
+    assert len(tables[0]) == LAYOUT.num_slots
+    assert memories[0].tensor[: LAYOUT.size_bytes].sum() == sum(range(1, count + 1))
+    assert ours_in(os.getpid()) == (count, count), "one mapping a rank, and its own descriptor"
+    del tables
+    for memory in memories:
+        memory.close()
+
+
+def test_ranks_that_come_early_wait_for_the_first(make_ranks):
+    ranks = make_ranks(3)
+    later = [ranks.start(2), ranks.start(1)]
+    assert not any(future.done() for future in later)
+    memories = [ranks.start(0).result(PATIENCE_S), *(future.result(PATIENCE_S) for future in later)]
+    memories[0].tensor[0] = 1
+    assert [int(memory.tensor[0]) for memory in memories] == [1, 1, 1]
+    for memory in memories:
+        memory.close()
+
+
+def test_ranks_that_meet_twice_have_two_memories(make_ranks):
+    """As two of our connectors do under MultiConnector."""
+    ranks = make_ranks(2)
+    first, second = ranks.meet(), ranks.meet()
+    first[0].tensor[0] = 1
+    assert int(first[1].tensor[0]) == 1
+    assert int(second[1].tensor[0]) == 0
+    for memory in (*first, *second):
+        memory.close()
+
+
+def test_the_memory_cannot_be_made_smaller(make_ranks):
+    memories = make_ranks(2).meet()
+    descriptors = [number for number, target in links_of(os.getpid()) if NAME in target]
+    assert len(descriptors) == 2
+    for descriptor in descriptors:
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+    for memory in memories:
+        memory.close()
+
+
+# ---- nobody shares -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_nobody_shares_if_a_rank_does_not_come(make_ranks, missing):
+    ranks = make_ranks(3)
+    futures = [ranks.start(index, timeout_s=0.3) for index in range(3) if index != missing]
+    expect_that_nobody_shares(futures, "not all 3 ranks met within 0.3 s")
+
+
+def test_nobody_shares_if_layouts_differ(make_ranks):
+    ranks = make_ranks(2)
+    other = HostLayout.in_one_slab(Geometry((Segment(128, 0, 64),), num_blocks=8), num_slots=100)
+    assert other.size_bytes == LAYOUT.size_bytes
+    expect_that_nobody_shares([ranks.start(0), ranks.start(1, layout=other)], "different layouts")
+
+
+def test_nobody_shares_if_there_are_fewer_slots_than_ranks(make_ranks):
+    ranks = make_ranks(3)
+    few = HostLayout.in_one_slab(LAYOUT.geometry, num_slots=2)
+    expect_that_nobody_shares([ranks.start(i, layout=few) for i in range(3)], "fewer slots")
+
+
+def test_nobody_shares_if_the_system_refuses_the_memory(make_ranks, monkeypatch):
+    def refuse(*args: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    ranks = make_ranks(3)
+    expect_that_nobody_shares([ranks.start(i) for i in range(3)], "Operation not permitted")
+
+
+def test_nobody_shares_if_the_system_has_no_such_memory(make_ranks, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    ranks = make_ranks(2)
+    expect_that_nobody_shares([ranks.start(i) for i in range(2)], "memfd_create")
+
+
+def test_nobody_shares_where_memory_may_lack_when_it_is_touched(make_ranks, monkeypatch, tmp_path):
+    (tmp_path / "overcommit").write_text("2\n")
+    monkeypatch.setattr(shared_memory, "OVERCOMMIT", tmp_path / "overcommit")
+    ranks = make_ranks(2)
+    expect_that_nobody_shares([ranks.start(i) for i in range(2)], "vm.overcommit_memory is 2")
+
+
+def test_nobody_shares_if_one_rank_cannot_map_the_memory(make_ranks, monkeypatch):
+    original = shared_memory._Meeting._map
+    refused = []
+
+    def map_once(self: object, descriptor: int) -> mmap.mmap:
+        if refused:
+            return original(self, descriptor)
+        mapping = original(self, descriptor)  # of the first rank, which is the first to map
+        refused.append(True)
+        monkeypatch.setattr(shared_memory._Meeting, "_map", refuse)
+        return mapping
+
+    def refuse(self: object, descriptor: int) -> mmap.mmap:
+        monkeypatch.setattr(shared_memory._Meeting, "_map", original)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(shared_memory._Meeting, "_map", map_once)
+    ranks = make_ranks(3)
+    expect_that_nobody_shares([ranks.start(i) for i in range(3)], "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("num_messages", [0, 1], ids=["before its terms", "before it has mapped"])
+def test_nobody_shares_if_a_rank_dies_on_the_way(make_ranks, num_messages):
+    ranks = make_ranks(3)
+    # Who comes when the first rank has given up finds nobody, and waits as long as it may.
+    futures = [ranks.start(0, timeout_s=3.0), ranks.start(1, timeout_s=3.0)]
+    with new_socket() as dying:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                dying.connect(f"\0{ranks.address}")
+                break
+            assert not futures[0].done()
+        if num_messages:
+            dying.send(badge_of(ranks, 2))
+    expect_that_nobody_shares(futures, "")
+
+
+def test_nobody_shares_if_the_first_rank_dies_on_the_way(make_ranks):
+    ranks = make_ranks(3)
+    later = [ranks.start(index, timeout_s=3.0) for index in (1, 2)]
+    with new_socket() as dying:
+        dying.bind(f"\0{ranks.address}")
+        dying.listen()
+        dying.accept()[0].close()  # the other has not been let in, or has not come
+    expect_that_nobody_shares(later, "")
+
+
+def test_the_first_rank_waits_no_longer_for_those_who_keep_coming_and_show_nothing(make_ranks):
+    ranks = make_ranks(2)
+    first = ranks.start(0, timeout_s=0.3)
+    while not first.done():
+        with new_socket() as peer, contextlib.suppress(OSError):
+            peer.settimeout(PATIENCE_S)
+            peer.connect(f"\0{ranks.address}")
+    expect_that_nobody_shares([first], "not all 2 ranks met within 0.3 s")
+
+
+def test_a_rank_waits_no_longer_where_nobody_is_let_in(make_ranks):
+    ranks = make_ranks(2)
+    with new_socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(f"\0{ranks.address}")
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer = stack.enter_context(new_socket())
+                peer.setblocking(False)
+                peer.connect(f"\0{ranks.address}")
+        expect_that_nobody_shares([ranks.start(1, timeout_s=0.3)], "within 0.3 s")
+
+
+def test_nobody_shares_if_a_rank_comes_twice(make_ranks):
+    ranks = make_ranks(3)
+    futures = [ranks.start(index, timeout_s=0.5) for index in (0, 1, 1)]
+    expect_that_nobody_shares(futures, "not all 3 ranks met")
+
+
+def test_nobody_shares_with_a_process_of_another_user(make_ranks, monkeypatch, caplog):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    ranks = make_ranks(2)
+    futures = [ranks.start(i, timeout_s=0.5) for i in range(2)]
+    expect_that_nobody_shares(futures, "not all 2 ranks met")
+    assert f"of user {os.getuid()}. It was turned away" in caplog.text
+
+
+def test_nobody_shares_where_proc_shows_other_processes(make_ranks, monkeypatch):
+    ranks, parent = make_ranks(2), os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
+    expect_that_nobody_shares([ranks.start(i) for i in range(2)], "another PID namespace")
+
+
+def test_too_little_memory_is_an_error_of_the_first_rank(make_ranks):
+    """Before the memory is made, and the others are not kept waiting."""
+    ranks = make_ranks(2)
+
+    def refuse() -> None:
+        raise ConfigError("too little")
+
+    first, second = ranks.start(0, check=refuse), ranks.start(1, check=refuse)
+    assert isinstance(first.exception(PATIENCE_S), ConfigError)
+    expect_that_nobody_shares([second], "another rank could not go on")
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+from safe_offload.worker.memory.shared_memory import Share, share_memory
+from tests.worker.memory.test_shared_memory import LAYOUT
+
+memory = share_memory(Share(int(sys.argv[1]), 2), LAYOUT, bytes.fromhex(sys.argv[2]), lambda: None)
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.startswith("write"):
+        memory.tensor.fill_(7)
+    print(int(memory.tensor[: LAYOUT.size_bytes].sum()), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the_system():
+    secret = secrets.token_bytes()
+    before = set(os.listdir("/dev/shm"))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(index), secret.hex()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        for index in range(2)
+    ]
+
+    def ask(child: subprocess.Popen[str], what: str) -> str:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(f"{what}\n")
+        child.stdin.flush()
+        return child.stdout.readline().strip()
+
+    try:
+        assert [child.stdout.readline() for child in children] == ["ready\n"] * 2
+        assert ask(children[1], "write") == str(7 * LAYOUT.size_bytes)
+        (inode,) = {inode for child in children for inode in inodes_in(child.pid)}
+        assert inode in mapped_anywhere()
+        assert address_of(secret) not in Path("/proc/net/unix").read_text()
+        children[1].send_signal(signal.SIGKILL)
+        children[1].wait(PATIENCE_S)
+        assert ask(children[0], "read") == str(7 * LAYOUT.size_bytes)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait(PATIENCE_S)
+            child.stdin.close()
+            child.stdout.close()
+    assert inode not in mapped_anywhere()
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "safe" in name]
+
+
+def mapped_anywhere() -> set[str]:
+    """Inodes of the shared memory of every process."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found.update(inodes_in(process.name))
+    return found
