@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
-from safe_offload.commands.bench.transfer_cases import Case, Traffic
-from safe_offload.commands.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.lane import GpuCompletion
 from safe_offload.worker.copies.ranges import Runs
@@ -35,6 +33,8 @@ from tests.benchmarks.transfer import (
     measure,
     shares_by_range,
 )
+from tests.benchmarks.transfer_cases import Case, Traffic
+from tests.benchmarks.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 
 VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
 WORD_BYTES = 16

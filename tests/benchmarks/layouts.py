@@ -32,11 +32,11 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.commands.bench.transfer_cases import KIB, Case, Traffic
-from safe_offload.commands.bench.transfer_rigs import OURS as OUR_WAY
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
 from tests.benchmarks.engines import TIMEOUT_S, ours
+from tests.benchmarks.transfer_cases import KIB, Case, Traffic
+from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
 
 APART, WHOLE = "layer by layer", "in one piece"
 PROBE = "tests.benchmarks.layouts_worker.LayoutProbe"

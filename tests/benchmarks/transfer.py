@@ -21,7 +21,11 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.commands.bench.transfer_cases import (
+from safe_offload.config.units import format_bytes
+from safe_offload.errors import ConfigError
+from safe_offload.worker.copies.device import Device
+from safe_offload.worker.memory.host_memory import available_host_bytes
+from tests.benchmarks.transfer_cases import (
     KIB,
     MIB,
     QUICK_SIZES,
@@ -30,11 +34,7 @@ from safe_offload.commands.bench.transfer_cases import (
     Traffic,
     select_cases,
 )
-from safe_offload.commands.bench.transfer_rigs import LIMIT, OURS, CpuRig, GpuRig, Rig, TimedCopy
-from safe_offload.config.units import format_bytes
-from safe_offload.errors import ConfigError
-from safe_offload.worker.copies.device import Device
-from safe_offload.worker.memory.host_memory import available_host_bytes
+from tests.benchmarks.transfer_rigs import LIMIT, OURS, CpuRig, GpuRig, Rig, TimedCopy
 
 SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 RANGE_STEP_BYTES = 8

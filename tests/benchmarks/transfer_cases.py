@@ -1,4 +1,4 @@
-"""What `safe-offload bench transfer` copies: sizes, directions, and where the bytes lie."""
+"""What `python -m tests.benchmarks transfer` copies: sizes, directions, and where the bytes lie."""
 
 import enum
 import itertools

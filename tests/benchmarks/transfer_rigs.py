@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from safe_offload.commands.bench.transfer_cases import Case, Traffic
 from safe_offload.errors import SafeOffloadError
 from safe_offload.protocol import MemoryKind
 from safe_offload.threads import DirectionThreads
@@ -18,6 +17,7 @@ from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
 from safe_offload.worker.memory.host_memory import HostMemory
+from tests.benchmarks.transfer_cases import Case, Traffic
 
 OURS = "safe_offload"
 LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
