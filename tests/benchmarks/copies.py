@@ -53,12 +53,10 @@ class Latency:
 
     @property
     def median_us(self) -> float:
-        """Return the median."""
         return statistics.median(self.samples_us)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks copies`."""
     transfer.add_arguments(parser)
     add_plot_argument(parser)
 
@@ -91,7 +89,6 @@ def with_more(report: Report, latencies: Sequence[Latency], missing: dict[str, s
 
 
 def draw(figure: Any, measurements: list[Measurement]) -> None:
-    """Draw the share of the limit over the bytes per range, median of all large copies."""
     panels = figure.subplots(1, len(Traffic), sharey=True)
     sizes = sorted({measurement.case.range_bytes for measurement in measurements})
     for axes, traffic in zip(panels, Traffic, strict=True):

@@ -64,7 +64,6 @@ class ThreadUse:
     num_page_faults: int = 0
 
     def plus(self, other: ThreadUse, sign: int = 1) -> ThreadUse:
-        """Return the sum, or with the sign -1 the difference."""
         mine, others = asdict(self), asdict(other)
         return ThreadUse(**{name: mine[name] + sign * others[name] for name in mine})
 
@@ -80,7 +79,6 @@ class ThreadProbe(WorkerProbe):
     """The worker extension of `bench engine`, which tells the names of its threads, too."""
 
     def thread_names(self) -> ThreadNames:
-        """Return the worker's process, its parent, and the names of its threads by id."""
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         return os.getpid(), os.getppid(), names
 
@@ -152,7 +150,6 @@ def first_pass_rows(observed: Sequence[Observed]) -> Rows:
 
 
 def use_of(observed: Observed, role: str) -> ThreadUse:
-    """Return what a role has used during a request."""
     assert isinstance(observed.watched, WatchedThreads)
     return observed.watched.uses.get(role, ThreadUse())
 

@@ -114,7 +114,6 @@ class Site:
             yield client
 
     def close(self) -> None:
-        """End the server and the proxy."""
         self._stack.close()
 
 
@@ -191,7 +190,6 @@ class Row:
 
     @property
     def all_samples(self) -> list[Sample]:
-        """All requests."""
         return [one for samples in self.samples for one in samples]
 
     @property
@@ -223,7 +221,6 @@ def _late(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def make_prompts(number: int, seed: int) -> list[list[int]]:
-    """Return turns of conversations: each begins as one before did, and goes on."""
     chance = random.Random(seed)
     conversations: list[list[int]] = [[] for _ in range(NUM_CONVERSATIONS)]
     prompts = []
@@ -317,7 +314,6 @@ class Fleet:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks fleet`."""
     add = parser.add_argument
     add("--rows", nargs="+", choices=TROUBLES, default=list(TROUBLES), metavar="TROUBLE")
     add("--moments", nargs="+", choices=(START, MIDDLE), default=[START, MIDDLE], metavar="MOMENT")
@@ -346,7 +342,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def make_report(rows: Sequence[Row], machine: dict[str, Any]) -> Report:
-    """Return the table, and what the logs said."""
     heads = ["trouble", "when", "answered", "right", "hit", "late", "of", "late, guarded", "of"]
     heads += ["worst", "worst, guarded", "starved", "left alone after (read, write)", "log lines"]
     said = [f"{row.trouble}, {row.moment}: {line}" for row in rows for line in row.log_lines[:3]]

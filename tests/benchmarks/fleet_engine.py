@@ -78,7 +78,6 @@ class Sample:
 
     @property
     def computing_s(self) -> float:
-        """Return what its prompt takes without a connector."""
         num_steps = -(-self.num_tokens // STEP_TOKENS)
         return num_steps * STEP_S + self.num_tokens / TOKENS_PER_S
 
@@ -94,7 +93,6 @@ class RealClock:
 
     @property
     def now_s(self) -> float:
-        """Return the time, in seconds."""
         return time.monotonic()
 
     def advance(self, seconds: float) -> None:
@@ -117,7 +115,6 @@ class HostMachine:
         self.backend: Backend = self.copies
 
     def enqueue(self, operation: Any) -> Any:
-        """See `Machine.enqueue`."""
         operation()
         return lambda: None
 
@@ -125,7 +122,6 @@ class HostMachine:
         """See `Machine.delay`; nothing is held up."""
 
     def to_device(self, numbers: list[int]) -> Any:
-        """See `Machine.to_device`."""
         return self._tensor(numbers)
 
     def close(self) -> None:
@@ -162,7 +158,6 @@ class TimedRunner(ModelRunner):
             self.starved_s += min(time.monotonic() - self._begin_s, starved_s)
 
     def compute(self, batch: Batch, device: Any) -> None:
-        """See `ModelRunner.compute`."""
         super().compute(batch, device)
         num_tokens = batch.scheduled.total_num_scheduled_tokens
         if num_tokens:
@@ -217,7 +212,6 @@ class FleetCore(TensorCore):
         return TensorDevice(rank, machine), loop, opened
 
     def step(self) -> Any:
-        """See `TensorCore.step`."""
         self.timed.begin_step()
         batch = super().step()
         self.timed.end_step()
@@ -229,7 +223,6 @@ class FleetCore(TensorCore):
         return batch
 
     def serve(self, name: str, prompt: list[int]) -> Sample:
-        """Answer one request, alone, that the GPU has forgotten."""
         pause_end_s = time.monotonic() + PAUSE_S
         while self.has_work and time.monotonic() < pause_end_s:
             self.step()

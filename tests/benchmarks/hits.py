@@ -104,7 +104,6 @@ FoundByLength = dict[int, dict[str, Found]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks hits`."""
     add = parser.add_argument
     add(
         "--hit-tokens",
@@ -137,14 +136,6 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int) -> FoundByLen
 
     The engine that goes first changes from round to round, so that a drift of the machine's speed
     hits both alike.
-
-    Args:
-        lengths: of hits, in tokens.
-        rounds: that count.
-        num_warm_up: rounds before those, in which the rule measures.
-
-    Raises:
-        SafeOffloadError: an engine died, or what is to be a hit was none.
     """
     found = {number: {way: Found() for way in MIN_LOAD_TOKENS} for number in lengths}
     with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as folder, ExitStack() as running:
@@ -182,7 +173,6 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
 
 
 def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answers]:
-    """Run in the engine's process: see each prompt, then answer it in each way."""
     answers = []
     for place, (_, question) in enumerate(questions):
         prompt = question.prompt_token_ids
@@ -197,17 +187,12 @@ def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answer
 
 
 def _ask_cold(engine: Any, question: Question) -> Answer:
-    """Answer what the GPU has forgotten."""
     forget_prefix_cache(engine)
     return answer(engine, question)
 
 
 def check_answers(way: str, num_tokens: int, answers: Answers) -> None:
-    """See that the tokens of all answers came from where they should.
-
-    Raises:
-        SafeOffloadError: they did not.
-    """
+    """See that the tokens of all answers came from where they should."""
     found = [(one.num_host_tokens, one.num_gpu_tokens) for one in answers]
     hits = [(num_tokens, 0)] if way == LOADED else [(num_tokens, 0), (0, 0)]
     if found not in [[hit, (0, 0), (0, num_tokens)] for hit in hits]:
@@ -223,7 +208,6 @@ def rule_ratio(by_way: dict[str, Found]) -> float:
 
 
 def make_report(found: FoundByLength, machine: dict[str, Any]) -> Report:
-    """Return a row for each length."""
     way_head = ["computed", "hit", "ratio", "GPU hit"]
     rows = [["tokens", *way_head, *way_head, "loads", "rule / better"]]
     for number, by_way in found.items():

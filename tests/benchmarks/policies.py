@@ -28,7 +28,6 @@ COST_SLOTS_PER_ROUND = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks policies`."""
     add = parser.add_argument
     add("--traces", nargs="+", choices=list(GENERATORS), help="(default: all)", metavar="NAME")
     add("--file", type=Path, nargs="+", help="JSON lines with hash_ids, as Mooncake's traces")
@@ -59,13 +58,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 def measure_hit_rates(
     traces: Iterable[Trace], sizes: Sequence[float], say: Callable[[str], None]
 ) -> list[Curve]:
-    """Replay every trace with every policy at every size.
-
-    Args:
-        traces: what to replay.
-        sizes: of the host cache, shares of the trace's working set.
-        say: takes one line of progress.
-    """
+    """Replay every trace with every policy at every size."""
     curves = []
     for trace in traces:
         say(f"{trace.name}: {len(trace.prompts):,} prompts")

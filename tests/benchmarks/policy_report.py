@@ -57,7 +57,6 @@ class Cost:
 def make_report(
     curves: Sequence[Curve], costs: Sequence[Cost], options: dict[str, Any], machine: dict[str, Any]
 ) -> Report:
-    """Return hit rates and ratios by trace, then costs."""
     cost_rows = [["", "slots", "batch", "evict and release", "lease and release"]]
     cost_rows += [
         [
@@ -104,7 +103,6 @@ def by_trace(curves: Sequence[Curve]) -> list[dict[str, Curve]]:
 
 
 def draw(figure: Any, curves: Sequence[Curve]) -> None:
-    """Draw the hit rate over the size of the host cache, a panel for each trace."""
     traces = by_trace(curves)
     num_columns = min(4, len(traces))
     panels = list(figure.subplots(-(-len(traces) // num_columns), num_columns, squeeze=False).flat)

@@ -192,11 +192,7 @@ GENERATORS: dict[str, tuple[str, Generator]] = {
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in the format of Mooncake's: JSON lines with `hash_ids`.
-
-    Raises:
-        ConfigError: the file is not such a trace.
-    """
+    """Read a trace in the format of Mooncake's: JSON lines with `hash_ids`."""
     prompts: list[Prompt] = []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -213,13 +209,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def make_trace(name: str, num_prompts: int, seed: int = SEED) -> Trace:
-    """Draw a trace.
-
-    Args:
-        name: of `GENERATORS`.
-        num_prompts: the numbers of users, documents and so on are in proportion.
-        seed: draws the same prompts each time.
-    """
+    """Draw a trace."""
     what, generate = GENERATORS[name]
     keys = _Keys(random.Random(f"{seed} {name}"))
     return Trace(name, what, list(generate(keys, num_prompts)))

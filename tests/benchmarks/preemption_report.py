@@ -97,7 +97,6 @@ def num_different_answers(cases: Sequence[CaseRuns]) -> int:
 def make_report(
     cases: Sequence[CaseRuns], options: dict[str, Any], machine: dict[str, Any]
 ) -> Report:
-    """Return for each case a line for each engine; every preemption goes into the file."""
     return Report(
         method=_describe_method(options),
         sections=[

@@ -107,12 +107,7 @@ class Growth:
 
 
 def wait_back_to_back(name: str, held_steps: int) -> Wait:
-    """S0 takes 62 % of the GPU's blocks; S1, as long, arrives when S0 has finished.
-
-    Args:
-        name: of the connector.
-        held_steps: how many steps a copy takes.
-    """
+    """S0 takes 62 % of the GPU's blocks; S1, as long, arrives when S0 has finished."""
     num_tokens = int(BACK_TO_BACK_BLOCKS * POOL_SHARE) * BLOCK_TOKENS
     sizes = Sizes(PLAIN, BACK_TO_BACK_BLOCKS + 1, 4 * BACK_TO_BACK_BLOCKS)
     engine = make_engine(name, sizes, held_steps)
@@ -142,15 +137,7 @@ def _step_until(engine: PeerEngine, is_reached: Callable[[list[str]], bool]) -> 
 def measure_hits(
     name: str, layout: str, copy_steps: int, cost: WrapperCost, num_tokens: int = HIT_TOKENS
 ) -> list[Hit]:
-    """Serve A, B, C, A, B, C in a pool of 1.6 prompts; return what the last three cost.
-
-    Args:
-        name: of the connector.
-        layout: of the KV cache.
-        copy_steps: how many steps a copy takes.
-        cost: of the wrapper.
-        num_tokens: of a prompt.
-    """
+    """Serve A, B, C, A, B, C in a pool of 1.6 prompts; return what the last three cost."""
     groups = LAYOUTS[layout]
     num_blocks = num_tokens // BLOCK_TOKENS
     sizes = Sizes(groups, num_blocks * 16 // 10, num_blocks * 4 * len(groups))
@@ -212,14 +199,12 @@ class GrowthCase:
 
 
 def measure_growth(name: str, case: GrowthCase, copy_steps: int, cost: WrapperCost) -> Growth:
-    """Time the load."""
     timer = HookTimer(cost)
     num_stored = _serve_behind(name, case, copy_steps, timer)
     return Growth(num_stored, statistics.median(timer.steps_ns), sum(timer.steps_ns), 0)
 
 
 def count_growth(name: str, case: GrowthCase, copy_steps: int) -> Growth:
-    """Count what the load executes."""
     counter = HookCounter()
     num_stored = _serve_behind(name, case, copy_steps, counter)
     return Growth(num_stored, 0.0, 0, counter.total.functions)
@@ -230,9 +215,6 @@ def _serve_behind(name: str, case: GrowthCase, copy_steps: int, probe: Probe) ->
 
     The GPU's pool and the host are as large for every factor, and the pool is full of other blocks
     when the load begins.
-
-    Returns:
-        The number of blocks that were stored before the load.
     """
     sizes = Sizes(PLAIN, GROWTH_POOL_BLOCKS, 2 * GROWTH_STEP_BLOCKS * max(STORED_FACTORS))
     engine = make_engine(name, sizes, copy_steps)

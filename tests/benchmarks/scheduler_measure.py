@@ -49,12 +49,10 @@ class Facts:
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of the prompts' tokens that came from the host."""
         return self.num_hit_tokens / self.num_prompt_tokens
 
     @property
     def num_moved(self) -> int:
-        """Return the blocks that were stored or loaded."""
         return self.num_stored + self.num_loaded
 
 
@@ -69,7 +67,6 @@ class HookTime:
 
     @classmethod
     def of(cls, samples_ns: Sequence[int]) -> HookTime:
-        """Return the figures of some samples."""
         if not samples_ns:
             return cls(0, 0.0, 0.0, 0)
         middle_ns = statistics.median(samples_ns)
@@ -139,7 +136,6 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
 
 
 def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
-    """Serve a trace once with a clock around every hook."""
     timer = HookTimer(cost)
     engine = make_engine(name, Sizes.of(trace), copy_steps)
     clock = SchedulerClock(engine.scheduler)

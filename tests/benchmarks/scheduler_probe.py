@@ -134,7 +134,6 @@ class HookTimer:
 
     @property
     def num_calls(self) -> int:
-        """Return how often any hook was called."""
         return sum(map(len, self.samples_ns.values()))
 
 
@@ -241,7 +240,6 @@ class HookCounter:
 
     @property
     def total(self) -> Counts:
-        """Return the sum over all hooks."""
         return sum(self.counts.values(), Counts())
 
     def wrap(self, name: str, hook: Hook) -> Hook:

@@ -82,7 +82,6 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """Return how many requests there are."""
         return sum(len(user.turns) for user in self.users)
 
 
@@ -100,14 +99,7 @@ class _Draw:
 
 
 def make_trace(name: str, layout: str, *, seed: int = 0, share: int = 1) -> Trace:
-    """Return a trace; the same for the same arguments, on every machine.
-
-    Args:
-        name: one of `TRACES`.
-        layout: one of `LAYOUTS`.
-        seed: of what is drawn.
-        share: how many times fewer users, or shorter prompts, in a pool as much smaller.
-    """
+    """Return a trace, the same on every machine; `share` divides users, prompts and pool."""
     pool_blocks, num_slots, max_seqs, users = TRACES[name](seed, share)
     groups = LAYOUTS[layout]
     num_blocks = pool_blocks[len(groups) - 1] + 1

@@ -52,7 +52,6 @@ Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks serve`."""
     what = {
         "users": "that ask at once",
         "turns": "of each user",
@@ -95,7 +94,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_sizes(arguments: argparse.Namespace) -> Sizes:
-    """Return the sizes that were asked for; raise ConfigError if one makes no sense."""
     given = {one.name: getattr(arguments, one.name) for one in fields(Sizes)}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
@@ -105,7 +103,6 @@ def read_sizes(arguments: argparse.Namespace) -> Sizes:
 
 
 def measure(sizes: Sizes, arguments: argparse.Namespace, say: Say) -> ServeFound:
-    """Start the servers if there are none, let them take turns, stop them."""
     machine = describe_machine()
     seed = arguments.seed
     if seed is None:

@@ -39,7 +39,6 @@ class ServeFound:
 
 
 def make_report(found: ServeFound) -> Report:
-    """Return a table for each workload and whether the answers are equal."""
     sections: list[str] = []
     summaries: dict[str, dict[str, float]] = {}
     for workload, servers in found.passes.items():

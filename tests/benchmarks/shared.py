@@ -76,7 +76,6 @@ ServedByLayout = dict[str, dict[Case, dict[str, Served]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks shared`."""
     add = parser.add_argument
     add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
     add(
@@ -105,7 +104,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> ServedByLayout:
-    """Serve every case with every connector, with each layout of the KV cache."""
     return {
         layout: {
             case: {name: serve(name, groups, case, copy_steps) for name in names} for case in cases
@@ -115,17 +113,6 @@ def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> Ser
 
 
 def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Served:
-    """Serve one case: store the prefix, let the GPU forget it, send all requests at once.
-
-    Args:
-        name: one of `CONTESTANTS`.
-        groups: see `EngineShape`; the pool grows with their number.
-        case: what is asked.
-        copy_steps: see `make_engine`.
-
-    Raises:
-        SafeOffloadError: it does not end.
-    """
     num_blocks = case.num_blocks * len(groups) + 1
     sizes = Sizes(groups, num_blocks, num_blocks * SLOTS_PER_BLOCK, max_seqs=2 * case.num_requests)
     prefix = prompt_of("prefix", case.prefix_blocks * BLOCK_TOKENS)
@@ -162,7 +149,6 @@ def make_report(
     machine: dict[str, Any],
     in_engine: EngineSeconds | None = None,
 ) -> Report:
-    """Return a table for each layout, and the times of a real engine if there are any."""
     rows = [
         {"layout": layout, **asdict(case), "connector": name, **asdict(found)}
         for layout, cases in served.items()

@@ -68,7 +68,6 @@ class EngineSeconds:
         )
 
     def to_json(self) -> dict[str, float]:
-        """Return the figures."""
         return asdict(self) | {"ratio": self.ratio}
 
 
@@ -101,7 +100,6 @@ def _prompts(index: int) -> list[tuple[int, ...]]:
 
 
 def serve(engine: Any, batch: Batch) -> float:
-    """Run in the engine's process: answer a batch; return the seconds that it took."""
     if batch.forgets:
         forget_prefix_cache(engine)
     start_s = time.perf_counter()

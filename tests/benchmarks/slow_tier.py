@@ -127,7 +127,6 @@ RunAll = Callable[[Callable[[Case], list[Sample]], Sequence[Case]], Iterable[lis
 
 
 def make_prompts(number: int, seed: int) -> list[Prompt]:
-    """Return requests: lengths from short to long, each doubling as frequent as the next."""
     chance = random.Random(seed)
     shortest, longest = LENGTHS
     prompts: list[Prompt] = []
@@ -145,7 +144,6 @@ def make_prompts(number: int, seed: int) -> list[Prompt]:
 
 
 def make_engine(case: Case, connector: str = OURS) -> TimedEngine:
-    """Return an engine with the connector or without."""
     speed = TIERS[case.tier] if case.tier is not None else None
     extra: dict[str, object] = {"min_load_tokens": "auto"}
     if speed is not None:
@@ -166,7 +164,6 @@ def make_engine(case: Case, connector: str = OURS) -> TimedEngine:
 
 
 def serve(engine: TimedEngine, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Ask one by one; `Sample.computed_s` is to be filled in."""
     samples = []
     for number, prompt in enumerate(prompts):
         engine.idle_until(engine.clock.now_s + prompt.pause_s)
@@ -193,7 +190,6 @@ def serve(engine: TimedEngine, prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def measure(case: Case, number: int, seed: int) -> list[Sample]:
-    """Ask all requests; without a tier the engine has no connector."""
     engine = make_engine(case, NONE if case.tier is None else OURS)
     return serve(engine, make_prompts(number, seed))
 
@@ -201,14 +197,7 @@ def measure(case: Case, number: int, seed: int) -> list[Sample]:
 def compare(
     cases: Sequence[Case], number: int, seed: int, run_all: RunAll = map
 ) -> dict[Case, list[Sample]]:
-    """Measure cases, and hold each request against the same without a connector.
-
-    Args:
-        cases: each with a tier.
-        number: of requests of each.
-        seed: draws the requests.
-        run_all: as `map`.
-    """
+    """Measure cases, and hold each request against the same without a connector."""
     alone = dict.fromkeys(replace(case, tier=None) for case in cases)
     everything = (*alone, *cases)
     found = run_all(partial(measure, number=number, seed=seed), everything)
@@ -226,7 +215,6 @@ def compare(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks slow_tier`."""
     add = parser.add_argument
     add("--tiers", nargs="+", choices=list(TIERS), default=[*TIERS], metavar="NAME", help="(all)")
     add("--tokens-per-s", type=int, nargs="+", default=[*TOKENS_PER_S], metavar="N")
@@ -259,7 +247,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def make_report(found: dict[Case, list[Sample]], machine: dict[str, object]) -> Report:
-    """Return the tables: lateness once warm, the first requests, what the rule decides."""
     return Report(
         method=(
             f"{len(next(iter(found.values())))} requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, "

@@ -60,12 +60,6 @@ def test_a_thread_is_read_from_the_kernel_s_files(tmp_path: Path) -> None:
     assert FRONT_END not in read_uses((os.getpid(), os.getppid(), {})), "it is the worker here"
 
 
-def test_uses_are_added_and_subtracted_by_field() -> None:
-    both = ThreadUse(1.0, 2.0, 3).plus(ThreadUse(10.0, 20.0, 30))
-    assert both == ThreadUse(11.0, 22.0, 33)
-    assert both.plus(ThreadUse(1.0, 2.0, 3), -1) == ThreadUse(10.0, 20.0, 30)
-
-
 def found_with_uses(waited_s: dict[str, float] | None = None) -> EngineFound:
     """Requests of 1 s; first passes whose forwards have waited this long, by engine."""
     found = make_found()

@@ -10,9 +10,8 @@ from safe_offload.errors import ConfigError
 from safe_offload.scheduler.cache.eviction import POLICIES, Lru
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.plots import save_plot
 from tests.benchmarks.policy_replay import HostModel, Replay, replay
-from tests.benchmarks.policy_report import Cost, Curve, draw, make_report
+from tests.benchmarks.policy_report import Cost, Curve, make_report
 from tests.benchmarks.policy_traces import GENERATORS, Trace, make_trace, read_trace
 
 NUM_PROMPTS = 1000
@@ -54,14 +53,6 @@ def test_no_trace_is_much_worse_than_with_lru(name: str, policy: str) -> None:
         assert hit_rate(name, policy, size) >= 0.97 * hit_rate(name, "lru", size)
 
 
-def test_hit_rates_do_not_depend_on_the_run() -> None:
-    trace = make_trace("chat", 100)
-    assert make_trace("chat", 100) == trace
-    assert make_trace("chat", 100, seed=2) != trace
-    replays = {replay(trace, make, 100, 10) for make in [POLICIES["slru"]] * 2}
-    assert len(replays) == 1
-
-
 # ---- the traces --------------------------------------------------------------------------------
 
 
@@ -76,13 +67,6 @@ def test_a_key_stands_for_all_before_it(name: str) -> None:
         for key in prompt:
             assert before.setdefault(key, previous) == previous
             previous = key
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_a_cache_of_the_working_set_misses_each_block_once(name: str) -> None:
-    trace = trace_of(name)
-    found = replay(trace, Lru, trace.working_set, 0)
-    assert found.num_hit_blocks == trace.num_blocks - trace.working_set
 
 
 def test_mooncakes_format_is_read(tmp_path: Path) -> None:
@@ -117,13 +101,6 @@ def test_the_host_delivers_what_is_behind_the_run_of_the_gpu() -> None:
     assert model.add(keys_of("abcdx")) == (3, 1)
 
 
-def test_a_prompt_that_is_too_long_keeps_its_head() -> None:
-    model = HostModel(Lru, num_slots=3, num_gpu_blocks=0)
-    model.add(keys_of("abcde"))
-    for _ in range(5):
-        assert model.add(keys_of("abcde")) == (0, 3)
-
-
 def test_what_running_prompts_lease_is_not_evicted() -> None:
     model = HostModel(Lru, num_slots=4, num_gpu_blocks=0)
     model.add(keys_of("ab"))
@@ -152,19 +129,6 @@ def test_a_hit_where_lru_never_has_one_is_infinitely_better() -> None:
     json.loads(json.dumps(REPORT.to_json(), allow_nan=False))
 
 
-def test_the_table_has_rates_ratios_and_costs() -> None:
-    words = " ".join(REPORT.render().split())
-    assert "lru 0.000 0.500" in words
-    assert "slru/lru inf 1.00" in words
-    assert "90 (80) ns" in words
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    save_plot(tmp_path / "plot.png", lambda figure: draw(figure, CURVES), (11, 4.8))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +149,3 @@ def test_the_command_writes_what_it_found(
         ("chat", "slru"),
     ]
     assert rates[0]["sizes"][1]["hit_rate"] == 0.25
-
-
-def test_a_size_above_the_working_set_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policies", "--sizes", "5"]) == 1
-    assert "--sizes: expected shares" in capsys.readouterr().err

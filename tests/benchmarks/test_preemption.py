@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import preemption
 from tests.benchmarks.preemption import Ledger, Workload, watch
 from tests.benchmarks.preemption_report import (
@@ -35,44 +34,13 @@ def as_tuple(recovery: Recovery) -> tuple[int, int, int, int]:
 # ---- the workload ------------------------------------------------------------------------------
 
 
-def test_the_workload_follows_from_the_seed() -> None:
-    one, same, other = (
-        preemption.make_workload(read_options("--seed", seed)) for seed in ("1", "1", "2")
-    )
-    assert one == same
-    assert one != other
-
-
-def test_no_two_prompts_begin_alike_and_none_is_shorter_than_half_of_the_longest() -> None:
-    workload = preemption.make_workload(read_options("--requests", "40"))
-    assert len({prompt[:32] for prompt in workload.prompts}) == 40
-    assert all(128 <= len(prompt) <= 256 for prompt in workload.prompts)
-    assert all(384 <= number <= 768 for number in workload.nums_answer_tokens)
-
-
 def test_the_pool_is_a_share_of_what_all_requests_hold() -> None:
     options = read_options("--pool-ratio", "0.5")
     workload = Workload(((1,) * 100, (2,) * 20), (28, 76))  # 4 and 3 blocks of 32
     assert preemption.count_pool_blocks(options, "llama", workload) == round(3.5) + 1
 
 
-def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--answer-tokens"):
-        read_options("--answer-tokens", "0")
-    with pytest.raises(ConfigError, match="--pool-ratio"):
-        read_options("--pool-ratio", "0")
-
-
 # ---- the ledger --------------------------------------------------------------------------------
-
-
-def test_a_request_that_is_never_preempted_computes_nothing_again() -> None:
-    ledger = Ledger()
-    ledger.matched("a", 0)
-    ledger.scheduled("a", 0, 100)
-    ledger.scheduled("a", 100, 1)
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 101
-    assert ledger.recoveries == []
 
 
 def test_what_came_back_is_told_from_what_was_computed_again() -> None:
@@ -109,13 +77,6 @@ def test_a_load_that_failed_did_not_come_back() -> None:
     ledger.matched("a", 0)
     ledger.scheduled("a", 0, 101)
     assert [as_tuple(recovery) for recovery in ledger.recoveries] == [(100, 0, 0, 100)]
-
-
-def test_what_a_cache_has_of_a_new_prompt_is_not_needed() -> None:
-    ledger = Ledger()
-    ledger.matched("a", 64)
-    ledger.scheduled("a", 64, 37)
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 37
 
 
 def test_counts_that_do_not_add_up_are_an_error() -> None:
@@ -192,12 +153,6 @@ def test_shares_are_of_what_the_gpu_did_not_have_and_of_the_baseline() -> None:
     assert runs.saved_share("ours eager") == pytest.approx(0.9)
 
 
-def test_without_a_preemption_there_are_no_shares() -> None:
-    runs = CaseRuns("llama", 9, {BASELINE: make_run()})
-    assert runs.runs[BASELINE].host_share is None
-    assert runs.saved_share(BASELINE) is None
-
-
 def test_the_table_has_a_line_for_each_engine() -> None:
     table = make_report([make_runs()], OPTIONS, {}).render()
     (line,) = (line for line in table.splitlines() if line.startswith("ours eager"))
@@ -209,16 +164,3 @@ def test_a_different_answer_is_counted_and_shown() -> None:
     cases = [make_runs(answer=8)]
     assert num_different_answers(cases) == 1
     assert "1 of 2 DIFFER" in make_report(cases, OPTIONS, {}).render()
-
-
-def test_the_json_file_holds_every_preemption() -> None:
-    content = json.loads(json.dumps(make_report([make_runs()], OPTIONS, {}).to_json()))
-    ours = content["cases"][0]["engines"]["ours eager"]
-    assert ours["recoveries"][0] == {
-        "num_computed": 100,
-        "num_gpu": 20,
-        "num_host": 72,
-        "num_again": 8,
-    }
-    assert ours["host_share"] == pytest.approx(0.9)
-    assert "2 requests at once" in content["method"]

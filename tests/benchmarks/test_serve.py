@@ -18,7 +18,7 @@ from safe_offload.commands.bench.report import describe_machine
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import serve
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.serve_report import ServeFound, make_report, summarise
+from tests.benchmarks.serve_report import ServeFound, make_report
 from tests.benchmarks.serve_workload import (
     GROWING,
     ONE_OFF,
@@ -59,22 +59,6 @@ def test_a_one_off_prompt_begins_like_no_other() -> None:
     assert len({tuple(prompt[:16]) for prompt in prompts}) == SIZES.users * SIZES.turns == 12
 
 
-def test_the_pool_holds_a_third_of_the_contexts_but_never_less_than_one() -> None:
-    for_all, for_some = serve.count_blocks(Sizes())
-    assert for_all * serve.BLOCK_SIZE >= 16 * 6016
-    assert for_some == for_all // 3
-    for_all, for_some = serve.count_blocks(Sizes(users=2))
-    assert for_some == for_all // 2
-
-
-def test_what_is_not_given_is_as_large_as_quick_or_full() -> None:
-    assert serve.read_sizes(parse()) == Sizes()
-    sizes = serve.read_sizes(parse("--quick", "--users", "2"))
-    assert (sizes.users, sizes.turns) == (2, 3)
-    with pytest.raises(SafeOffloadError, match="--turn-tokens: expected at least 1, found 0"):
-        serve.read_sizes(parse("--turn-tokens", "0"))
-
-
 def test_the_servers_differ_in_connector_or_pool(tmp_path: Path) -> None:
     options = serve.server_options(SIZES, parse("--cpu-bytes", "64MiB"), tmp_path)
     plain, ours, limit = (one.arguments for one in options.values())
@@ -82,12 +66,6 @@ def test_the_servers_differ_in_connector_or_pool(tmp_path: Path) -> None:
     assert {key for key in ours if ours[key] != plain.get(key)} == {"kv_transfer_config"}
     assert ours["kv_transfer_config"]["kv_connector_extra_config"] == {"cpu_bytes_to_use": "64MiB"}
     assert {key for key in limit if limit[key] != plain[key]} == {"num_gpu_blocks_override"}
-
-
-def test_arguments_of_the_engine_become_options_of_the_server() -> None:
-    arguments = {"max_model_len": 9, "enforce_eager": True, "x": None, "y": False, "z_z": {"a": 1}}
-    expected = ["--max-model-len", "9", "--enforce-eager", "--z-z", '{"a": 1}']
-    assert serve.command_line(arguments) == expected
 
 
 # ---- users, against a server that answers at once ----------------------------------------------
@@ -234,15 +212,6 @@ def test_two_running_servers_take_turns(
     }
 
 
-def test_prompts_of_an_earlier_run_are_not_sent_to_a_running_server_again(
-    start: Callable[..., Server],
-) -> None:
-    server = start()
-    command = ["serve", *OPTIONS.split(), "--url", server.url]
-    assert main(command) == main(command) == 0
-    assert len({tuple(prompt[:16]) for prompt in server.prompts}) == 2 * 3 * (3 + 12)
-
-
 def test_a_wrong_token_is_reported(
     start: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,11 +226,6 @@ def test_a_wrong_token_is_reported(
     text = capsys.readouterr().out
     assert "answers: all 24 equal" in text
     assert "answers: 1 of 24 DIFFER" in text
-
-
-def test_a_server_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--url", "http://a", "http://a"]) == 1
-    assert "two different ones" in capsys.readouterr().err
 
 
 # ---- figures -----------------------------------------------------------------------------------
@@ -289,20 +253,3 @@ def test_ratios_are_taken_within_a_round() -> None:
         "b  1.50 (1.00 to 2.00)  150  200  2.000 (2.000 to 2.000)  0.800 (0.800 to 0.800)  25%"
     )
     assert row.split() == expected.split()
-
-
-def test_the_99th_percentile_is_of_all_requests() -> None:
-    passes = [make_pass(1.0, *(0.001 * (50 * half + i) for i in range(50))) for half in (0, 1)]
-    summary = summarise(passes)
-    assert summary["request_throughput"] == 50.0
-    assert summary["median_ttft_ms"] == pytest.approx(49.5)
-    assert summary["p99_ttft_ms"] == pytest.approx(98.01)
-
-
-def test_answers_are_compared_prompt_by_prompt() -> None:
-    same = [make_pass(1.0, 0.1, 0.1), make_pass(1.0, 0.1, 0.1)]
-    other = [make_pass(1.0, 0.1, 0.1), make_pass(1.0, 0.1, 0.1, token_id=2)]
-    found = make_found({"a": same, "b": other}, None)
-    assert found.num_different(GROWING) == 2
-    assert "answers: 2 of 4 DIFFER" in make_report(found).render()
-    assert make_found({"a": same, "b": same}, None).num_different(GROWING) == 0

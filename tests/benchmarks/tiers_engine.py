@@ -144,11 +144,7 @@ def _source_of(found: Answer) -> str:
 
 
 def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> EngineFound:
-    """Run the engines; `say` takes progress.
-
-    Raises:
-        SafeOffloadError: an engine died, or a prompt did not come from where it was to come.
-    """
+    """Run the engines; `say` takes progress."""
     prefix = "safe-offload-bench-"
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         bench = _Bench(options, Path(name))
@@ -186,11 +182,7 @@ def _medians(ttft_s: dict[str, list[float]]) -> str:
 
 
 def wait_until_spilled(engine: EngineProcess) -> None:
-    """Wait until an engine has stored and spilled nothing for a while.
-
-    Raises:
-        SafeOffloadError: it does not get quiet, or the tier would not take something.
-    """
+    """Wait until an engine has stored and spilled nothing for a while."""
     deadline_s = time.monotonic() + SPILLED_TIMEOUT_S
     before, since_s = None, time.monotonic()
     while time.monotonic() < deadline_s:
@@ -222,7 +214,6 @@ def _count_writes(engine: Any, _: None) -> dict[str, float]:
 
 
 def render(found: EngineFound) -> str:
-    """Return a table of times to first token."""
     rows: list[Sequence[str]] = [["time to first token", "ms", "times sooner than computed"]]
     for source in SOURCES:
         times_ms = [1e3 * seconds for seconds in found.ttft_s[source]]

@@ -72,7 +72,6 @@ class Measurement:
         return self.case.moved_bytes(self.traffic)
 
     def rate_gbps(self, way: str) -> float:
-        """Return 10^9 bytes per second, of the median time."""
         return self.size_bytes / statistics.median(self.seconds[way]) / 1e9
 
     def share(self, way: str) -> float | None:
@@ -97,7 +96,6 @@ class Measurement:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks transfer`."""
     add = parser.add_argument
     add("--device", choices=SIZE_BYTES_MAX, help="(default: cuda if torch sees a GPU, else cpu)")
     add("--quick", action="store_true", help="fewer sizes")
@@ -156,7 +154,6 @@ def time_in_turn(ways: dict[str, TimedCopy], rounds: int) -> dict[str, list[floa
 
 
 def read_options(arguments: argparse.Namespace) -> TransferOptions:
-    """Return what was asked for; raise ConfigError if it cannot be measured here."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU. Fix: run it on a machine with one")
@@ -203,7 +200,6 @@ def _make_gpu_rig(case: Case) -> Rig:
 def make_report(
     options: TransferOptions, measurements: list[Measurement], machine: dict[str, Any]
 ) -> Report:
-    """Return the rates and their shares of the limit, and what large copies come to."""
     ways = compared_ways(measurements)
     head = ["range", "blocks", "layers", "bytes", "", "limit", OURS, *(f"{w}/limit" for w in ways)]
     rows = [_row(measurement, ways) for measurement in measurements]
@@ -284,6 +280,5 @@ def _describe_method(
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a size in words."""
     is_large = size_bytes >= MIB
     return f"{size_bytes / MIB:.4g} MiB" if is_large else f"{size_bytes / KIB:.4g} KiB"

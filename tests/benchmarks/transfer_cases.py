@@ -49,7 +49,6 @@ class Case:
         return tuple(Traffic) if self.num_blocks > 1 else (Traffic.STORE, Traffic.LOAD)
 
     def moved_bytes(self, traffic: Traffic) -> int:
-        """Return the bytes that one copy, or the two at once, move."""
         if traffic is Traffic.BOTH:
             return self.size_bytes // self.num_blocks * (self.num_blocks // 2 * 2)
         return self.size_bytes

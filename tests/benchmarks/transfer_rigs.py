@@ -60,7 +60,6 @@ class Rig:
         raise NotImplementedError
 
     def time_ours(self, copies: Sequence[Copy]) -> float:
-        """Time our copies, as the others are timed."""
         raise NotImplementedError
 
     def ranges(self, copy: Copy) -> Ranges:
@@ -68,7 +67,6 @@ class Rig:
         return self.table.ranges(self.table.runs(copy))
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy by our backend, and wait."""
         completions = [self.backend.issue(copy, self.backend.mark()) for copy in copies]
         for completion in completions:
             completion.future.result(PATIENCE_S)
@@ -85,7 +83,6 @@ class Rig:
             raise SafeOffloadError(f"{self.case}: other bytes came back than were stored")
 
     def close(self) -> None:
-        """Give back threads and memory."""
         self.backend.close()
 
     def _large(self, direction: Direction, traffic: Traffic) -> Give:
