@@ -76,7 +76,6 @@ class BenchOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `safe-offload bench engine`."""
 
     def add(name: str, what: str, **how: Any) -> None:
         default = getattr(BenchOptions, name[2:].replace("-", "_"), None)
@@ -114,7 +113,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
-    """Return what was asked for; raise ConfigError if it makes no sense."""
     for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -27,18 +27,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts of the machine and of what this process may use of it.
+    """Facts of the machine and of what this process may use of it; empty if not known.
 
     Attributes:
         available_bytes: of host memory, without swapping and below every limit of the cgroups.
         machine_available_bytes: the same without the limits of the cgroups.
         memlock_bytes: that a process may lock; None for no limit.
-        huge_pages: the word in brackets in `transparent_hugepage/enabled`, empty if unknown.
-        nodes: by number; empty if the system does not tell.
-        allowed_nodes: that this process may take memory from; empty if the system does not tell.
+        huge_pages: the word in brackets in `transparent_hugepage/enabled`.
+        allowed_nodes: that this process may take memory from.
         cores: that this process may run on.
-        environment: its variables.
-        is_root: this process may do everything.
     """
 
     available_bytes: int

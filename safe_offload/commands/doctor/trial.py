@@ -9,7 +9,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -162,11 +162,7 @@ def _try_copies(
 class Order:
     """Stores whose block is overwritten right after a fence, round after round.
 
-    Args:
-        transfers: there are none.
-        rows: the blocks.
-        host: the host memory, shape (size_bytes,), uint8.
-        layout: where blocks and slots lie.
+    `host` is the host memory, shape (size_bytes,), uint8.
     """
 
     def __init__(self, transfers: Transfers, rows: Rows, host: Any, layout: HostLayout) -> None:
@@ -200,7 +196,9 @@ class Order:
                 self._transfers.fence((self._last_id,))
             overwrite()
             self._wait()
-            num_torn += any(np.any(part != before) for slot in slots for part in self._parts(slot))
+            ranges = (self._layout.ranges_of(slot) for slot in slots)
+            parts = (self._host[at : at + length] for each in ranges for at, length in each)
+            num_torn += any(np.any(part != before) for part in parts)
         return rounds, num_torn
 
     def _filled(self, count: int, value: int) -> Any:
@@ -215,10 +213,6 @@ class Order:
         for _, failure in drained:
             if failure is not None:
                 raise TransferError(failure, "a store on trial failed")
-
-    def _parts(self, slot: int) -> Iterator[Any]:
-        for start, length in self._layout.ranges_of(slot):
-            yield self._host[start : start + length]
 
 
 # ---- fast -------------------------------------------------------------------------------------

@@ -92,13 +92,9 @@ class VllmFacts:
 
 @dataclass(slots=True)
 class Probe:
-    """The process that asks vLLM; it begins at once, so that other checks run beside it.
+    """The process that asks vLLM; it begins at once, so that other checks run beside it."""
 
-    Args:
-        arguments: of `vllm serve`.
-    """
-
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # of `vllm serve`
     _process: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:
