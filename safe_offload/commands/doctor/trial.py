@@ -222,6 +222,10 @@ def _measure_rates(
     trial: Trial, device: torch.device, config: OffloadConfig, open: OpenBackend
 ) -> None:
     """Time every sound way to copy in each direction, and in both at once."""
+    if trial.is_gpu:
+        trial.node = placement.numa_node_of(Device(device).pci_address)
+    if not trial.passed:
+        return
     # Ones: pages that were never written are all one page of zeros.
     storage = torch.ones(LARGE.size_bytes, dtype=torch.uint8, device=device)
     memory = HostMemory.allocate(LARGE.size_bytes)
@@ -230,8 +234,7 @@ def _measure_rates(
     with closing(backend):
         if trial.is_gpu:
             _wait_until_locked(backend)
-            trial.node = placement.numa_node_of(Device(device).pci_address)
-        for path in trial.passed or ():
+        for path in trial.passed:
             backend.use((CopyPath(path),))
             for traffic, directions in TRAFFICS.items():
                 copies = _scattered_copies(directions)
