@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,17 @@ DEAD = "stalls from the start"
 COMPUTED = Case(FAST, SPEED, "plain")
 
 
+@cache
+def computed(number: int, layout: str) -> list[Sample]:
+    return serve(make_engine(Case(None, SPEED, layout), NONE), make_prompts(number, 1))
+
+
+@cache
 def samples_of(tier: str, number: int, layout: str = "plain") -> list[Sample]:
     """What the benchmark finds, in this process."""
-    prompts = make_prompts(number, 1)
-    case = Case(tier, SPEED, layout)
-    computed = serve(make_engine(case, NONE), prompts)
-    found = serve(make_engine(case), prompts)
-    return [one.beside(other) for one, other in zip(found, computed, strict=True)]
+    found = serve(make_engine(Case(tier, SPEED, layout)), make_prompts(number, 1))
+    pairs = zip(found, computed(number, layout), strict=True)
+    return [one.beside(other) for one, other in pairs]
 
 
 @pytest.mark.parametrize("tier", [SLOW, DEAD, "one piece in 20 does not come", "never answers"])
