@@ -35,8 +35,8 @@ from safe_offload.start import plugin
 from safe_offload.tiers.choice import open_tier
 
 PIECE, NUMBER_PIECE = 8, 12
-"""Characters of a secret in a row that are too many; of one written as a number, where addresses and
-sizes of ours may hold shorter ones by chance."""
+"""Characters of a secret in a row that are too many; of one written as a number, where addresses
+and sizes of ours may hold shorter ones by chance."""
 ALPHABETS = (
     string.hexdigits.lower()[:16],
     string.ascii_letters + string.digits,
