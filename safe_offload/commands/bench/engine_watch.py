@@ -90,7 +90,7 @@ class Recorder:
         _note_calls(Transfers, "submit", submitted)
         _note_calls(CpuBackend, "issue", issued)
         _note_calls(GpuBackend, "issue", issued)
-        _note_calls(WorkerBridge, "report", reported)
+        _note_calls(WorkerBridge, "build_connector_worker_meta", reported)
 
     def take(self) -> dict[str, Any]:
         taken = dict(vars(self))
