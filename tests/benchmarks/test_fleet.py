@@ -43,6 +43,7 @@ def make_row(*samples: Sample, begun_s: float = 0.0, **opened_s: float) -> Row:
 # ---- a sample of what the command runs ----------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path: Path) -> None:
     prompts = make_prompts(40, 1)
     with Fleet(tmp_path) as fleet:
