@@ -103,14 +103,12 @@ class Reading:
     """The metrics at a moment.
 
     Attributes:
-        at_s: of a clock that never goes back.
         samples: by name and labels, of every engine of the server.
-        info: labels of the set-up in force.
     """
 
-    at_s: float
+    at_s: float  # of a clock that never goes back
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    info: Labels
+    info: Labels  # labels of the set-up in force
 
     def _series(self, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
         """Yield the series of a name that have these labels."""
@@ -205,14 +203,13 @@ class Watch:
 
     Attributes:
         last, before: the last two readings; None if there are not so many of this server's start.
-        problem: why the last attempt failed; empty if it did not.
         problem_since_s: when the first of the attempts failed that have failed since.
     """
 
     url: str
     last: Reading | None = None
     before: Reading | None = None
-    problem: str = ""
+    problem: str = ""  # why the last attempt failed; empty if it did not
     problem_since_s: float = field(default=0.0)
 
     def read(self) -> None:

@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
-        ("first_pass", "`bench engine`, with what every thread uses while a prompt is stored"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),

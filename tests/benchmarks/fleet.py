@@ -146,11 +146,10 @@ class Trouble:
     """What happens.
 
     Attributes:
-        begin: makes it.
         way: `DIRECT` to the server, through the `PROXY`, or that with `TLS`; `ALONE` without it.
     """
 
-    begin: Callable[[Site], None]
+    begin: Callable[[Site], None]  # makes it
     way: str = DIRECT
 
 
@@ -175,18 +174,15 @@ class Row:
     """What became of the requests of all engines.
 
     Attributes:
-        begun_s: when the trouble had begun.
-        samples: of each engine.
         opened_s: of each engine, when its tier was first left alone, for reading and writing.
-        log_lines: about the tier, without repetitions.
     """
 
     trouble: str
     moment: str
-    begun_s: float
-    samples: tuple[list[Sample], ...]
+    begun_s: float  # when the trouble had begun
+    samples: tuple[list[Sample], ...]  # of each engine
     opened_s: tuple[dict[str, float], ...]
-    log_lines: tuple[str, ...]
+    log_lines: tuple[str, ...]  # about the tier, without repetitions
 
     @property
     def all_samples(self) -> list[Sample]:

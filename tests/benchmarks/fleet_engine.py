@@ -54,27 +54,16 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, and what became of it.
+    """A request, and what became of it."""
 
-    Attributes:
-        num_tokens: of its prompt.
-        begin_s: when it came, by `time.monotonic`.
-        first_s: until its first token.
-        starved_s: of that, what it was late because threads of the engine had no core.
-        is_right: its tokens are those that its prompt leads to.
-        num_hit: tokens that came from the host or a tier.
-        is_cut: it waited for the tier as long as it may.
-        problem: why there is no answer, or none that can be right; empty if there is none.
-    """
-
-    num_tokens: int
-    begin_s: float
-    first_s: float
-    starved_s: float
-    is_right: bool
-    num_hit: int
-    is_cut: bool
-    problem: str = ""
+    num_tokens: int  # of its prompt
+    begin_s: float  # when it came, by `time.monotonic`
+    first_s: float  # until its first token
+    starved_s: float  # of that, what it was late because threads of the engine had no core
+    is_right: bool  # its tokens are those that its prompt leads to
+    num_hit: int  # tokens that came from the host or a tier
+    is_cut: bool  # it waited for the tier as long as it may
+    problem: str = ""  # why there is no answer, or none that can be right; empty if there is none
 
     @property
     def computing_s(self) -> float:

@@ -76,15 +76,13 @@ class Found:
 
     Attributes:
         hit_s: to the first token, with the prefix on the host, as the engine is set up.
-        computed_s: the same prompt, with loading forbidden.
         on_gpu_s: the same prompt with the prefix in the GPU's cache.
-        num_loaded: prompts of which the host's tokens were used.
     """
 
     hit_s: list[float] = field(default_factory=list)
-    computed_s: list[float] = field(default_factory=list)
+    computed_s: list[float] = field(default_factory=list)  # the same prompt, with loading forbidden
     on_gpu_s: list[float] = field(default_factory=list)
-    num_loaded: int = 0
+    num_loaded: int = 0  # prompts of which the host's tokens were used
 
     @property
     def ratio(self) -> float:

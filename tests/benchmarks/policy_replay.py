@@ -21,18 +21,12 @@ MakePolicy = Callable[[int], EvictionPolicy]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one policy did on one trace at one size.
-
-    Attributes:
-        num_hit_blocks: delivered by the host.
-        num_gpu_blocks: delivered by the GPU's prefix cache.
-        num_prompt_blocks: of all prompts.
-    """
+    """What one policy did on one trace at one size."""
 
     num_slots: int
-    num_hit_blocks: int
-    num_gpu_blocks: int
-    num_prompt_blocks: int
+    num_hit_blocks: int  # delivered by the host
+    num_gpu_blocks: int  # delivered by the GPU's prefix cache
+    num_prompt_blocks: int  # of all prompts
 
     @property
     def hit_rate(self) -> float:

@@ -15,17 +15,13 @@ BASELINE = "lru"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Hit rates of one policy on one trace.
-
-    Attributes:
-        replays: by size of the host cache, a share of the working set.
-    """
+    """Hit rates of one policy on one trace."""
 
     trace: str
     what: str
     policy: str
     working_set: int
-    replays: dict[float, Replay]
+    replays: dict[float, Replay]  # by size of the host cache, a share of the working set
 
     def ratios(self, baseline: Curve) -> dict[float, float | None]:
         """Return hit rate by hit rate of another, for each size; None where both are 0.
@@ -40,18 +36,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of a policy for each slot, a sample for each round.
-
-    Attributes:
-        new_ns: to evict it and to release it.
-        hit_ns: to lease it and to release it.
-    """
+    """Time of a policy for each slot, a sample for each round."""
 
     policy: str
     num_slots: int
     batch: int
-    new_ns: list[float]
-    hit_ns: list[float]
+    new_ns: list[float]  # to evict it and to release it
+    hit_ns: list[float]  # to lease it and to release it
 
 
 def make_report(

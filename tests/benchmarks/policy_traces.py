@@ -24,17 +24,11 @@ Prompt = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Prompts in the order of their arrival.
+    """Prompts in the order of their arrival."""
 
-    Attributes:
-        name: for people and for `--traces`.
-        what: one line.
-        prompts: the keys of each prompt's blocks; every block is full.
-    """
-
-    name: str
-    what: str
-    prompts: list[Prompt]
+    name: str  # for people and for `--traces`
+    what: str  # one line
+    prompts: list[Prompt]  # the keys of each prompt's blocks; every block is full
 
     @property
     def num_blocks(self) -> int:

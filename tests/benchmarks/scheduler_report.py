@@ -19,17 +19,11 @@ NOTHING = "none"
 
 @dataclass(slots=True)
 class TraceFound:
-    """All connectors on one trace.
+    """All connectors on one trace."""
 
-    Attributes:
-        facts: by connector.
-        timings: by connector.
-        counts: by connector and hook.
-    """
-
-    facts: dict[str, Facts] = field(default_factory=dict)
-    timings: dict[str, Timing] = field(default_factory=dict)
-    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)  # by connector
+    timings: dict[str, Timing] = field(default_factory=dict)  # by connector
+    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by connector and hook
 
     def hooks(self) -> list[str]:
         totals: dict[str, int] = {}

@@ -55,12 +55,11 @@ class Served:
     """One pass of a workload over one server.
 
     Attributes:
-        replies: by user and turn.
         num_computed_tokens: of the prompts, as the server counts; None if it does not tell.
     """
 
     duration_s: float
-    replies: Sequence[Sequence[Reply]]
+    replies: Sequence[Sequence[Reply]]  # by user and turn
     num_prompt_tokens: int
     num_computed_tokens: int | None
 

@@ -33,19 +33,12 @@ WINDOW = (*PLAIN, f"window:256@{BLOCK_TOKENS}")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that come in one step.
+    """Requests that come in one step."""
 
-    Attributes:
-        num_requests: with one prefix and a tail of their own.
-        num_blocks: of the GPU, for each KV cache group.
-        prefix_blocks: what they share.
-        num_answer_tokens: of each.
-    """
-
-    num_requests: int
-    num_blocks: int
-    prefix_blocks: int
-    num_answer_tokens: int
+    num_requests: int  # with one prefix and a tail of their own
+    num_blocks: int  # of the GPU, for each KV cache group
+    prefix_blocks: int  # what they share
+    num_answer_tokens: int  # of each
 
 
 CASES = (Case(8, 200, 60, 60), Case(16, 300, 60, 40), Case(32, 400, 80, 40))
@@ -54,17 +47,11 @@ LAYOUTS = {"full attention": PLAIN, "full attention and a sliding window": WINDO
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What it took to answer all.
+    """What it took to answer all."""
 
-    Attributes:
-        num_steps: until the last was answered.
-        num_preemptions: meanwhile.
-        loaded_prefixes: blocks that were loaded, as a multiple of the prefix's in one group.
-    """
-
-    num_steps: int
-    num_preemptions: int
-    loaded_prefixes: float
+    num_steps: int  # until the last was answered
+    num_preemptions: int  # meanwhile
+    loaded_prefixes: float  # blocks that were loaded, as a multiple of the prefix's in one group
 
     def __str__(self) -> str:
         """A cell of the table."""

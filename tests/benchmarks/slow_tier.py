@@ -64,37 +64,23 @@ ALLOWED_SHARE, ALLOWED_S = 1.1, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request.
-
-    Attributes:
-        tier_share: of its blocks, from the first on, that another engine has written.
-        pause_s: before it comes.
-    """
+    """A request."""
 
     tokens: tuple[int, ...]
-    tier_share: float
-    pause_s: float
+    tier_share: float  # of its blocks, from the first on, that another engine has written
+    pause_s: float  # before it comes
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, and what became of it.
+    """A request, and what became of it."""
 
-    Attributes:
-        num_tokens: of its prompt.
-        tier_share: see `Prompt`.
-        first_s: until its first token.
-        computed_s: the same without a connector.
-        num_fetched: blocks that were fetched for it.
-        is_cut: it waited for the tier as long as it may.
-    """
-
-    num_tokens: int
-    tier_share: float
-    first_s: float
-    computed_s: float
-    num_fetched: int
-    is_cut: bool
+    num_tokens: int  # of its prompt
+    tier_share: float  # see `Prompt`
+    first_s: float  # until its first token
+    computed_s: float  # the same without a connector
+    num_fetched: int  # blocks that were fetched for it
+    is_cut: bool  # it waited for the tier as long as it may
 
     def beside(self, other: Sample) -> Sample:
         """Return it with what the same request takes on an engine without a connector."""

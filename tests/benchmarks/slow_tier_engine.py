@@ -48,25 +48,19 @@ class TierSpeed:
     every request.
 
     Attributes:
-        bytes_per_s: of fetches, one after another.
-        latency_s: of a probe and of each piece of a fetch.
-        probe_s: of a probe, if it is not the latency.
         num_fetched_max: so many pieces come; the next stalls, and all that is asked for from then.
-        fails_every: one piece in so many does not come; it is given up after `TIMEOUT_S`.
-        delivers: what it says it has comes.
         dead_s: from when to when nothing is answered; what is asked for then fails after
             `TIMEOUT_S`.
-        is_shared: what is written is in the way of what is read.
     """
 
-    bytes_per_s: float = 2e9
-    latency_s: float = 0.002
-    probe_s: float | None = None
+    bytes_per_s: float = 2e9  # of fetches, one after another
+    latency_s: float = 0.002  # of a probe and of each piece of a fetch
+    probe_s: float | None = None  # of a probe, if it is not the latency
     num_fetched_max: float = NEVER
-    fails_every: int = 0
-    delivers: bool = True
+    fails_every: int = 0  # one piece in so many does not come; it is given up after `TIMEOUT_S`
+    delivers: bool = True  # what it says it has comes
     dead_s: tuple[float, float] = (NEVER, NEVER)
-    is_shared: bool = False
+    is_shared: bool = False  # what is written is in the way of what is read
 
 
 @dataclass(slots=True)
@@ -83,21 +77,13 @@ class _Lane:
 
 @dataclass(slots=True)
 class Worker:
-    """Stands in for the one worker.
+    """Stands in for the one worker."""
 
-    Attributes:
-        speed: of its tier; None for none.
-        num_slots: of host memory.
-        objects: hashes of what the tier has.
-        num_fetched: pieces that have been read.
-        num_planned: blocks that plans named to be fetched.
-    """
-
-    speed: TierSpeed | None
-    num_slots: int
-    objects: set[bytes] = field(default_factory=set)
-    num_fetched: int = 0
-    num_planned: int = 0
+    speed: TierSpeed | None  # of its tier; None for none
+    num_slots: int  # of host memory
+    objects: set[bytes] = field(default_factory=set)  # hashes of what the tier has
+    num_fetched: int = 0  # pieces that have been read
+    num_planned: int = 0  # blocks that plans named to be fetched
     _due: list[tuple[float, int, StepReport, tuple[bytes, ...]]] = field(default_factory=list)
     _num_reports: int = 0
     _copies: _Lane = field(default_factory=_Lane)

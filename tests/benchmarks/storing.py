@@ -37,7 +37,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from tests.benchmarks.engines import TIMEOUT_S, make_tiny_engine, ours, random_prompt
-from tests.benchmarks.first_pass import PROBE, ROLES, ThreadUse, read_uses
+from tests.benchmarks.thread_uses import PROBE, ROLES, ThreadUse, read_uses
 
 NUM_USERS = 8
 PROMPT_TOKENS = 3000

@@ -88,15 +88,10 @@ METHOD_OF_ALL = (
 
 @dataclass(frozen=True, slots=True)
 class TierBenchOptions:
-    """What to measure, and where.
+    """What to measure, and where."""
 
-    Attributes:
-        written: the tier as `tiers` in a configuration has it.
-        config: the same, read.
-    """
-
-    written: Mapping[str, Any]
-    config: TierConfig
+    written: Mapping[str, Any]  # the tier as `tiers` in a configuration has it
+    config: TierConfig  # the same, read
     object_bytes: tuple[int, ...]
     round_bytes: int
     rounds: int

@@ -76,13 +76,9 @@ class EngineFound:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchOptions:
-    """What to ask of which engine.
+    """What to ask of which engine."""
 
-    Attributes:
-        tier: as `tiers` of the configuration has it; nothing is in it yet.
-    """
-
-    tier: Mapping[str, Any]
+    tier: Mapping[str, Any]  # as `tiers` of the configuration has it; nothing is in it yet
     model: str
     prompt_tokens: int
     rounds: int

@@ -27,13 +27,9 @@ _SEND, _TAKE = b"s", b"t"
 
 
 class Limit(Protocol):
-    """Moves the bytes of all slots, in pieces of their size.
+    """Moves the bytes of all slots, in pieces of their size."""
 
-    Attributes:
-        name: of what sets the limit, in one word.
-    """
-
-    name: str
+    name: str  # of what sets the limit, in one word
 
     def write(self, generation: int) -> None:
         """Write all slots, to a place that no other generation has."""

@@ -31,20 +31,13 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        id: theme and name, such as "memory.pool"; it stays the same from version to version.
-        found: in one sentence.
-        expected: what would be right; empty if that is what was found.
-        fix: what to do; empty if there is nothing to do.
-    """
-
-    id: str
+    id: str  # theme and name, such as "memory.pool"; it stays the same from version to version
     severity: Severity
-    found: str
-    expected: str = ""
-    fix: str = ""
+    found: str  # in one sentence
+    expected: str = ""  # what would be right; empty if that is what was found
+    fix: str = ""  # what to do; empty if there is nothing to do
 
     def to_json(self) -> dict[str, str]:
         """Return the fields as words."""

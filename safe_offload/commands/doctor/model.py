@@ -25,11 +25,10 @@ class BreakEven:
     """From how many tokens on a hit is expected to be loaded faster than computed.
 
     Attributes:
-        num_tokens: None if never.
         compute_tokens_per_s, load_tokens_per_s: of a long prompt.
     """
 
-    num_tokens: int | None
+    num_tokens: int | None  # None if never
     compute_tokens_per_s: int
     load_tokens_per_s: int
 

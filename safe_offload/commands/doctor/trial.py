@@ -62,31 +62,24 @@ class Trial:
     """What the trial of one device found; each part may fail alone.
 
     Attributes:
-        device: "cpu", or of a GPU such as "cuda:0".
-        name: with the product's.
-        node: NUMA node of a GPU.
-        has_compiled_loop: of the CPU backend.
         passed: ways to copy that passed the self-test; None if there was no test.
-        problems: of those that did not.
         rounds: by way to copy, fenced overwrites that were tried.
         torn: of these, in how many the overwrite reached a store.
         gbps: by way to copy and kind of traffic, 10^9 bytes a second.
-        ready_bytes_per_s: at which host memory is touched, or page-locked for a GPU.
-        pages: that the memory on trial has got.
         failures: parts of the trial that could not be done, by their name.
     """
 
-    device: str
-    name: str
-    node: int | None = None
-    has_compiled_loop: bool = True
+    device: str  # "cpu", or of a GPU such as "cuda:0"
+    name: str  # with the product's
+    node: int | None = None  # NUMA node of a GPU
+    has_compiled_loop: bool = True  # of the CPU backend
     passed: tuple[str, ...] | None = None
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # of the ways that did not pass
     rounds: dict[str, int] = field(default_factory=dict)
     torn: dict[str, int] = field(default_factory=dict)
     gbps: dict[str, dict[str, float]] = field(default_factory=dict)
-    ready_bytes_per_s: float = 0.0
-    pages: str = ""
+    ready_bytes_per_s: float = 0.0  # at which host memory is touched, or page-locked for a GPU
+    pages: str = ""  # that the memory on trial has got
     failures: dict[str, str] = field(default_factory=dict)
 
     @property

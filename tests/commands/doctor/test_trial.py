@@ -100,7 +100,7 @@ def test_a_gpu_is_timed_with_locked_memory_only(gpu, monkeypatch, is_refused):
     tried = run_trial(torch.device("cuda", 1), CONFIG, open=open_on(gpu), rounds=2)
     assert (tried.name, tried.node) == ("cuda:1 (a GPU of threads)", 1)
     if is_refused:
-        assert f"does not page-lock {SMALL.size_bytes} bytes; fix: ulimit" in tried.failures["rates"]
+        assert f"not page-lock {SMALL.size_bytes} bytes; fix: ulimit" in tried.failures["rates"]
         assert "the driver did not page-lock a slab" in tried.failures["ready"]
     else:
         assert not tried.failures
