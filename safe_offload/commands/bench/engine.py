@@ -123,11 +123,7 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> EngineFound:
-    """Start both engines, run the rounds, stop the engines; `say` takes progress.
-
-    SafeOffloadError is raised if an engine did
-    not start, died, or did not answer in time.
-    """
+    """Start both engines, run the rounds, stop the engines; `say` takes progress."""
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name, ExitStack() as running:
         folder = Path(name)
