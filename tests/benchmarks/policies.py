@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.errors import ConfigError
 from safe_offload.scheduler.cache.eviction import POLICIES
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import replay
@@ -40,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks policies`."""
-    if arguments.prompts < 1:
-        raise ConfigError("--prompts: expected at least 1")
-    if not all(0 < size <= 1 for size in arguments.sizes):
-        raise ConfigError("--sizes: expected shares of the working set, above 0 and up to 1")
     files = arguments.file or []
     names = arguments.traces or ([] if files else list(GENERATORS))
     traces = [read_trace(path) for path in files]

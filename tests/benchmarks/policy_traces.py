@@ -131,12 +131,6 @@ def _agents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
             agents[index] = list(system)
 
 
-def _loop(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    prompts = [keys.fresh(keys.length(60, 0.3, 200)) for _ in range(max(4, num_prompts // 12))]
-    for index in range(num_prompts):
-        yield prompts[index % len(prompts)]
-
-
 def _uniform(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
     """Short prompts and many: a few long ones would make the figures a matter of luck."""
     prompts = [keys.fresh(keys.length(3, 0.4, 8)) for _ in range(max(4, num_prompts))]
@@ -180,7 +174,6 @@ GENERATORS: dict[str, tuple[str, Generator]] = {
     "drift": ("the same, popularity drawn anew five times", _rag_drift),
     "agents": ("24 agents whose contexts grow step by step", _agents),
     "mooncake": ("conversations and tool calls, shaped after Mooncake's traces", _mooncake),
-    "loop": ("long prompts over and over in the same order", _loop),
     "uniform": ("a prompt at random", _uniform),
 }
 

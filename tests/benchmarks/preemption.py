@@ -18,7 +18,7 @@ from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.preemption_report import (
     BASELINE,
     CaseRuns,
@@ -106,11 +106,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> PreemptionOptions:
-    for name in ("requests", "prompt_tokens", "answer_tokens", "block_size"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
-    if arguments.pool_ratio <= 0:
-        raise ConfigError("--pool-ratio: expected a share above 0")
     return PreemptionOptions(
         cases=tuple(arguments.cases),
         num_requests=arguments.requests,

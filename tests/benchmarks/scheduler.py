@@ -154,8 +154,6 @@ def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
 
 
 def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
-    if arguments.rounds < 1 or arguments.copy_steps < 0:
-        raise ConfigError("--rounds: expected at least 1; --copy-steps: at least 0")
     if arguments.plot and (arguments.counts or arguments.traces == [CASES]):
         raise ConfigError("--plot: expected times of traces to draw. Fix: leave it out")
     return SchedulerOptions(

@@ -60,7 +60,6 @@ class TierSpeed:
     fails_every: int = 0  # one piece in so many does not come; it is given up after `TIMEOUT_S`
     delivers: bool = True  # what it says it has comes
     dead_s: tuple[float, float] = (NEVER, NEVER)
-    is_shared: bool = False  # what is written is in the way of what is read
 
 
 @dataclass(slots=True)
@@ -92,8 +91,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._add(0.0, StepReport(capacities=(Capacity(0, self.num_slots),)))
-        if self.speed is not None and self.speed.is_shared:
-            self._writes = self._reads
 
     def _add(self, due_s: float, report: StepReport, written: tuple[bytes, ...] = ()) -> None:
         if due_s < NEVER:

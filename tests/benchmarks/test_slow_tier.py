@@ -80,10 +80,9 @@ def test_the_tables_tell_the_first_requests_from_the_others() -> None:
     late = Sample(200, 1.0, 9.0, 1.0, 0, is_cut=True)
     good = Sample(7000, 1.0, 0.5, 1.0, 3, is_cut=False)
     report = make_report({COMPUTED: [late, *[good] * 19]}, {})
-    warm, cold, decisions = (section.splitlines()[-1].split() for section in report.sections)
+    warm, cold = (section.splitlines()[-1].split() for section in report.sections)
     assert warm[-9:] == ["10", "10", "0", "0", "0", "-", "0.45", "-500", "2.00"]
     assert cold[-9:] == ["10", "9", "1", "1", "1", "1", "8.04", "8000", "2.00"]
-    assert decisions[-3:] == ["10", "of", "10"]
 
 
 def test_a_run_writes_every_sample_and_fails_where_one_is_late(
