@@ -225,6 +225,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def make_report(found: dict[Case, list[Sample]], machine: dict[str, object]) -> Report:
+    cold, warm = slice(NUM_COLD), slice(NUM_COLD, None)
     return Report(
         method=(
             f"{len(next(iter(found.values())))} requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, "
@@ -233,10 +234,8 @@ def make_report(found: dict[Case, list[Sample]], machine: dict[str, object]) -> 
             f"{1000 * ALLOWED_S:.0f} ms. {SLOT_BYTES // BLOCK_TOKENS >> 10} KiB for each token."
         ),
         sections=[
-            f"Once {NUM_COLD} requests have been served:\n\n"
-            + _lateness(found, slice(NUM_COLD, None)),
-            f"The first {NUM_COLD} requests of a new engine:\n\n"
-            + _lateness(found, slice(NUM_COLD)),
+            f"Once {NUM_COLD} requests have been served:\n\n" + _lateness(found, warm),
+            f"The first {NUM_COLD} requests of a new engine:\n\n" + _lateness(found, cold),
         ],
         figures={
             "cases": [
