@@ -202,7 +202,7 @@ class Watch:
     """Reads a server again and again; `read` alone changes it.
 
     Attributes:
-        last, before: the last two readings; None if there are not so many of this server's start.
+        last, before: the last two readings since the server's start; None if there is none.
         problem_since_s: when the first of the attempts failed that have failed since.
     """
 
@@ -475,7 +475,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _is_ended(keyboard: int | None, wait_s: float) -> bool:
-    """Wait so long; return whether the user has pressed q meanwhile, or the terminal is gone."""
+    """Wait; return whether the user has pressed q meanwhile, or the terminal is gone."""
     if keyboard is None:
         time.sleep(wait_s)
         return False

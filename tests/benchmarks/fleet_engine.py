@@ -39,7 +39,7 @@ from tests.worker.tensor_core import RunningLoop, TensorCore, TensorDevice, geom
 STEP_S = 0.005
 """That a step takes which computes next to nothing."""
 IDLE_STEP_S = 0.001
-"""vLLM sleeps so long between steps without tokens."""
+"""vLLM sleeps that long between steps without tokens."""
 STEP_TOKENS = 2048
 BLOCK_TOKENS = 16
 TOKENS_PER_S = 10_000

@@ -42,7 +42,7 @@ class Trace:
 
 
 class _Keys:
-    """Makes keys that nobody has, and draws lengths."""
+    """Makes new keys, and draws lengths."""
 
     def __init__(self, random_: random.Random) -> None:
         self.random = random_

@@ -80,7 +80,7 @@ class WrapperCost:
     """What a timing wrapper adds to a call."""
 
     inside_ns: int  # to the time that it notes
-    outside_ns: int  # to the time of whoever calls the hook
+    outside_ns: int  # to the time of the caller
 
 
 class HookTimer:

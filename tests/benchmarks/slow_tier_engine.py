@@ -28,7 +28,7 @@ from tests.simulator.vllm_setup import OURS, EngineShape, runner_output
 STEP_S = 0.005
 """That a step takes which computes next to nothing."""
 IDLE_STEP_S = 0.001
-"""vLLM sleeps so long between steps without tokens."""
+"""vLLM sleeps that long between steps without tokens."""
 COPY_BYTES_PER_S = 20e9
 COPY_LATENCY_S = 0.001
 BLOCK_TOKENS = 16
@@ -48,7 +48,7 @@ class TierSpeed:
     every request.
 
     Attributes:
-        num_fetched_max: so many pieces come; the next stalls, and all that is asked for from then.
+        num_fetched_max: pieces that come; the next stalls, and all that is asked for from then.
         dead_s: from when to when nothing is answered; what is asked for then fails after
             `TIMEOUT_S`.
     """
@@ -57,7 +57,7 @@ class TierSpeed:
     latency_s: float = 0.002  # of a probe and of each piece of a fetch
     probe_s: float | None = None  # of a probe, if it is not the latency
     num_fetched_max: float = NEVER
-    fails_every: int = 0  # one piece in so many does not come; it is given up after `TIMEOUT_S`
+    fails_every: int = 0  # every such piece does not come; it is given up after `TIMEOUT_S`
     delivers: bool = True  # what it says it has comes
     dead_s: tuple[float, float] = (NEVER, NEVER)
 
@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def next_due_s(self) -> float:
-        """When something ends next."""
+        """Return when something ends next."""
         return self._due[0][0] if self._due else NEVER
 
     def take(self, plan: StepPlan, now_s: float) -> None:
@@ -216,7 +216,7 @@ class TimedEngine(Stepper):
         return num_tokens
 
     def idle_until(self, end_s: float) -> None:
-        """Let time pass in which nobody asks; what steps would only wait is left out."""
+        """Let time pass without requests; steps that would only wait are left out."""
         while self.has_work and self.clock.now_s < end_s:
             self.clock.now_s = max(self.clock.now_s, min(end_s, self.worker.next_due_s))
             if self.clock.now_s < end_s:

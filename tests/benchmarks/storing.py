@@ -1,6 +1,6 @@
 """What storing costs requests that never come back.
 
-Eight users send prompts of 3,000 tokens that nobody has sent before, to vLLM's real CPU engine:
+Eight users send new prompts of 3,000 tokens to vLLM's real CPU engine:
 without a connector, with one that does nothing, and with ours, whose host memory is one block, is
 used for the first time, or has been used before (a small pool, filled by the warm-up). All engines
 live at the same time and take turns in an order that changes; each waits until the one before has

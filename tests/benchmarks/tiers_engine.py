@@ -31,7 +31,7 @@ START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
 SPILLED_TIMEOUT_S = 120.0
 QUIET_S = 1.5
-"""So long nothing is stored or spilled: all that was stored has been spilled."""
+"""Nothing was stored or spilled for that long: all that was stored has been spilled."""
 POLL_S = 0.3
 NUM_PROMPTS = 3
 HASH_ALGORITHM = "sha256_cbor"

@@ -62,7 +62,7 @@ class BenchOptions:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the model is made here, so that its sizes are known."""
+        """Return whether the model is made here, so that its sizes are known."""
         return self.model in get_args(ModelKind)
 
     @property

@@ -206,7 +206,7 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         block_size=cache_config.block_size,
     )
     # An end of the pipe that is gone means that the benchmark is, and this process waits for its
-    # engine's when it ends: an engine that nobody tells to end would live for ever.
+    # engine's when it ends: an engine that is not told to end would live for ever.
     with contextlib.suppress(EOFError, BrokenPipeError):
         connection.send((False, started))
         while (call := connection.recv()) is not None:

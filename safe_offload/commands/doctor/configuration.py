@@ -24,7 +24,7 @@ from safe_offload.start.checks import DEFAULT_HASH
 PLUGIN_NAME: Final = "safe_offload"
 PLUGINS_VARIABLE: Final = "VLLM_PLUGINS"
 ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
-"""That nobody can make collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
+"""Hashes that cannot be made to collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def make_layout(range_bytes: int, num_blocks: int, num_layers: int) -> HostLayou
 ROUNDS: Final = 1000
 """Fenced overwrites of each way to copy."""
 ORDER_S_MAX: Final = 20.0
-"""After so long no further round is begun."""
+"""No further round begins after that."""
 COPY_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.0001
 LOCK_TIMEOUT_S: Final = 120.0
@@ -297,7 +297,7 @@ def _lock(gpu: Device, address: int, size_bytes: int) -> None:
 def weight_seconds(device: str, dtype: str) -> dict[int, float]:
     """Return by number of tokens the seconds that computing them takes for each weight.
 
-    A matrix as those of a layer is multiplied with so many rows; the time is that of the median.
+    A matrix as those of a layer is multiplied with that many rows; the median counts.
     """
     width, sizes = (1024, (1, 64, 256)) if device == "cpu" else (8192, (1, 256, 4096))
     kind = getattr(torch, dtype)
