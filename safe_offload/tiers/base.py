@@ -16,8 +16,8 @@ Buffers = tuple[memoryview, ...]
 """The byte ranges of one host slot, in the order of its segments; writable."""
 
 SINK: Final = memoryview(bytearray(4096))
-"""Where a connection that was given up receives what still comes; nobody reads it. Its own memory
-is freed at once: it may be part of a cycle, and a bad server ends many."""
+"""Where a connection that was given up receives what still comes. Its own memory is freed at once:
+it may be part of a cycle, and a bad server ends many."""
 
 
 class Result(enum.Enum):
@@ -45,13 +45,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What an object is found under.
-
-    Attributes:
-        namespace: digest of everything that gives the bytes their meaning, of the rank too.
-        group_idx: KV cache group of the block.
-        block_hash: as vLLM computes it.
-    """
+    """What an object is found under; its hash is as vLLM computes it."""
 
     namespace: bytes
     group_idx: int
