@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_processes_that_are_killed_leave_nothing_wrong_behind(tmp_path: Path) -> None:
+def test_processes_that_are_killed_leave_nothing_wrong_behind(tmp_path):
     command = [sys.executable, "-m", "tests.tiers.files.storm", "--minutes", "0.05"]
     done = subprocess.run(
         [*command, "--seed", "1", "--directory", str(tmp_path)],
