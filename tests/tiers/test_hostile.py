@@ -47,7 +47,7 @@ def test_nothing_but_misses_comes_of_a_hostile_server(protocol, tmp_path):
     assert sum(report.answers.values()) >= NUM_ANSWERS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_fault_of_a_bad_tier_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "GRACE_S", 1.0)
     monkeypatch.setattr(fuzz, "RECOVERY_ROUNDS", 2)
