@@ -27,7 +27,6 @@ from typing import Any
 
 from safe_offload.commands.cache.check import problem_of
 from safe_offload.commands.cache.directory_store import DirectoryStore
-from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.tiers.base import Name, Result
@@ -71,7 +70,7 @@ class Storm:
         asyncio.run(self._run_one(place, random.Random(seed)))
 
     async def _run_one(self, place: int, rng: random.Random) -> None:
-        config = TierConfig(Location("file", str(self.root)), capacity_bytes=LIMIT_BYTES)
+        config = TierConfig.at(f"file://{self.root}", capacity_bytes=LIMIT_BYTES)
         tier = FileTier(config, SIZE_MAX, FACTS)
         while True:
             numbers = rng.sample(range(NUM_KEYS), rng.randrange(1, 40))
