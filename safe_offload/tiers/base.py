@@ -56,8 +56,8 @@ class Tier(Protocol):
     """A place for objects.
 
     Attributes:
-        label: what the log and the metrics call it; no secret is in it.
-        used_bytes: what it holds, as far as is known; -1 where it is not.
+        label: for the log and the metrics; no secret is in it.
+        used_bytes: what it holds; -1 where that is not known.
         num_evicted: objects that this process has deleted to keep its capacity.
     """
 

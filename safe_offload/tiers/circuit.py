@@ -27,12 +27,11 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
 engines do not come back together."""
 GRACE_S = 1.0
-"""After its deadline a call is cancelled. If it has not returned by then, it hangs."""
+"""For which a call that is cancelled at its deadline may go on, before it is said to hang."""
 CLOSE_TIMEOUT_S = 2.0
 """A tier that does not close by then is left behind."""
 NUM_FETCHES, NUM_SPILLS = 2, 1
-"""At a time, in a tier. The next fetch is there when one ends; the deadline of those that wait has
-not begun."""
+"""At a time, in a tier. With two the next fetch is there when one ends."""
 CALLS_MAX = 10_000
 """Calls that are kept until they are taken; vLLM asks after every step."""
 
@@ -190,23 +189,23 @@ class Circuit:
 
     @property
     def is_out(self) -> bool:
-        """Return whether nothing has been read from the tier since it failed."""
+        """Return whether the tier is left alone by reads."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
         return any(breaker.state is not State.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
-        """Return whether nothing has been written to the tier since it failed."""
+        """Return whether the tier is left alone by writes."""
         return self._breakers[Operation.SPILL].state is not State.CLOSED
 
     def namespace(self, word: str) -> bytes:
-        """Return the namespace of this rank's objects, from the word of a message."""
+        """Return the namespace for the word of a message."""
         if word not in self._namespaces:
             self._namespaces[word] = self._namespace_of(word)
         return self._namespaces[word]
 
     def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
-        """Return what the blocks of these groups and hashes are called in the tier."""
+        """Return the names of blocks by group and hash."""
         namespace = self.namespace(word)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 

@@ -66,11 +66,10 @@ class Seal:
     """Makes and checks headers, with the digest of the bytes; any thread may use it.
 
     Args:
-        key: what objects are authenticated with, KEY_BYTES_MIN random bytes or more; none if empty.
+        key: KEY_BYTES_MIN random bytes or more; none if empty.
 
     Attributes:
-        facts: what it adds to the facts of a namespace. They help to guess the key no more than any
-            object does.
+        facts: added to those of a namespace. They help to guess the key no more than any object.
     """
 
     def __init__(self, key: bytes = b"") -> None:
@@ -89,14 +88,14 @@ class Seal:
         return naming.compare(found, self.header(name, buffers), name)
 
     async def header_async(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
-        """Return what `header` does, without keeping an event loop for long.
+        """Return what `header` does, on another thread if it takes long.
 
         When this returns or raises, nothing reads the buffers any more.
         """
         return await self._off_loop(buffers, self.header, name, buffers)
 
     def begin_digest(self) -> Digest | None:
-        """Return what takes the bytes of an object as they come: the processor's cache has them.
+        """Return what takes the bytes of an object while they are in the processor's cache.
 
         None with a key: its digest takes longer, and is made in another thread.
         """
@@ -178,19 +177,15 @@ PLAIN: Final = Seal()
 
 
 def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:
-    """Return the seal of the objects of a namespace, by its facts: PLAIN or one of `seals`.
-
-    None if none of them has its key.
-    """
+    """Return the seal with the key that facts name: PLAIN, one of `seals`, or None."""
     found = facts.get(FACT)
     return next((each for each in (PLAIN, *seals) if each.facts.get(FACT) == found), None)
 
 
 def open_seal(path: str | None) -> Seal:
-    """Return the seal with the key in a file; PLAIN without a file.
+    """Return the seal with the key in a file, in hexadecimal digits or as it is; PLAIN without one.
 
-    The key is written in hexadecimal digits, or it is the content of the file; whitespace around
-    what is text is not part of it.
+    Whitespace around text is not part of the key.
 
     Raises:
         ConfigError: there is no key in the file, or one that can be guessed.
@@ -233,7 +228,7 @@ def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
 
 
 def _read(path: str) -> tuple[bytes, int]:
-    """Return the content of a file, as far as a key may be long and a byte more, and its mode."""
+    """Return the content of a file, up to a byte more than a key may have, and its mode."""
     file_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return os.read(file_fd, _KEY_FILE_BYTES_MAX + 1), os.fstat(file_fd).st_mode
@@ -243,11 +238,7 @@ def _read(path: str) -> tuple[bytes, int]:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the threads of all seals of this process; they end with it.
-
-    Raises:
-        ConfigError: the system refuses one.
-    """
+    """Return the threads of all seals of this process; raise ConfigError if there are none."""
     from safe_offload.threads import start_threads  # not without torch
 
     return start_threads(_NUM_THREADS, "safe-offload-seal")

@@ -1,20 +1,17 @@
 """How much a directory may hold, kept by all processes that share it together.
 
 `usage` says how many bytes are taken. A process takes some of them ahead, under a `flock` that it
-holds for microseconds, and writes objects into what it has taken. So what lies in the directory is
-never more than `usage` says, and that is never more than the limit. What a process that is killed
-had taken ahead stays taken until the directory is next counted.
+holds for microseconds, and writes objects into what it has taken. So the directory never holds more
+than `usage` says, which is never more than the limit. What a killed process had taken ahead stays
+taken until the next count. A process without a limit takes what it writes as well, so that those
+with one know of it.
 
-When little is left, one process counts what is there and evicts what has not been used for longest.
-It holds `evict.lock`, which the kernel frees with its process. A count makes what was taken ahead
-before it void (the generation in `usage`), since it counts only what has been written.
-
-A process without a limit takes what it writes as well, so that those with one know of it, and evict
-before they write.
+When little is left, one process counts what is there and evicts the least recently used. It holds
+`evict.lock`, which the kernel frees with its process. A count sees only what has been written, so
+it makes void what was taken ahead before (the generation in `usage`).
 
 When the file system is full, a batch is evicted, and `evict.lock` says what was there afterwards.
-If no more than that is there when it is full again, others have taken the room, and nothing is
-evicted.
+If no more than that is there when it is full again, others have taken the room: nothing is evicted.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def read(cls, usage_fd: int) -> Usage | None:
-        """Return what it says; None if it says nothing that can be trusted."""
+        """Return what the file says; None if that cannot be trusted."""
         pair = _read_pair(usage_fd)
         return None if pair is None else cls(*pair)
 
@@ -151,7 +148,7 @@ class Capacity:
         return (self._is_short or is_refused) and time.monotonic() >= self._count_again_at_s
 
     def await_count(self, num_counts: int) -> None:
-        """Wait until there have been more counts than a number, a short time at most."""
+        """Wait, a short time at most, until there have been more counts."""
         with self._lock:
             self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
 
@@ -251,8 +248,6 @@ def keep(
     """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
 
     Args:
-        root_fd: of the directory.
-        limit_bytes: None for no limit.
         is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
         to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
@@ -303,10 +298,10 @@ class _LastBatch:
         self._held_bytes, self._evicted_bytes = last or (0, 0)
 
     def next_bytes(self, held_bytes: int) -> int:
-        """Return how much to evict now that it is full again.
+        """Return how much to evict now that the file system is full again.
 
-        If there is less than half of the room that the last batch has made in what is held, others
-        have it: then nothing, but one object an hour, to find out whether that has changed.
+        If others have more than half of the room that the last batch has made, one object an hour,
+        to find out whether that has changed.
         """
         if held_bytes >= self._held_bytes + self._evicted_bytes // 2:
             return held_bytes - int(EVICT_TO * held_bytes)
@@ -400,7 +395,7 @@ def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int)
 
 @contextmanager
 def _opened(name: str, root_fd: int) -> Iterator[int]:
-    """Open one of the two files, once it is seen to be ours; closing it gives up its lock."""
+    """Open one of the two files, if it is ours; closing it gives up its lock."""
     uids = (os.geteuid(), os.fstat(root_fd).st_uid)
     try:
         opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
@@ -418,7 +413,7 @@ def _opened(name: str, root_fd: int) -> Iterator[int]:
 
 
 def _read_pair(file_fd: int) -> tuple[int, int] | None:
-    """Read two numbers; None if they are not there, or not whole."""
+    """Return two numbers; None if they are not there, or not whole."""
     found = os.pread(file_fd, _PAIR_BYTES + 1, 0)
     fields = found[: _PAIR.size]
     if len(found) != _PAIR_BYTES or found[_PAIR.size :] != _digest(fields):
@@ -428,7 +423,6 @@ def _read_pair(file_fd: int) -> tuple[int, int] | None:
 
 
 def _write_pair(file_fd: int, first: int, second: int) -> None:
-    """Write two numbers, in one call."""
     fields = _PAIR.pack(first, second)
     os.pwrite(file_fd, fields + _digest(fields), 0)
     os.ftruncate(file_fd, _PAIR_BYTES)

@@ -5,10 +5,9 @@
     ROOT/NAMESPACE/namespace.json   what the namespace is, for people
     ROOT/usage, ROOT/evict.lock     see capacity.py
 
-No descriptor is kept between jobs, so the file system can be unmounted and the directory removed
-while it is in use. What is opened is judged by its descriptor, so nothing can be swapped before:
-on the way to the root what others cannot replace, below it what is ours, and no link. The page on
-security says what is accepted, and why.
+No descriptor is kept between jobs, so the file system can be unmounted while it is in use. What is
+opened is judged by its descriptor, so that it cannot be swapped in between: on the way to the root
+what others cannot replace, below it what is ours, and no link (docs/guides/security.md).
 
 Source: open(2) (O_PATH, O_NOFOLLOW), proc_pid_fdinfo(5), Linux (PROC_PID_INIT_INO, proc_ns.h).
 """
@@ -54,7 +53,7 @@ class Stored(NamedTuple):
 
     @property
     def is_temporary(self) -> bool:
-        """Return whether it is an object that is being written, or was when its writer died."""
+        """Return whether it is being written, or was when its writer died."""
         return self.file.startswith(TEMPORARY_PREFIX)
 
 
@@ -132,8 +131,8 @@ def _make_missing(name: str, parent_fd: int, mode: int) -> None:
 def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> None:
     """Refuse a step on the way to the root, or the root, that belongs to others or is open to all.
 
-    A group that may write is accepted: an fsGroup of Kubernetes makes one of every volume. What its
-    members put there is judged when it is opened, so that they can only take the cache away.
+    A group that may write is accepted: an fsGroup of Kubernetes makes one of every volume. Its
+    members can only take the cache away, since what they put there is judged when it is opened.
     """
     found, where = os.fstat(step_fd), path_of(step_fd)
     if found.st_uid != uid and not _is_root(found.st_uid):
@@ -157,7 +156,7 @@ def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> N
 
 
 def _is_root(uid: int) -> bool:
-    """Return whether this is root, as seen from here: in a container it may have no number."""
+    """Return whether this is root, which has another number in some containers."""
     if uid == 0:
         return True
     with contextlib.suppress(OSError):
@@ -237,10 +236,7 @@ def require_ours(opened_fd: int, *uids: int) -> None:
 def refusal(found: os.stat_result, where: int | str, uids: Sequence[int]) -> NotOursError | None:
     """Return why a folder or file is not used; None if it is ours, and a file has no other name.
 
-    Args:
-        found: what it is.
-        where: its path or descriptor.
-        uids: ours, the first of them for the message.
+    `where` is its path or descriptor; the first of `uids` is for the message.
     """
     is_file = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
     if found.st_uid in uids and (is_file or stat.S_ISDIR(found.st_mode)):

@@ -35,12 +35,7 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 
 
 class ObjectFiles:
-    """Reads and writes files of objects; any thread may.
-
-    Args:
-        slot_bytes: of the largest slot, for the buffer of a thread that needs one.
-        seal: makes and checks their headers.
-    """
+    """Reads and writes files of objects; any thread may. `slot_bytes` are of the largest slot."""
 
     def __init__(self, slot_bytes: int, seal: Seal) -> None:
         self._slot_bytes = slot_bytes
@@ -155,11 +150,7 @@ def file_bytes_of(slot: Buffers) -> int:
 
 
 def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
-    """Return whether files below a folder can bypass the page cache, and whose a new one is.
-
-    Args:
-        folder_fd: where it is tried.
-        file: name for a file that is made and deleted.
+    """Return whether files of a folder can bypass the page cache, and the owner of a new one.
 
     Raises:
         OSError: no file can be made.

@@ -47,7 +47,7 @@ NICE: Final = 10
 RACY_NS: Final = 2_000_000_000
 """A file may change twice in one tick of its clock: what has just changed is not kept."""
 TICK_NS: Final = 20_000_000
-"""How far apart a folder and a file are stamped that was made in it."""
+"""How far apart the stamps of a folder and of a file that was made in it may be."""
 LINKED_WITHIN_NS: Final = 10_000_000_000
 """The hub's client makes the first link to a blob at once; one made later vouches for nothing."""
 
@@ -93,7 +93,7 @@ class _One(NamedTuple):
 
 @dataclass
 class _Listing:
-    """The files of a place by relative name, as far as they could be listed."""
+    """The files of a place by relative name."""
 
     since_ns: int
     files: dict[str, str] = field(default_factory=dict)
