@@ -277,7 +277,7 @@ def test_the_text_of_an_error_is_not_printed() -> None:
     (found,) = guarded("tiers", check)
     assert "hunter2" not in found.found
     assert "ValueError in findings.py:" in found.found
-    assert "test_tier_server.py:" in found.found
+    assert "test_server.py:" in found.found
 
 
 # ---- settings that are made up ----------------------------------------------------------------
