@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, TypeVar
 
 from safe_offload.tiers.valkey.commands import SLOTS, words_of
-from safe_offload.tiers.valkey.login import Address, Login, LoginError, command
+from safe_offload.tiers.valkey.login import Address, Login, LoginError, command, refused
 from safe_offload.tiers.valkey.replies import Problem, Tree
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
@@ -225,6 +225,11 @@ class Servers:
         """Return whether there are several, each with its share of the keys."""
         return self._owners is not None
 
+    @property
+    def addresses(self) -> list[Address]:
+        """Return where those are that have keys."""
+        return list(self._nodes)
+
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
         """Return the positions of the keys that each server has; None has those of no server.
 
@@ -240,10 +245,14 @@ class Servers:
             return {self._home: list(range(len(keys)))}
         found: dict[Node | None, list[int]] = {}
         for index, key in enumerate(keys):
-            found.setdefault(self._owners.find(slot_of(key)), []).append(index)
+            found.setdefault(self.owner(key), []).append(index)
         if None in found:
             self._is_known = False  # next time they may have a server
         return found
+
+    def owner(self, key: bytes) -> Node | None:
+        """Return the server that has a key, as far as is known; None for none."""
+        return self._home if self._owners is None else self._owners.find(slot_of(key))
 
     def suspect(self, node: Node) -> None:
         """A server of a cluster does not answer: it is left alone, and the others are asked."""
@@ -287,7 +296,9 @@ class Servers:
 
     def _learn(self, asked: Node, reply: Tree) -> None:
         if isinstance(reply, Problem):  # "cluster support disabled", or CLUSTER is unknown
-            if reply.code in ("LOADING", "CLUSTERDOWN", "NOAUTH"):
+            if reply.code == "NOAUTH":
+                raise refused(reply, asked.address)
+            if reply.code in ("LOADING", "CLUSTERDOWN"):
                 raise LoginError(f"{asked.address} is not ready: it answers {reply.code}")
             self._owners = None
             return

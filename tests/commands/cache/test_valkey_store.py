@@ -341,8 +341,8 @@ def check_refusal(found: tuple[int, str], *words: str) -> None:
 
 
 def test_no_server(call: Call, tmp_path: Path) -> None:
-    check_refusal(call("ls", f"redis://{LOCALHOST}:{free_port()}"), "cannot be reached")
-    check_refusal(call("ls", f"unix://{tmp_path}/none"), "cannot be reached", "No such file")
+    check_refusal(call("ls", f"redis://{LOCALHOST}:{free_port()}"), "there is no connection")
+    check_refusal(call("ls", f"unix://{tmp_path}/none"), "No such file")
 
 
 def test_a_server_that_hangs(
@@ -351,7 +351,7 @@ def test_a_server_that_hangs(
     monkeypatch.setattr(valkey_store, "TIMEOUT_S", 0.2)
     server.stop()
     try:
-        check_refusal(call("rm", url(server), "--all"), "no answer in time")
+        check_refusal(call("rm", url(server), "--all"), "does not answer")
     finally:
         server.go_on()
 
@@ -365,7 +365,7 @@ def test_logins(call: Call, client: Redis, server: Server, tmp_path: Path) -> No
     assert call("ls", place, "--password-file", secret)[0] == 0
     assert call("ls", f"redis://all:{PASSWORD}@{server.host_port}")[0] == 0
     wrong = f"redis://all:{PASSWORD}x@{server.host_port}"
-    check_refusal(call("ls", wrong), "refuses the login", "--password-file")
+    check_refusal(call("ls", wrong), "refuses the user or the password", "password_file")
     check_refusal(call("ls", place, "--password-file", "/none"), "No such file")
     denied = f"redis://reader@{server.host_port}"
     check_refusal(call("ls", denied, "--password-file", secret), "does not allow this user")
@@ -389,7 +389,7 @@ def test_a_server_without_tls(
     call: Call, client: Redis, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(valkey_store, "TIMEOUT_S", 0.2)
-    check_refusal(call("ls", f"rediss://{server.host_port}"), "has none (redis://)")
+    check_refusal(call("ls", f"rediss://{server.host_port}"), "whether this port speaks TLS")
 
 
 def test_tls(call: Call, tmp_path: Path) -> None:
@@ -403,6 +403,6 @@ def test_tls(call: Call, tmp_path: Path) -> None:
             fill(client)
         place = f"rediss://localhost:{server.port}"
         assert "13 objects" in call("ls", place, "--ca-file", tls.ca)[1]
-        check_refusal(call("ls", place), "certificate that does not fit", "--ca-file")
+        check_refusal(call("ls", place), "the certificate of", "ca_file")
         other = f"rediss://{LOCALHOST}:{server.port}"
-        check_refusal(call("ls", other, "--ca-file", tls.ca), "certificate that does not fit")
+        check_refusal(call("ls", other, "--ca-file", tls.ca), "the certificate of")

@@ -15,8 +15,8 @@ import pytest
 from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.tiers import bucket as tier_bucket
 from safe_offload.commands.doctor.tiers import rates as tier_rates
-from safe_offload.commands.doctor.tiers.bucket import BucketTrial, check_bucket, credentials_of
-from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers.bucket import BucketTrial, credentials_of
+from safe_offload.commands.doctor.tiers.check import check_tier, judge
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.objects.store import open_store
 from tests.bucket_server import BucketServer
@@ -139,8 +139,8 @@ def test_credentials_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def check(**changes: Any) -> dict[str, Finding]:
-    found = check_bucket(CONFIG, dataclasses.replace(SOUND, **changes), 131072, 15000)
-    return {one.id: one for one in found}
+    trial = dataclasses.replace(SOUND, **changes)
+    return {one.id: one for one in judge(CONFIG, trial, 131072, 15000)}
 
 
 def test_a_sound_bucket() -> None:
