@@ -17,15 +17,15 @@ import secrets
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.batch import BadNames, Batch, Calls
 from safe_offload.tiers.files.capacity import Capacity
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
@@ -47,7 +47,6 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 SWEEP_EVERY_S: Final = 3600.0
 
-_BAD_NAMES_MAX: Final = 100_000
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
@@ -85,8 +84,7 @@ class FileTier:
         self._capacity = Capacity(config.capacity_bytes)
         self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads
-        # Names of what could not be read: they are not offered again.
-        self._bad_names: set[Name] = set()
+        self._bad_names = BadNames()
         self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
         self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
         self._asker = start_threads(1, "safe-offload-tier-ask")
@@ -96,8 +94,7 @@ class FileTier:
         self._wanted_after = -1  # how many counts had ended when the last one was wanted
         self._keep_at_s = 0.0
         self._has_made_room = False  # or tries to, on a full disk, and no write has worked since
-        self._batches: set[_Batch] = set()
-        self._is_closed = False
+        self._calls = Calls()
 
     # ---- the protocol, on the event loop ------------------------------------------------------
 
@@ -115,14 +112,9 @@ class FileTier:
 
     async def close(self) -> None:
         """See `Tier.close`."""
-        if self._is_closed:
+        if self._calls.is_closed:
             return
-        self._is_closed = True
-        for batch in self._batches:
-            batch.give_up()
-        while self._batches:
-            await asyncio.wait([future for batch in self._batches for future in batch.futures])
-            await asyncio.sleep(0)  # whoever waits for them goes on
+        await self._calls.close()
         for executor in (self._readers, self._writers, self._asker):
             executor.shutdown(wait=False, cancel_futures=True)
         last = self._keeper.submit(self._leave)
@@ -136,20 +128,19 @@ class FileTier:
         names: Sequence[Name],
         slots: Sequence[Buffers],
     ) -> list[Result]:
-        batch = _Batch(names, slots)
-        if self._is_closed:
+        batch = Batch(names, slots)
+        if self._calls.is_closed:
             return batch.results
-        self._batches.add(batch)
-        try:
-            batch.start(executor, min(self._num_threads, len(names)), self._work_off, work)
-            while not batch.is_over:
-                try:
-                    await asyncio.wait(batch.futures)
-                except asyncio.CancelledError:
-                    batch.give_up()
-        finally:
-            self._batches.discard(batch)
-            self.used_bytes = self._capacity.used_bytes
+        num_jobs = min(self._num_threads, len(names))
+        jobs = [executor.submit(self._work_off, batch, work) for _ in range(num_jobs)]
+
+        def give_up() -> None:
+            batch.left.clear()
+            for job in jobs:
+                job.cancel()
+
+        await self._calls.outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+        self.used_bytes = self._capacity.used_bytes
         return batch.results
 
     # ---- on threads ---------------------------------------------------------------------------
@@ -158,18 +149,19 @@ class FileTier:
         with _Visit(self._place) as visit:
             return [name not in self._bad_names and visit.has(name) for name in names]
 
-    def _work_off(self, batch: _Batch, work: Work) -> None:
+    def _work_off(self, batch: Batch, work: Work) -> None:
         """Do objects of a batch until none is left."""
         try:
             with _Visit(self._place) as visit:
-                for index, name, slot in batch.take():
+                for index in batch.take_left():
+                    name, slot = batch.names[index], batch.slots[index]
                     batch.results[index] = self._do(work, visit, name, slot)
         except OSError as error:
             self._log.failure(error)
-            batch.fail()
+            batch.settle(batch.take_left(), Result.FAILED)
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
-            batch.fail()
+            batch.settle(batch.take_left(), Result.FAILED)
 
     def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
         num_counts = self._capacity.num_counts
@@ -215,13 +207,8 @@ class FileTier:
             result = Result.UNREADABLE
         if result is Result.UNREADABLE:
             self._log.bad_object(result, file)
-            self._note_bad(name)
+            self._bad_names.add(name)
         return result
-
-    def _note_bad(self, name: Name) -> None:
-        if len(self._bad_names) >= _BAD_NAMES_MAX:
-            self._bad_names.clear()
-        self._bad_names.add(name)
 
     def _write(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
         folder, file = naming.path_of(name)
@@ -272,7 +259,7 @@ class FileTier:
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""
         with self._keep_lock:
-            if self._is_closed:
+            if self._calls.is_closed:
                 return
             self._wanted_after = self._capacity.num_counts
             if self._is_counting:
@@ -313,51 +300,6 @@ class FileTier:
                 self._capacity.close(visit.root_fd)
         except OSError as error:
             logger.debug("%s: what was taken ahead stays taken: %s", self.label, error)
-
-
-class _Batch:
-    """Objects that threads do one after the other, until it is given up."""
-
-    def __init__(self, names: Sequence[Name], slots: Sequence[Buffers]) -> None:
-        self.results = [Result.CANCELLED] * len(names)
-        self.futures: list[asyncio.Future[None]] = []
-        self._names = names
-        self._slots = slots
-        self._left = deque(range(len(names)))
-        self._jobs: list[Future[None]] = []
-
-    def start(
-        self,
-        executor: ThreadPoolExecutor,
-        num_jobs: int,
-        job: Callable[[_Batch, Work], None],
-        work: Work,
-    ) -> None:
-        self._jobs = [executor.submit(job, self, work) for _ in range(num_jobs)]
-        self.futures = [asyncio.wrap_future(job) for job in self._jobs]
-
-    @property
-    def is_over(self) -> bool:
-        return all(future.done() for future in self.futures)
-
-    def take(self) -> Iterator[tuple[int, Name, Buffers]]:
-        while True:
-            try:
-                index = self._left.popleft()
-            except IndexError:
-                return
-            yield index, self._names[index], self._slots[index]
-
-    def give_up(self) -> None:
-        """Begin no more objects."""
-        self._left.clear()
-        for job in self._jobs:
-            job.cancel()
-
-    def fail(self) -> None:
-        """The objects that have not been begun fail."""
-        for index, _, _ in self.take():
-            self.results[index] = Result.FAILED
 
 
 class _Place:
