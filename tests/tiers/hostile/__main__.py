@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.tiers.hostile.answers import KINDS
 from tests.tiers.hostile.fuzz import run
-from tests.tiers.hostile.resp_answers import KINDS
 from tests.tiers.hostile.server import PROTOCOLS
 
 
