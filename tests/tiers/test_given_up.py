@@ -21,7 +21,7 @@ from safe_offload.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN
 from tests.tiers.contract import FACTS, bytes_of, fetch_one, filled, name_of, put, slot_of
 from tests.tiers.objects.scripted_bucket import NO_CONTENT, head_from, known_to_the_tier
-from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer
+from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer, until
 from tests.valkey_server import Certificates
 
 SLOT_BYTES = 8 << 20
@@ -40,12 +40,6 @@ async def cancel(call: asyncio.Task[list[Result]], tier: Tier) -> None:
 
 async def close(call: asyncio.Task[list[Result]], tier: Tier) -> None:
     await tier.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 a thread makes it so
-            await asyncio.sleep(0.001)
 
 
 class Store(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +27,13 @@ from tests.tiers.contract import (
     slot_of,
     spill_one,
 )
+from tests.tiers.valkey.scripted_server import reason_of, until
 from tests.valkey_server import Certificates, Cluster, Server, free_port, redis_binary, url_config
 
 SECRET = "correct-horse"
 MIB = 1 << 20
 
 needs_redis = pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: Any) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(valkey: Server) -> Iterator[Server]:
-    """A server as it is after its start."""
-    with valkey.client() as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-        yield valkey
-        for user in client.acl_users():
-            if user != "default":
-                client.acl_deluser(user)
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[Callable[..., ValkeyTier]]:
-    """Tiers that are closed in the end."""
-    tiers: list[ValkeyTier] = []
-
-    def one_more(url: str, **values: Any) -> ValkeyTier:
-        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
-        return tiers[-1]
-
-    yield one_more
-    for tier in tiers:
-        await tier.close()
 
 
 Make = Callable[..., ValkeyTier]
@@ -78,10 +47,12 @@ def slots_of(count: int, size_bytes: int = 4096) -> list[Buffers]:
     return [slot_of((size_bytes,)) for _ in range(count)]
 
 
-async def reason_of(tier: ValkeyTier) -> str:
-    with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
-        await tier.probe([name_of(1)])
-    return str(found.value)
+READER = "reader on nopass ~safe-offload:* +get +exists"
+
+
+def set_user(server: Server, rights: str) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", *rights.split())
 
 
 # ---- who may log in -----------------------------------------------------------------------------
@@ -90,8 +61,7 @@ async def reason_of(tier: ValkeyTier) -> str:
 async def test_a_wrong_password_says_so_and_is_never_shown(
     server: Server, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "kv", "on", ">another", "+@all", "~*")
+    set_user(server, "kv on >another +@all ~*")
     caplog.set_level(logging.DEBUG)
     tier = make(f"redis://kv:{SECRET}@{server.host_port}")
     reason = await reason_of(tier)
@@ -103,11 +73,11 @@ async def test_a_wrong_password_says_so_and_is_never_shown(
 
 async def test_a_server_that_wants_a_password_says_so(server: Server, make: Make) -> None:
     with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+        client.execute_command(*["ACL", "SETUSER", "default", "resetpass", ">another"])
         try:
             assert "(NOAUTH)" in await reason_of(make(f"redis://{server.host_port}"))
         finally:
-            client.execute_command("ACL", "SETUSER", "default", "nopass")
+            client.execute_command(*["ACL", "SETUSER", "default", "nopass"])
 
 
 async def test_a_password_file_is_read_for_each_connection(
@@ -116,22 +86,17 @@ async def test_a_password_file_is_read_for_each_connection(
     file = tmp_path / "password"
     tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
     assert "cannot be read: No such file" in await reason_of(tier)
-    with server.client() as client:
-        for password in ("first", "second"):  # it is changed while the tier is open
-            client.execute_command(
-                *("ACL", "SETUSER", "kv", "reset", "on", f">{password}", "+@all", "~*")
-            )
+    for password in ("first", "second"):  # it is changed while the tier is open
+        set_user(server, f"kv reset on >{password} +@all ~*")
+        with server.client() as client:
             client.execute_command("CLIENT", "KILL", "USER", "kv")
-            file.write_text(f"{password}\n")
-            assert await tier.probe([name_of(1)]) == [False]
+        file.write_text(f"{password}\n")
+        assert await tier.probe([name_of(1)]) == [False]
 
 
 async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> None:
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,), 1))
-    with server.client() as client:
-        client.execute_command(
-            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
-        )
+    set_user(server, READER)
     tier, slot = make(f"redis://reader:any@{server.host_port}"), slot_of((512,))
     assert await tier.probe([name_of(1), name_of(2)]) == [True, False]
     assert await fetch_one(tier, name_of(1), slot) is Result.DONE
@@ -146,10 +111,8 @@ async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> Non
 async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
     server: Server, make: Make
 ) -> None:
+    set_user(server, READER)
     with server.client() as client:
-        client.execute_command(
-            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
-        )
         client.set(key_of(name_of(1)), b"x")
     tier = make(f"redis://reader:any@{server.host_port}")
     assert await tier.probe([name_of(1)]) == [True]
@@ -169,11 +132,6 @@ def test_a_url_with_a_password_is_warned_about(caplog: pytest.LogCaptureFixture)
 
 
 # ---- TLS ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: Any) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
@@ -266,12 +224,6 @@ async def test_the_time_of_an_object_begins_again_when_it_is_used(
         assert await fetch_one(tier, names[0], slots[0]) is Result.ABSENT
 
 
-async def test_without_a_time_objects_stay(server: Server, make: Make) -> None:
-    await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
-    with server.client() as client:
-        assert client.pttl(key_of(name_of(1))) == -1
-
-
 async def test_a_key_of_another_type_is_unreadable(server: Server, make: Make) -> None:
     tier = make(f"redis://{server.host_port}")
     with server.client() as client:
@@ -294,11 +246,13 @@ async def test_a_value_that_is_much_too_long_is_deleted(
     assert await tier.probe(names) == [True, False, True, True]
 
 
-async def test_a_namespace_is_described(server: Server, make: Make) -> None:
+async def test_a_namespace_is_described_and_without_a_time_all_stays(
+    server: Server, make: Make
+) -> None:
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
     with server.client() as client:
-        found = client.get(description_key(SPACE))
-    assert naming.facts_of(found) == FACTS
+        assert naming.facts_of(client.get(description_key(SPACE))) == FACTS
+        assert client.pttl(key_of(name_of(1))) == client.pttl(description_key(SPACE)) == -1
 
 
 async def test_a_database_is_selected(server: Server, make: Make) -> None:
@@ -325,12 +279,6 @@ async def test_connections_are_bounded_and_closed(server: Server, make: Make) ->
 
 
 # ---- servers that hang and die ------------------------------------------------------------------
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110 another process makes it so
-            await asyncio.sleep(0.005)
 
 
 def circuit_of(tier: ValkeyTier, url: str, **values: Any) -> Circuit:
