@@ -181,25 +181,6 @@ class Silence:
         self._begun_s, self._wire = self._loop.time(), wire
 
 
-class Owners:
-    """Which server has which slots of a cluster.
-
-    Args:
-        ranges: the first and the last slot of each, and who has it; they are in order.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int, Node]]) -> None:
-        self._firsts = [first for first, _, _ in ranges]
-        self._ranges = ranges
-
-    def find(self, slot: int) -> Node | None:
-        """Return the server of a slot; None without one."""
-        position = bisect.bisect_right(self._firsts, slot) - 1
-        if position < 0 or slot > self._ranges[position][1]:
-            return None
-        return self._ranges[position][2]
-
-
 class Servers:
     """The servers of a tier.
 
@@ -213,7 +194,8 @@ class Servers:
         self._num_connections = num_connections
         self._home = Node(login.home, login, num_connections)
         self._nodes = {login.home: self._home}
-        self._owners: Owners | None = None
+        # Of a cluster: the first slots, and the last and whose they are; in order.
+        self._owners: tuple[list[int], list[tuple[int, Node]]] | None = None
         self._is_known = False
         self.version = 0
         """How often it was learned which server has which keys."""
@@ -252,7 +234,12 @@ class Servers:
 
     def owner(self, key: bytes) -> Node | None:
         """Return the server that has a key, as far as is known; None for none."""
-        return self._home if self._owners is None else self._owners.find(slot_of(key))
+        if self._owners is None:
+            return self._home
+        firsts, lasts = self._owners
+        slot = slot_of(key)
+        position = bisect.bisect_right(firsts, slot) - 1
+        return lasts[position][1] if position >= 0 and slot <= lasts[position][0] else None
 
     def suspect(self, node: Node) -> None:
         """A server of a cluster does not answer: it is left alone, and the others are asked."""
@@ -314,7 +301,10 @@ class Servers:
             if address not in nodes and node is not self._home:
                 node.close()
         self._nodes = nodes
-        self._owners = Owners([(first, last, nodes[address]) for first, last, address in ranges])
+        self._owners = (
+            [first for first, _, _ in ranges],
+            [(last, nodes[address]) for _, last, address in ranges],
+        )
 
 
 def slot_of(key: bytes) -> int:
