@@ -26,7 +26,6 @@ class BucketStore(Store):
     """A bucket.
 
     Args:
-        config: of the tier.
         timeout_s: of one request.
         store: the bucket, where it is not to be opened here.
 

@@ -148,11 +148,7 @@ class Store(ABC):
 
 
 class DryRun(Store):
-    """A place in which nothing is deleted, to see what would be.
-
-    Args:
-        store: that would be changed.
-    """
+    """A place in which nothing is deleted, to see what would be."""
 
     def __init__(self, store: Store) -> None:
         self.label, self.use = store.label, store.use

@@ -42,10 +42,6 @@ _INSTALL: Final = "pip install 'safe-offload[redis]'"
 class Server:
     """One server, or all primaries of a cluster.
 
-    Args:
-        config: of the tier.
-        timeout_s: of one answer.
-
     Attributes:
         label: of the tier; no secret is in it.
         nodes: clients of all nodes that have keys.

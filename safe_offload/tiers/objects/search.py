@@ -33,7 +33,6 @@ async def find_present(names: Sequence[Name], ask: Ask) -> list[bool]:
     """Return of each name whether the store is taken to have it.
 
     Args:
-        names: group by group.
         ask: returns of some of them whether the store has them, with one request for each.
 
     Raises:

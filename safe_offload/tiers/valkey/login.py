@@ -66,7 +66,6 @@ class Login:
     """Makes connections to the servers of a tier.
 
     Args:
-        config: of the tier.
         name: in CLIENT LIST; none is given if it is empty.
 
     Raises:
@@ -210,9 +209,7 @@ def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
     """Return why a server cannot be used, and the fix; never what the server wrote.
 
     Args:
-        error: of the connection or its login.
         server: what it is called.
-        has_tls: of the connection.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return LoginError(

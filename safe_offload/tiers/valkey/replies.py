@@ -152,8 +152,6 @@ class Value(Want):
     """An object: a line with its length, its header, its bytes, and an end of line.
 
     Args:
-        loop: of the future.
-        slot: where the bytes belong.
         note: is told of each piece of the slot that has been filled, one after the other.
     """
 
@@ -263,7 +261,6 @@ class AnyReply(Want):
     """A reply of any kind; lists may lie in lists.
 
     Args:
-        loop: of the future.
         keep: how many elements of a list are kept, by how many lists it lies in; all of those that
             lie deeper.
     """

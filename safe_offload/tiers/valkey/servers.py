@@ -182,12 +182,7 @@ class Silence:
 
 
 class Servers:
-    """The servers of a tier.
-
-    Args:
-        login: makes connections.
-        num_connections: for objects, to each of them.
-    """
+    """The servers of a tier."""
 
     def __init__(self, login: Login, num_connections: int) -> None:
         self._login = login

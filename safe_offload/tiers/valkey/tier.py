@@ -43,7 +43,6 @@ class ValkeyTier:
     Args:
         config: of the tier; nothing is asked of its server before it is first used.
         facts: what its namespaces are made of (naming.py), written down beside the objects.
-        seal: makes and checks the headers of objects.
 
     Raises:
         ConfigError: certificates cannot be used.

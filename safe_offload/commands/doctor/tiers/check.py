@@ -31,7 +31,6 @@ def check_tier(
     """Try a tier, and judge what was found.
 
     Args:
-        config: of the tier.
         measured: what was found is added to it.
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.

@@ -34,7 +34,6 @@ class Trial:
     """What the trial of a tier found, whatever its kind.
 
     Attributes:
-        label: what the log calls it.
         problem: why nothing could be tried; empty if it could.
         write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
         with_rates: what a tier is that has them.
@@ -65,7 +64,6 @@ def try_rates(
     """Return bytes a second of writing and of reading over the network; nothing is left there.
 
     Args:
-        config: of the tier.
         places: from a namespace to where its objects and its description are.
         delete: deletes what is in one place.
     """
@@ -109,8 +107,6 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     """Return what a trial finds; it is left behind if it takes longer than TRIAL_S.
 
     Args:
-        label: of the tier.
-        work: tries all that is tried.
         failed: from a problem to what was found.
 
     Raises:
@@ -139,7 +135,6 @@ def check_rates(trial: Trial, token_bytes: int, compute_tokens_per_s: int) -> Fi
     """Judge the rates of a tier.
 
     Args:
-        trial: of the tier.
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
     """
