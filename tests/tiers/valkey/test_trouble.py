@@ -142,48 +142,39 @@ def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Serv
         yield server
 
 
-def tls_values(certificates: Certificates) -> dict[str, str]:
-    ca, cert, key = (str(each) for each in (certificates.ca, certificates.cert, certificates.key))
-    return {"ca_file": ca, "cert_file": cert, "key_file": key}
-
-
 @needs_redis
-async def test_a_client_shows_its_certificate(
-    with_tls: Server, certificates: Certificates, make: Make
+@pytest.mark.parametrize(
+    ("url", "files", "why"),
+    [
+        ("rediss://localhost:{tls}", "ca cert key", ""),
+        ("rediss://localhost:{tls}", "ca", "does not"),
+        ("rediss://127.0.0.1:{tls}", "ca cert key", "is refused: IP address mismatch"),
+        ("rediss://localhost:{tls}", "", "is refused: "),
+        ("rediss://localhost:{tls}", "stranger", "is refused: "),
+        ("redis://localhost:{tls}", "", "write rediss://"),
+        ("rediss://localhost:{plain}", "ca", "whether this port speaks TLS"),
+    ],
+)
+async def test_with_tls_both_sides_show_a_certificate_or_say_why_not(
+    with_tls: Server,
+    server: Server,
+    certificates: Certificates,
+    make: Make,
+    tmp_path: Path,
+    url: str,
+    files: str,
+    why: str,
 ) -> None:
-    values = tls_values(certificates)
-    url = f"rediss://localhost:{with_tls.port}"
-    assert await make(url, **values).probe([name_of(1)]) == [False]
-    assert "does not" in await reason_of(make(url, ca_file=values["ca_file"]))
-
-
-@needs_redis
-async def test_a_certificate_of_another_name_is_refused(
-    with_tls: Server, certificates: Certificates, make: Make
-) -> None:
-    tier = make(f"rediss://127.0.0.1:{with_tls.port}", **tls_values(certificates))
-    reason = await reason_of(tier)
-    assert "is refused: IP address mismatch" in reason
-    assert '"ca_file"' in reason
-
-
-@needs_redis
-async def test_a_certificate_of_an_unknown_authority_is_refused(
-    with_tls: Server, make: Make, tmp_path: Path
-) -> None:
-    url, stranger = f"rediss://localhost:{with_tls.port}", Certificates(tmp_path / "stranger")
-    for values in ({}, {"ca_file": str(stranger.ca)}):
-        assert "is refused: " in await reason_of(make(url, **values))
-
-
-@needs_redis
-async def test_tls_on_one_side_only_says_so(
-    with_tls: Server, server: Server, certificates: Certificates, make: Make
-) -> None:
-    plain = make(f"redis://localhost:{with_tls.port}")
-    assert "write rediss://" in await reason_of(plain)
-    tls = make(f"rediss://{server.host_port}", ca_file=str(certificates.ca), timeout_s=0.2)
-    assert "whether this port speaks TLS" in await reason_of(tls)
+    values = {f"{file}_file": str(getattr(certificates, file, "")) for file in files.split()}
+    if files == "stranger":
+        values = {"ca_file": str(Certificates(tmp_path / "stranger").ca)}
+    tier = make(url.format(tls=with_tls.port, plain=server.port), timeout_s=0.5, **values)
+    if why:
+        reason = await reason_of(tier)
+        assert why in reason
+        assert "mismatch" not in reason or '"ca_file"' in reason
+    else:
+        assert await tier.probe([name_of(1)]) == [False]
 
 
 # ---- what the server keeps ----------------------------------------------------------------------
@@ -350,44 +341,47 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make: Make, tmp_
             await reason_of(tier)
 
 
-async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(
-    make: Make, tmp_path: Path
-) -> None:
-    names, slots = names_of(60), slots_of(60)
-    with Cluster(tmp_path, 2) as cluster:
-        hung = cluster.servers[1]
-        is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
-        url = f"redis://{cluster.servers[0].host_port}"
-        tier = make(url)
-        circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
-        assert await circuit.spill(names, slots) == [Result.DONE] * 60
-        hung.stop()
-        try:
-            assert await circuit.probe(names) is None, "it has to be found out once"
-            assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
-            expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
-            assert await circuit.fetch(names, slots) == expected
-        finally:
-            hung.go_on()
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("pair"), 2) as cluster:
+        yield cluster
 
 
-async def test_keys_that_have_moved_to_another_server_are_found(make: Make, tmp_path: Path) -> None:
+async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, make: Make) -> None:
     names, slots = names_of(60), slots_of(60)
-    with Cluster(tmp_path, 2) as cluster:
-        tier = make(f"redis://{cluster.servers[0].host_port}")
-        await tier.spill(names, slots)
-        first, second = (server.client() for server in cluster.servers)
-        with first, second:
-            second_id = second.execute_command("CLUSTER", "MYID")
-            for name in names:  # what was on the first is lost, and belongs to the second
-                slot = cluster_slot_of(key_of(name))
-                if slot < 16384 // 2:
-                    first.delete(key_of(name))
-                    for client in (second, first):
-                        client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", second_id)
-        was_lost = [cluster_slot_of(key_of(name)) < 16384 // 2 for name in names]
-        assert await tier.probe(names) == [not lost for lost in was_lost]
-        found = await tier.fetch(names, slots)
-        assert found == [Result.ABSENT if lost else Result.DONE for lost in was_lost]
-        written = await tier.spill(names, slots)
-        assert written == [Result.DONE if lost else Result.PRESENT for lost in was_lost]
+    hung = pair.servers[1]
+    is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
+    url = f"redis://{pair.servers[0].host_port}"
+    tier = make(url)
+    circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
+    assert await circuit.spill(names, slots) == [Result.DONE] * 60
+    hung.stop()
+    try:
+        assert await circuit.probe(names) is None, "it has to be found out once"
+        assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
+        expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
+        assert await circuit.fetch(names, slots) == expected
+    finally:
+        hung.go_on()
+
+
+async def test_keys_that_have_moved_to_another_server_are_found(pair: Cluster, make: Make) -> None:
+    """The last test with this cluster."""
+    names, slots = names_of(60), slots_of(60)
+    tier = make(f"redis://{pair.servers[0].host_port}")
+    await tier.spill(names, slots)
+    first, second = (server.client() for server in pair.servers)
+    with first, second:
+        second_id = second.execute_command("CLUSTER", "MYID")
+        for name in names:  # what was on the first is lost, and belongs to the second
+            slot = cluster_slot_of(key_of(name))
+            if slot < 16384 // 2:
+                first.delete(key_of(name))
+                for client in (second, first):
+                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", second_id)
+    was_lost = [cluster_slot_of(key_of(name)) < 16384 // 2 for name in names]
+    assert await tier.probe(names) == [not lost for lost in was_lost]
+    found = await tier.fetch(names, slots)
+    assert found == [Result.ABSENT if lost else Result.DONE for lost in was_lost]
+    written = await tier.spill(names, slots)
+    assert written == [Result.DONE if lost else Result.PRESENT for lost in was_lost]
