@@ -110,7 +110,7 @@ class Store(ABC):
         """Give back what is held."""
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Delete what was last used before that, and more until so many bytes are there.
+        """Delete what was last used before that, and more until `to_bytes` are there.
 
         Here all objects are looked at, and then all of them again; 16 bytes of each are kept.
 

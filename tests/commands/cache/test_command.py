@@ -68,7 +68,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\r"
 
 
 def check_printed(text: str) -> None:
-    """Nothing in it moves a cursor, and nobody else decides how long it is."""
+    """Nothing in it moves a cursor, and its length is ours."""
     for line in text.splitlines():
         assert line.isprintable(), ascii(line)
         assert len(line) < 400

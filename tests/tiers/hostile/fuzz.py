@@ -46,7 +46,7 @@ NUM_NAMES_MAX = 12
 NUM_SLOTS = NUM_TIERS * (2 + 1) * NUM_NAMES_MAX + NUM_KEYS
 TIMEOUT_S = 0.3
 TIMEOUT_ROUNDS = 4
-"""A tier's timeout is at least as long as so many times all objects take with a good server."""
+"""A tier's timeout is at least as long as all objects take this often with a good server."""
 PATIENCE_S = 300.0
 """Of what would never end."""
 SLACK_BYTES = 8 << 20
@@ -153,7 +153,7 @@ class Fuzz:
     def run(
         self, num_answers: int, *, only: tuple[str, ...] = (), num_good_of_100: int = 40
     ) -> Report:
-        """Take so many answers; return what happened."""
+        """Take `num_answers`; return what happened."""
         give_back_large_blocks()
         log = LogWatch(self._findings, (PASSWORD,))
         with _heard_by(log), _short_pauses():
@@ -242,7 +242,7 @@ class Fuzz:
         )
 
     async def _wait_for_answers(self, count: int) -> None:
-        """Wait until so many were given; after each quarter note the memory that is held."""
+        """Wait until `count` were given; after each quarter note the memory that is held."""
         loop = asyncio.get_running_loop()
         last, last_s = -1, loop.time()
         quarters = self.report.quarter_bytes
@@ -385,6 +385,6 @@ def _name_of(number: int, group_idx: int) -> Name:
 
 
 def run(protocol: str, folder: Path, seed: int, num_answers: int, **how: object) -> Report:
-    """Start a server, take so many answers, and return what happened."""
+    """Start a server, take `num_answers`, and return what happened."""
     with HostileServer(protocol, folder) as server:
         return Fuzz(server, seed).run(num_answers, **how)  # type: ignore[arg-type]

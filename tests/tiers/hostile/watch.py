@@ -105,7 +105,7 @@ class PauseWatch:
 
 
 class Slots:
-    """Host slots with a pattern in them while nobody may write there."""
+    """Host slots with a pattern in them while no call may write there."""
 
     def __init__(self, findings: Findings, lengths: Sequence[int], count: int) -> None:
         self._findings = findings

@@ -47,7 +47,7 @@ class Trial:
 
 
 def trial_facts() -> dict[str, str]:
-    """Return what makes a namespace that nobody else uses."""
+    """Return what makes a namespace that no engine uses."""
     return {"model": "safe-offload doctor", "trial": secrets.token_hex(8)}
 
 
@@ -82,7 +82,7 @@ async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
 
     Args:
         tier: has slots of OBJECT_BYTES.
-        namespace: that nobody else uses.
+        namespace: that no engine uses.
     """
     memory = memoryview(mmap.mmap(-1, NUM_OBJECTS * OBJECT_BYTES))
     memory[:] = os.urandom(memory.nbytes)

@@ -32,7 +32,7 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
         is_plain = place.scheme == "redis" and not is_here
         fix = 'give the server a certificate, and write rediss:// and its authority in "ca_file"'
     else:
-        is_here = False  # whoever runs the store can write to it
+        is_here = False  # its operator can write to it
         is_plain = endpoint.scheme.lower() == "http" and not _is_here(endpoint.hostname or "")
         fix = 'write https:// in "endpoint"'
     if is_plain:
