@@ -15,12 +15,13 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
-from safe_offload.threads import DirectionThreads, on_other_cores
+from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.tiers.namespace.namespace import Meaning
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.loop_thread import Loop, LoopThread
 from safe_offload.worker.memory.host_memory import (
     HostMemory,

@@ -21,9 +21,9 @@ from safe_offload.config.options import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.copies.base import Backend, Completion, Copy, Direction
+from safe_offload.worker.fifo_gate import FifoGate, Turn
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.tier_runner import TierRunner
-from safe_offload.worker.turnstile import Turn, Turnstile
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -143,7 +143,7 @@ class Transfers:
         # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
-        self._turnstiles = {direction: Turnstile(max_inflight_bytes) for direction in Direction}
+        self._gates = {direction: FifoGate(max_inflight_bytes) for direction in Direction}
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._settled: deque[PendingTransfer] = deque()
@@ -156,7 +156,7 @@ class Transfers:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended.is_set() else "running"
-        return f"<Transfers {state}: {list(self._pending.values())}, {self._turnstiles!r}>"
+        return f"<Transfers {state}: {list(self._pending.values())}, {self._gates!r}>"
 
     def statistics(self) -> TransferStatistics:
         """Return what is held now."""
@@ -196,7 +196,7 @@ class Transfers:
         fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
         for pending in fenced:
             if not pending.decided.is_set():
-                self._loop.call(self._turnstile_of(pending).hurry, pending.turn)
+                self._loop.call(self._gate_of(pending).hurry, pending.turn)
         deadline_s = self._loop.now_s() + FENCE_TIMEOUT_S
         for pending in fenced:
             if self._ended.is_set():
@@ -267,8 +267,8 @@ class Transfers:
             if self._tiers is not None:
                 self._group.create_task(self._tiers.run())
             await self._closing.wait()
-            for turnstile in self._turnstiles.values():
-                turnstile.cancel_waiting()
+            for gate in self._gates.values():
+                gate.cancel_waiting()
             if self._tiers is not None:
                 self._tiers.close()
 
@@ -316,7 +316,7 @@ class Transfers:
                 await self._wait_for_copy(pending, pending.completion, deadline_s)
                 self._note_copied(pending, issued_s)
             finally:
-                self._turnstile_of(pending).leave(pending.turn)
+                self._gate_of(pending).leave(pending.turn)
             if self._verifier is not None:
                 bad = await self._verifier.check(pending.transfer_id, pending.copy)
                 self._bad_slot_ids.extend(bad)
@@ -339,14 +339,14 @@ class Transfers:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _turnstile_of(self, pending: PendingTransfer) -> Turnstile:
-        return self._turnstiles[pending.copy.direction]
+    def _gate_of(self, pending: PendingTransfer) -> FifoGate:
+        return self._gates[pending.copy.direction]
 
     async def _enter(self, pending: PendingTransfer, deadline_s: float) -> None:
         """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._turnstile_of(pending).enter(pending.turn)
+                await self._gate_of(pending).enter(pending.turn)
         except TimeoutError:
             raise TransferError(
                 FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
@@ -392,7 +392,7 @@ class Transfers:
         if pending.is_taken_back:
             return  # `wait` ends now, and the transfer with it
         self._num_overdue += 1
-        self._turnstile_of(pending).leave(pending.turn)
+        self._gate_of(pending).leave(pending.turn)
         logger.error(
             "Transfer %d (%s by %s, %d bytes) was started and has not ended within %g s. Until it "
             "ends, the request or the host memory that it belongs to waits. If it does not end, "

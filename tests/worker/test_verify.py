@@ -11,9 +11,9 @@ import torch
 
 from safe_offload.layout import HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason, Transfer
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.verify import Verifier
 from tests.worker.driven import (

@@ -43,8 +43,8 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.memory import page_lock, placement
-from safe_offload.worker.self_test import TorchRows
 from tests.simulator.vllm_setup import (
     EngineShape,
     as_model_runner,

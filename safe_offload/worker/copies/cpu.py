@@ -28,10 +28,10 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
-from safe_offload.threads import DirectionThreads
-from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
+from safe_offload.worker.copies.threads import DirectionThreads
+from safe_offload.worker.memory.checksums import SlotChecksums
 from safe_offload.worker.memory.first_touch import FirstTouch, Touch
 from safe_offload.worker.memory.host_memory import HostMemory
 

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts
-from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.cost import Cost, Timed
@@ -31,6 +30,7 @@ from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.lane import GpuCompletion, Lane
 from safe_offload.worker.copies.ranges import RangeTable, Runs
 from safe_offload.worker.copies.row_kernel import RowArguments
+from safe_offload.worker.memory.checksums import SlotChecksums
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.page_lock import PageLock
 

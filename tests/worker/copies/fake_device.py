@@ -39,7 +39,7 @@ from safe_offload.worker.copies.driver import (
     CAPTURE_UNSUPPORTED,
     IN_STREAM_ORDER,
 )
-from safe_offload.worker.self_test import Bytes, Rows
+from safe_offload.worker.copies.rows import Bytes, Rows
 from tests.worker.waiting import PATIENCE_S
 
 INDEX = 1

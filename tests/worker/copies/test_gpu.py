@@ -22,6 +22,7 @@ from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transf
 from safe_offload.worker.copies import gpu as gpu_backend
 from safe_offload.worker.copies import lane as lane_module
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction
+from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.memory import page_lock, placement
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -377,7 +378,7 @@ def test_a_machine_whose_memory_runs_short_has_a_smaller_pool(make_gpu, monkeypa
 def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypatch):
     """Captures of graphs and the first requests wait for it meanwhile."""
     held: list[tuple[float, float]] = []
-    gpu, real_lock = FakeGpu(), page_lock.Device.lock
+    gpu, real_lock = FakeGpu(), Device.lock
     gpu.lock_delay_s = 0.03
 
     def lock(device: Any, address: int, size_bytes: int) -> None:
@@ -385,7 +386,7 @@ def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypat
         real_lock(device, address, size_bytes)
         held.append((begin_s, time.monotonic()))
 
-    monkeypatch.setattr(page_lock.Device, "lock", lock)
+    monkeypatch.setattr(Device, "lock", lock)
     make_gpu(gpu=gpu)
     assert len(held) == 5
     for (begin_s, end_s), (next_s, _) in itertools.pairwise(held):

@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Turn:
-    """The turn of one transfer. Its turnstile alone changes it, on the loop's thread.
+    """The turn of one transfer. Its gate alone changes it, on the loop's thread.
 
     Attributes:
         granted: done when its turn has come; None before it waits.
@@ -24,7 +24,7 @@ class Turn:
         self.is_counted = False
 
 
-class Turnstile:
+class FifoGate:
     """Lets transfers through, in order, while their bytes are within bounds.
 
     One transfer is always let through, so that one larger than the bound still runs.
@@ -37,7 +37,7 @@ class Turnstile:
         self._waiting: deque[Turn] = deque()
 
     def __repr__(self) -> str:
-        return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
+        return f"<FifoGate: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
 
     async def enter(self, turn: Turn) -> None:
         """Wait for a turn."""
