@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """The turn of one transfer. Its gate alone changes it, on the loop's thread.
 
@@ -15,13 +17,10 @@ class Turn:
         is_counted: its bytes are in flight.
     """
 
-    __slots__ = ("granted", "is_counted", "is_urgent", "size_bytes")
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.granted: asyncio.Future[None] | None = None
-        self.is_urgent = False
-        self.is_counted = False
+    size_bytes: int
+    granted: asyncio.Future[None] | None = None
+    is_urgent: bool = False
+    is_counted: bool = False
 
 
 class FifoGate:

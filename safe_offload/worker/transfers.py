@@ -1,9 +1,8 @@
 """Every transfer of a rank, from vLLM's hooks to its end.
 
-A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for the
-copy, has checksums noted or compared, settles. No exception leaves it: it becomes a
-`FailureReason`. If the event loop dies, every transfer that has not settled fails, and so does
-every later one: the connector goes on as a cache that always misses.
+A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for it,
+has checksums noted or compared, settles. No exception leaves it: it becomes a `FailureReason`. If
+the event loop dies, every transfer that has not settled fails, and so does every later one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,7 @@ class Copied:
     copying_s: float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PendingTransfer:
     """A transfer that has been submitted and not drained.
 
@@ -60,33 +60,25 @@ class PendingTransfer:
 
     Attributes:
         mark: what the compute stream had been given before its copy may begin.
+        submitted_s: by the clock of the loop.
         decided: set when its copy has been issued, or it has settled without.
         completion: of its copy, once issued.
         is_taken_back: its deadline has passed, its copy had not begun and never will.
         is_settled: it has ended, as `failure` says.
         is_poisoned: its source may have changed under it: it fails whatever the copy says.
-        submitted_s: when it was submitted, by the clock of the loop.
     """
 
-    __slots__ = (
-        *("completion", "copy", "decided", "failure", "is_poisoned", "is_settled"),
-        *("is_taken_back", "mark", "submitted_s", "transfer_id", "turn"),
-    )
-
-    def __init__(
-        self, transfer_id: int, copy: Copy, mark: Any, size_bytes: int, submitted_s: float
-    ) -> None:
-        self.transfer_id = transfer_id
-        self.copy = copy
-        self.mark = mark
-        self.submitted_s = submitted_s
-        self.turn = Turn(size_bytes)
-        self.decided = threading.Event()
-        self.completion: Completion | None = None
-        self.is_taken_back = False
-        self.is_settled = False
-        self.failure: FailureReason | None = None
-        self.is_poisoned = False
+    transfer_id: int
+    copy: Copy
+    mark: Any
+    turn: Turn
+    submitted_s: float
+    decided: threading.Event = field(default_factory=threading.Event)
+    completion: Completion | None = None
+    is_taken_back: bool = False
+    is_settled: bool = False
+    failure: FailureReason | None = None
+    is_poisoned: bool = False
 
     def __repr__(self) -> str:
         state = "settled" if self.is_settled else "issued" if self.completion else "queued"
@@ -95,12 +87,12 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """What `Transfers` holds at a moment.
+    """Which transfers `Transfers` holds at a moment.
 
     Attributes:
-        pending_ids: of transfers that have not been drained.
-        unsettled_ids: of those that have not settled.
-        undecided_ids: of those whose copies have been neither issued nor given up.
+        pending_ids: not drained.
+        unsettled_ids: not settled.
+        undecided_ids: their copies have been neither issued nor given up.
         num_overdue: copies that became overdue, since the start.
     """
 
@@ -170,7 +162,7 @@ class Transfers:
 
     @property
     def num_overdue(self) -> int:
-        """Return the `num_overdue` of the statistics alone: it is asked for in every step."""
+        """Return that of the statistics alone: it is asked for in every step."""
         return self._num_overdue
 
     def mark(self) -> Any:
@@ -187,7 +179,7 @@ class Transfers:
         size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
         assert transfer.transfer_id not in self._pending
         mark, now_s = self.mark() if mark is None else mark, self._loop.now_s()
-        pending = PendingTransfer(transfer.transfer_id, copy, mark, size_bytes, now_s)
+        pending = PendingTransfer(transfer.transfer_id, copy, mark, Turn(size_bytes), now_s)
         self._pending[transfer.transfer_id] = pending
         self._loop.call(self._spawn, pending)
 
@@ -209,10 +201,7 @@ class Transfers:
                 pending.is_poisoned |= not self._fence(pending.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
-        """Return what has settled since the last call: transfer id, and why it failed or None.
-
-        What the tiers have answered is drained after this.
-        """
+        """Return what has settled since the last call: transfer id, and why it failed or None."""
         self._loop.news.clear()
         if self._ended.is_set():
             for pending in self._pending.values():
@@ -243,8 +232,7 @@ class Transfers:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
 
         Returns:
-            Whether all copies, and all tiers, ended in time. If not, the loop goes on until they
-            have.
+            Whether all copies and tiers ended in time. If not, the loop goes on until they have.
         """
         self._loop.call(self._closing.set)
         if not self._loop.wait(self._ended, timeout_s):
@@ -380,10 +368,9 @@ class Transfers:
     def _pass_deadline(self, pending: PendingTransfer, completion: Completion) -> None:
         """Take back an issued copy that has not ended in time, or say that it is overdue.
 
-        A copy that may have begun is never given up. A load is recomputed in the very blocks that
-        it writes, and the slots of a store would be granted to another: it would tear both (I6).
-        So it goes on until it ends, without its share of the bytes in flight: one copy that hangs
-        must not hold up all others.
+        A copy that may have begun is never given up: a load is recomputed in the very blocks that
+        it writes, and the slots of a store would be granted to another (I6). It goes on until it
+        ends, without its share of the bytes in flight, so that it does not hold up all others.
         """
         try:
             pending.is_taken_back = completion.cancel()
