@@ -58,11 +58,9 @@ class Opened:
     """What a rank copies with.
 
     Attributes:
-        transfers: run.
-        backend: theirs.
         share: which part of each store is this rank's.
         storage: of the KV cache; it must stay for as long as something may be copied.
-        tiers: below the host memory; None if there are none.
+        tiers: below the host memory.
     """
 
     transfers: Transfers
@@ -77,13 +75,9 @@ class Opening:
     """What is known of a rank before vLLM has allocated its KV cache.
 
     Attributes:
-        config: of the connector.
-        kv_cache_config: of this rank.
         rank: from 0 to the number of ranks of this engine.
         num_ranks_on_host: whose memory is compared with this machine's.
         is_child: vLLM has started this process for the worker.
-        open_backend: makes the copies for a KV cache.
-        make_loop: makes the event loop of the transfers.
         meaning_of: returns what the bytes of blocks mean, from their geometry and the first of the
             ranks that hold the same; asked for only if there are tiers.
         open_tier: makes a tier, and what names its objects.

@@ -50,10 +50,7 @@ class SelfTest:
 
     Args:
         transfers: there are none.
-        backend: theirs.
-        rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
-        layout: where blocks and slots lie.
 
     Attributes:
         problems: what is wrong with the ways that failed.
@@ -239,7 +236,6 @@ class SelfTest:
                 yield f"{direction.value} by {path.value} {gbps:.1f} GB/s"
 
     def _problem(self) -> str | None:
-        """Try the way in use; return what is wrong with it."""
         try:
             self._try()
         except GivenUpError:
@@ -317,7 +313,6 @@ class SelfTest:
             time.sleep(POLL_S)
 
     def _views(self) -> list[list[Bytes]]:
-        """Return every part of every watched slot."""
         ranges = map(self._layout.ranges_of, self._watched_slots)
         return [[self._host[at : at + length] for at, length in parts] for parts in ranges]
 

@@ -115,13 +115,11 @@ class Answers:
 class TierRunner:
     """The tiers of one rank, nearest first.
 
-    `probe`, `fetch`, `spill`, `drain`, `count_into`, `gauges` and `statistics` belong to the thread
-    that vLLM calls its hooks on; `run`, `close` and `end` to the loop's.
+    `run`, `close` and `end` belong to the loop's thread; all other public methods to the one that
+    vLLM calls its hooks on.
 
     Args:
-        rank: named in every answer.
         circuits: the tiers, at most 255.
-        slots: host memory.
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
@@ -306,7 +304,6 @@ class TierRunner:
         self._settle(pending, failure)
 
     def _learn(self, meaning: Meaning) -> None:
-        """Learn what the blocks mean, on a thread of its own."""
         try:
             learned = meaning.learn(self._is_over.is_set)
         except Exception as error:  # whatever is wrong with somebody's files
@@ -316,7 +313,6 @@ class TierRunner:
             self._loop.call(self._know, meaning, learned)
 
     def _know(self, meaning: Meaning, learned: Learned) -> None:
-        """From now on there are namespaces."""
         meaning.take(learned)
         # What tiers must have alike says whether their namespaces may be others' too.
         self.doubts = meaning.doubts_of(self.circuits[0].config)

@@ -40,7 +40,7 @@ class Copied:
     """What one copy took.
 
     Attributes:
-        queued_s: from `submit` until it could begin: it was issued, and the copy before it in the
+        queued_s: from `submit` until it could begin: it was issued, and the one before it in the
             same direction had ended.
         copying_s: from then until it had ended; on a GPU a store may wait in this time for the
             forward whose results it copies.
@@ -87,13 +87,9 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Which transfers `Transfers` holds at a moment.
+    """Which transfers are not drained, have not settled, or are neither issued nor given up.
 
-    Attributes:
-        pending_ids: not drained.
-        unsettled_ids: not settled.
-        undecided_ids: their copies have been neither issued nor given up.
-        num_overdue: copies that became overdue, since the start.
+    `num_overdue` counts the copies that became overdue, since the start.
     """
 
     pending_ids: tuple[int, ...]
@@ -105,8 +101,7 @@ class TransferStatistics:
 class Transfers:
     """The transfers of one rank, which run from when this is made.
 
-    `submit`, `fence`, `drain`, `statistics` and `close` belong to one thread, the one that vLLM
-    calls its hooks on.
+    Its public methods belong to one thread, the one that vLLM calls its hooks on.
 
     Args:
         backend: copies and orders; closed when the loop has ended.
@@ -114,7 +109,7 @@ class Transfers:
         max_inflight_bytes: of the copies of one direction that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
         verifier: notes and compares checksums; closed when the loop has ended.
-        tiers: run on this loop too, and close with it; None if there are none.
+        tiers: run on this loop too, and close with it.
     """
 
     def __init__(

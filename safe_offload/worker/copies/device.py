@@ -33,10 +33,8 @@ class Device:
     Only `load_kernel` changes it, before the first copy.
 
     Args:
-        device: of the KV cache, with its index.
         torch_module: torch, or what stands in for it.
         library: of the driver; None loads the one that torch uses.
-        import_cupy: returns cupy; raises ImportError where it is not installed.
 
     Attributes:
         driver: what torch and cupy do not offer.

@@ -64,10 +64,6 @@ class PageLock:
 
     Its thread alone changes `facts` and `_num_locked`; others read them.
 
-    Args:
-        device: locks.
-        address, layout: of the host memory, and where its slabs are.
-
     Attributes:
         facts: of the memory; another object once no more will be locked.
     """
