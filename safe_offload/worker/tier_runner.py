@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,8 +38,22 @@ logger = logging.getLogger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 
+class Slots(Protocol):
+    """The host slots of a rank."""
+
+    @property
+    def num_usable_slots(self) -> int:
+        """See `Backend.num_usable_slots`."""
+
+    def buffers(self, slot_id: int) -> Buffers:
+        """Return the bytes of a slot. Not called after `let_go`."""
+
+    def let_go(self) -> None:
+        """Hold the memory no longer: it is about to be freed."""
+
+
 class HostSlots:
-    """The slots of a host memory, of which a backend knows how many are ready."""
+    """See `Slots`: those of a host memory, of which a backend knows how many are ready."""
 
     def __init__(self, host: HostMemory, layout: HostLayout, backend: Backend) -> None:
         self._memory: memoryview | None = host.tensor.numpy().data
@@ -48,17 +62,17 @@ class HostSlots:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Backend.num_usable_slots`."""
+        """See `Slots.num_usable_slots`."""
         return self._backend.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        """Return the bytes of a slot. Not called after `let_go`."""
+        """See `Slots.buffers`."""
         memory = self._memory
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
 
     def let_go(self) -> None:
-        """Hold the memory no longer: it is about to be freed."""
+        """See `Slots.let_go`."""
         self._memory = None
 
 
@@ -134,7 +148,7 @@ class TierRunner:
         self,
         rank: int,
         circuits: Sequence[Circuit],
-        slots: HostSlots,
+        slots: Slots,
         loop: Loop,
         *,
         share: Share = ALONE,
