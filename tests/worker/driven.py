@@ -51,12 +51,10 @@ def submit(
 
 
 def flush(transfers: DrivenTransfers) -> None:
-    """See `WatchedLoop.flush`."""
     transfers.loop.flush()
 
 
 def join(transfers: DrivenTransfers) -> None:
-    """See `WatchedLoop.join`."""
     transfers.loop.join()
 
 

@@ -791,15 +791,15 @@ def test_a_tier_that_hangs_is_out_during_its_trials_too(make_rig):
     rig = make_rig()
     rig.tier.holds = {"fetch"}
     states = []
-    for seconds in range(1800):
-        if seconds % 60 == 0:
-            rig.fetch(next(NUMBERS), [seconds // 60], A)
-        rig.loop.pass_time(1)
+    for number in range(30):
+        rig.fetch(next(NUMBERS), [number], A)
+        rig.loop.pass_time(TIMEOUT_S)
+        rig.loop.pass_time(60 - TIMEOUT_S)
         gauges = rig.runner.gauges()
         states.append(gauges['tier_is_out{tier="1",operation="read"}'])
     assert len(rig.tier.calls) > FAILURES_MAX + 2, "it was tried again"
     assert states == sorted(states)
-    assert states.index(1) < 60 * FAILURES_MAX
+    assert states.index(1) < FAILURES_MAX
 
 
 def test_a_tier_that_cannot_work_says_so_before_the_first_request(make_rig, caplog):
@@ -1074,7 +1074,7 @@ def test_calls_are_kept_with_what_they_did(make_rig):
 # ---- all orders ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_message_is_answered_once_in_any_order(seed):
     """Random calls, failures, time and a random end: what was asked is answered, once."""
     chance = random.Random(seed)
