@@ -28,6 +28,11 @@ def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compil
         is_late.append(True)
         work.put(None)
 
+    def wait_for_work() -> None:
+        for timer in timers:
+            timer.start()
+        work.get()
+
     def signal_this_thread(ident: int = threading.get_ident()) -> None:
         signal.pthread_kill(ident, signal.SIGTERM)
 
@@ -36,10 +41,8 @@ def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compil
     timers = [threading.Timer(0.1, signal_this_thread), threading.Timer(PATIENCE_S / 10, give_up)]
     try:
         gpu.open().load_kernel(16)
-        for timer in timers:
-            timer.start()
         with pytest.raises(EndedError):
-            work.get()
+            wait_for_work()
     finally:
         signal.signal(signal.SIGTERM, before)
         for timer in timers:
