@@ -104,9 +104,7 @@ class Opening:
         """
         storage, device = storage_of(kv_caches)
         geometry = make_geometry(
-            compat.segments(self.kv_cache_config),
-            self.kv_cache_config.num_blocks,
-            storage.nbytes(),
+            compat.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
         )
         share, layout, host = self._take_host_memory(geometry, device)
         is_bound = device.type == "cpu" and self.is_child

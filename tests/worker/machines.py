@@ -75,11 +75,7 @@ class ThreadMachine:
     """A GPU of threads."""
 
     def __init__(
-        self,
-        shape: EngineShape,
-        geometry: Geometry,
-        num_slots: int,
-        path: CopyPath | None = None,
+        self, shape: EngineShape, geometry: Geometry, num_slots: int, path: CopyPath | None = None
     ) -> None:
         self.storage = make_storage(shape)
         self._gpu = FakeGpu()

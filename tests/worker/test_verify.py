@@ -16,15 +16,7 @@ from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.verify import Verifier
-from tests.worker.driven import (
-    DrivenTransfers,
-    drained,
-    flush,
-    join,
-    looked_at,
-    serves,
-    submit,
-)
+from tests.worker.driven import DrivenTransfers, drained, flush, join, looked_at, serves, submit
 from tests.worker.fake_backend import ONE_COPY, PATIENCE_S, FakeBackend
 
 LOAD, STORE = Direction.LOAD, Direction.STORE

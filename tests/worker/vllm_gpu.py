@@ -238,10 +238,7 @@ class RunnerV1(Runner, v1.GPUModelRunner):
         pass
 
     def _dummy_run(
-        self,
-        num_tokens: int,
-        cudagraph_runtime_mode: CUDAGraphMode | None = None,
-        **_: Any,
+        self, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.machine.trace.append("dummy run")
         with self.in_forward(cudagraph_runtime_mode or CUDAGraphMode.NONE, num_tokens):

@@ -110,11 +110,7 @@ def available_host_bytes(
 
 
 def check_host_bytes(
-    config: OffloadConfig,
-    *,
-    pool_bytes_per_rank: int,
-    num_ranks_on_host: int,
-    available_bytes: int,
+    config: OffloadConfig, *, pool_bytes_per_rank: int, num_ranks_on_host: int, available_bytes: int
 ) -> None:
     """Raise ConfigError, with what would fit, for a host pool that the machine cannot hold.
 

@@ -193,11 +193,7 @@ MANY = list(range(0, 20, 2))
 
 @pytest.mark.parametrize(
     ("path", "calls"),
-    [
-        (CopyPath.BATCH, {"copy_batch"}),
-        (CopyPath.EACH, {"copy"}),
-        (CopyPath.KERNEL, {"launch"}),
-    ],
+    [(CopyPath.BATCH, {"copy_batch"}), (CopyPath.EACH, {"copy"}), (CopyPath.KERNEL, {"launch"})],
 )
 @pytest.mark.parametrize("direction", Direction)
 def test_the_path_can_be_prescribed(make_gpu, path, calls, direction):
@@ -219,83 +215,74 @@ def test_a_driver_without_the_batched_call_copies_one_by_one(make_gpu):
     assert calls_of(subject, Direction.STORE, MANY) == {"copy"}
 
 
-def test_without_a_kernel_everything_is_batched(make_gpu):
+@pytest.mark.parametrize(("has_cupy", "offset"), [(False, 0), (True, 1 << 40)])
+def test_without_a_kernel_or_an_address_for_it_everything_is_batched(make_gpu, has_cupy, offset):
     for path in (None, CopyPath.KERNEL):
-        subject = make_gpu(gpu=FakeGpu(has_cupy=False), path=path)
-        assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
-
-
-def test_no_kernel_where_host_memory_has_another_address(make_gpu):
-    gpu = FakeGpu()
-    gpu.device_offset = 1 << 40
-    subject = make_gpu(gpu=gpu, path=CopyPath.KERNEL)
-    assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
+        gpu = FakeGpu(has_cupy=has_cupy)
+        gpu.device_offset = offset
+        assert calls_of(make_gpu(gpu=gpu, path=path), Direction.LOAD, MANY) == {"copy_batch"}
 
 
 # ---- locking -----------------------------------------------------------------------------------
 
 
-def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(make_gpu):
+@pytest.fixture
+def locking(make_gpu: MakeGpu) -> FakeGpuSubject:
+    """Only the first slab is locked, until `may_lock` is set."""
     gpu = FakeGpu()
     gpu.may_lock.clear()
-    gpu.lock_delay_s = 0.2
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)  # nothing is compiled meanwhile
-    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
-    assert subject.backend.num_slots == NUM_SLOTS
-    gpu.lock_delay_s = 0.0
+    return make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)  # nothing is compiled meanwhile
+
+
+def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(locking):
+    backend, gpu = locking.backend, locking.gpu
+    first = backend.memory
+    assert (backend.num_usable_slots, backend.num_slots) == (SLOTS_PER_SLAB, NUM_SLOTS)
+    assert first is backend.memory
+    assert first.kind is MemoryKind.LOCKING
     gpu.may_lock.set()
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
-    assert len(gpu.locked) == subject.layout.num_slabs == 5
-    assert set(gpu.locked.values()) == {subject.layout.slab_bytes}
+    locking.wait_until_locked()
+    assert backend.num_usable_slots == NUM_SLOTS
+    assert len(gpu.locked) == locking.layout.num_slabs == 5
+    assert set(gpu.locked.values()) == {locking.layout.slab_bytes}
+    locking.wait_until(lambda: backend.memory is not first)
+    assert backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 
 
-def test_no_slab_is_locked_while_the_backend_is_undisturbed(make_gpu):
+def test_no_slab_is_locked_while_the_backend_is_undisturbed(locking):
     """A driver that locks lets copies wait: the self-test took seconds beside it."""
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    with subject.backend.undisturbed():
-        gpu.may_lock.set()  # the slab that is under way ends
+    with locking.backend.undisturbed():
+        locking.gpu.may_lock.set()  # the slab that is under way ends
         time.sleep(0.05)
-        assert len(gpu.locked) <= 2
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+        assert len(locking.gpu.locked) <= 2
+    locking.wait_until_locked()
+    assert locking.backend.num_usable_slots == NUM_SLOTS
 
 
-def test_a_backend_that_is_closed_while_undisturbed_ends(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    with subject.backend.undisturbed():
-        gpu.may_lock.set()
-        subject.backend.close()
-    assert not gpu.locked
+def test_a_backend_that_is_closed_while_undisturbed_ends(locking):
+    with locking.backend.undisturbed():
+        locking.gpu.may_lock.set()
+        locking.backend.close()
+    assert not locking.gpu.locked
 
 
-def test_locking_in_the_background_does_not_invalidate_a_capture(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
-    with gpu.capturing() as capture:
-        gpu.may_lock.set()
-        subject.wait_until_locked()
+def test_locking_in_the_background_does_not_invalidate_a_capture(locking):
+    with locking.gpu.capturing() as capture:
+        locking.gpu.may_lock.set()
+        locking.wait_until_locked()
     assert capture.invalidated_by == ""
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+    assert locking.backend.num_usable_slots == NUM_SLOTS
 
 
-def test_a_slab_that_is_refused_because_of_a_capture_is_tried_again(make_gpu, monkeypatch, caplog):
+def test_a_slab_that_is_refused_because_of_a_capture_is_tried_again(locking, monkeypatch, caplog):
     monkeypatch.setattr(page_lock, "RETRY_S", 0.001)
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
-    gpu.refused["lock"] = 900
-    gpu.may_lock.set()
+    locking.gpu.refused["lock"] = 900
+    locking.gpu.may_lock.set()
     time.sleep(0.05)
-    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
-    del gpu.refused["lock"]
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+    assert locking.backend.num_usable_slots == SLOTS_PER_SLAB
+    del locking.gpu.refused["lock"]
+    locking.wait_until_locked()
+    assert locking.backend.num_usable_slots == NUM_SLOTS
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -304,19 +291,6 @@ def test_what_was_locked_and_how_it_lies_is_logged(make_gpu, caplog):
         make_gpu(num_slots=SLOTS_PER_SLAB).backend.close()
     assert "Page-locked" in caplog.text
     assert "in huge pages" in caplog.text
-
-
-def test_what_is_known_of_the_memory_changes_when_all_of_it_is_locked(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    first = subject.backend.memory
-    assert first is subject.backend.memory
-    assert first.kind is MemoryKind.LOCKING
-    gpu.may_lock.set()
-    subject.wait_until_locked()
-    subject.wait_until(lambda: subject.backend.memory is not first)
-    assert subject.backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 
 
 async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
@@ -404,25 +378,26 @@ def test_memory_that_the_driver_does_not_let_go_of_is_not_unmapped(make_gpu, cap
     subject.gpu.locked.clear()
 
 
-def test_closing_ends_the_locking(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
+def close_elsewhere(subject: FakeGpuSubject) -> threading.Thread:
+    """Close the backend on another thread."""
     closing = threading.Thread(target=subject.backend.close, daemon=True)
     closing.start()
-    gpu.may_lock.set()
+    return closing
+
+
+def test_closing_ends_the_locking(locking):
+    closing = close_elsewhere(locking)
+    locking.gpu.may_lock.set()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
-    assert subject.is_host_memory_free()
+    assert locking.is_host_memory_free()
 
 
 def test_a_thread_that_never_used_the_device_can_close(make_gpu):
     """Otherwise memory would be unmapped while it is still registered."""
     subject = make_gpu()
     subject.gpu.violations.clear()
-    closing = threading.Thread(target=subject.backend.close, daemon=True)
-    closing.start()
-    closing.join(PATIENCE_S)
+    close_elsewhere(subject).join(PATIENCE_S)
     assert subject.is_host_memory_free()
     assert subject.gpu.violations == []
 
@@ -863,8 +838,7 @@ async def test_closing_waits_for_what_has_been_issued(subject):
         close_host()
 
     subject.host.close = look_and_close
-    closing = threading.Thread(target=subject.backend.close, daemon=True)
-    closing.start()
+    closing = close_elsewhere(subject)
     assert not stored
     release()
     closing.join(PATIENCE_S)
