@@ -19,11 +19,11 @@ from typing import Any
 from safe_offload.commands.bench.engine_process import EngineOptions
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.observe.counters import Count
-from safe_offload.threads import DirectionThreads
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import ALONE
 from safe_offload.worker.opening import Opened

@@ -10,12 +10,12 @@ import torch
 
 from safe_offload.errors import SafeOffloadError
 from safe_offload.protocol import MemoryKind
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from tests.benchmarks.transfer_cases import Case, Traffic
 

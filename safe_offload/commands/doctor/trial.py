@@ -26,11 +26,12 @@ from safe_offload.worker.copies.base import Copy, CopyPath, Direction, ProvableB
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.cpu import find_move, find_touch, move_each
 from safe_offload.worker.copies.device import Device
+from safe_offload.worker.copies.rows import Rows
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.memory import placement
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.page_lock import SLAB_BYTES
-from safe_offload.worker.self_test import Rows, SelfTest
+from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
 
 

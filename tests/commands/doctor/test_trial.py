@@ -17,9 +17,9 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.choice import open_backend
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.memory.host_memory import HostMemory
-from safe_offload.worker.self_test import TorchRows
 from safe_offload.worker.transfers import Transfers
 from tests.commands.doctor.test_doctor import MODEL
 from tests.worker.copies.fake_device import CALLS, FakeGpu, FakeRows
