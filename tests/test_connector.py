@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from safe_offload import compat
-from safe_offload.compat import KVConnectorRole, KVConnectorTransferResults
+from safe_offload.compat import engine_config
+from safe_offload.compat.base import KVConnectorRole, KVConnectorTransferResults
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
@@ -591,9 +591,11 @@ def test_ranks_that_hold_the_same_on_one_machine_keep_one_copy(
         prefill_context_parallel_size=context_ranks,
     )
     cache = SimpleNamespace(kv_tp_replicas=num_same)
-    assert compat.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
+    assert (
+        engine_config.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
+    )
 
 
 def test_a_vllm_that_does_not_tell_which_ranks_hold_the_same_has_a_copy_for_each():
     config = SimpleNamespace(parallel_config=SimpleNamespace())
-    assert compat.ranks_per_copy(config, SimpleNamespace()) == 1
+    assert engine_config.ranks_per_copy(config, SimpleNamespace()) == 1

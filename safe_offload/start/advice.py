@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import __version__, compat
+from safe_offload import __version__
+from safe_offload.compat import specs, versions, whole_blocks
 from safe_offload.config import other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
 from safe_offload.config.transfer_config import DEFAULT_KV_ROLE
@@ -38,7 +39,7 @@ def advise(
     """
     try:
         transfer_config = vllm_config.kv_transfer_config
-        compat.warn_if_untested()
+        versions.warn_if_untested()
         _advise_on_failures(transfer_config)
         _advise_on_role(transfer_config)
         extra = transfer_config.kv_connector_extra_config or {}
@@ -65,8 +66,8 @@ def _introduce(
     for a request of `max_model_len` in all groups.
     """
     max_model_len = vllm_config.model_config.max_model_len
-    num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
-    copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    num_requests = num_slots / specs.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    copy_bytes = num_slots * specs.block_bytes(kv_cache_config)
     num_sharing = config.ranks_per_copy
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     info = {
@@ -147,12 +148,12 @@ def _advise_on_pool(
 
     Lazy mode stores only what the GPU evicts, so there a pool smaller than the GPU's adds to it.
     """
-    block_bytes = compat.block_bytes(kv_cache_config)
+    block_bytes = specs.block_bytes(kv_cache_config)
 
     def blocks(count: int) -> str:
         return f"{count} blocks ({format_bytes(count * block_bytes)})"
 
-    num_request = compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
+    num_request = specs.num_blocks_of_longest_request(vllm_config, kv_cache_config)
     num_gpu = int(kv_cache_config.num_blocks) - 1  # vLLM keeps its null block
     larger = []
     if num_slots < num_request:
@@ -177,7 +178,7 @@ def _advise_on_pool(
 
 
 def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> None:
-    num_same = compat.num_replicas(kv_cache_config)
+    num_same = specs.num_replicas(kv_cache_config)
     if config.ranks_per_copy == 1 < num_same:
         logger.warning(
             "%d ranks hold the same KV cache, but each keeps its own copy: ranks share one only on "
@@ -188,7 +189,7 @@ def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> 
 
 
 def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    layout = compat.kv_cache_layout(vllm_config)
+    layout = whole_blocks.kv_cache_layout(vllm_config)
     if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
         logger.info(
             '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '

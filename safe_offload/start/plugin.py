@@ -23,11 +23,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from safe_offload.compat.media_ids import wrap_hashes, wrap_requests
+from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
-from safe_offload.media_ids import wrap_hashes, wrap_requests
 from safe_offload.start.checks import prepare_start, require_no_other_offloading
-from safe_offload.start.whole_blocks import wrap_worker
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"

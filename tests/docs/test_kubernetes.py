@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from safe_offload.compat import make_serve_parser
+from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
 from tests.kubernetes_api import VERSIONS, check, manifests
 from tests.prometheus_rule import ALERTS, RULE, rule

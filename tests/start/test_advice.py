@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import safe_offload
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from safe_offload.start import advice as start_advice
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
@@ -90,7 +90,7 @@ def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(said):
     settings = dataclasses.replace(settings, ranks_per_copy=4)
     info = start_advice.advise(config, cache, settings, 100)
     assert said == []
-    assert int(info["host_bytes_per_rank"]) == 100 * compat.block_bytes(cache) // 4
+    assert int(info["host_bytes_per_rank"]) == 100 * specs.block_bytes(cache) // 4
 
 
 def test_a_pool_of_the_gpus_size_is_not_small(said):
@@ -105,7 +105,7 @@ def test_a_pool_smaller_than_the_gpus_is_said_with_both_numbers(said):
     assert "the GPU's own pool has 100 blocks" in message
     assert "max_model_len" not in message
     assert "at least 100." in message
-    assert compat.block_bytes(cache) > 0
+    assert specs.block_bytes(cache) > 0
     assert " KiB)" in message
 
 
@@ -117,7 +117,7 @@ def test_in_lazy_mode_the_host_adds_to_the_gpu(said):
 def test_a_pool_smaller_than_the_longest_request_is_said_with_both_numbers(said):
     _, cache = advise(NUM_REQUEST - 1, lazy_offload=True)
     (message,) = said
-    size_mib = -(-NUM_REQUEST * 4 * compat.block_bytes(cache) // (1 << 20))
+    size_mib = -(-NUM_REQUEST * 4 * specs.block_bytes(cache) // (1 << 20))
     assert '"cpu_bytes_to_use" gives each rank 39 blocks' in message
     assert "max_model_len (640 tokens) needs 40 blocks" in message
     assert f'at least "{size_mib}MiB"' in message, "of all four ranks"
@@ -127,7 +127,7 @@ def test_a_sliding_window_needs_no_more_than_its_window(said):
     """Groups of a hybrid model are counted as vLLM counts them."""
     shape = EngineShape(groups=("full@16", "window:64@16"), num_blocks=101, max_model_len=640)
     config, cache = advise(100, shape, lazy_offload=True)
-    num_blocks = compat.num_blocks_of_longest_request(config, cache)
+    num_blocks = specs.num_blocks_of_longest_request(config, cache)
     assert NUM_REQUEST < num_blocks < 2 * NUM_REQUEST
     assert said == []
     advise(num_blocks - 1, shape, lazy_offload=True)
@@ -179,7 +179,7 @@ def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, ex
     assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
     assert "Each of 4 ranks keeps up to 80 slots" in line
     assert f"KV cache groups: {len(groups)}" in line
-    num_request = compat.num_blocks_of_longest_request(config, cache)
+    num_request = specs.num_blocks_of_longest_request(config, cache)
     assert f"about {int(80 / num_request * 640)} tokens" in line
 
 

@@ -17,8 +17,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from safe_offload import compat
 from safe_offload.commands.bench.tiny_models import write_tiny_model
+from safe_offload.compat import model_facts
 from safe_offload.tiers.namespace.engine_facts import (
     IGNORED,
     IGNORED_VARIABLES,
@@ -128,7 +128,7 @@ def other_than(value: Any) -> Any:
 
 
 def facts_of(config: Any) -> EngineFacts:
-    return engine_facts(config, compat.variable_names())
+    return engine_facts(config, model_facts.variable_names())
 
 
 def test_every_field_counts_or_is_in_the_list_with_its_reason(config: Any) -> None:

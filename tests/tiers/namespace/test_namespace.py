@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from safe_offload import compat
 from safe_offload.commands.bench.tiny_models import write_tiny_model
+from safe_offload.compat import model_facts, specs
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compat, "cache_root", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)
     return config
@@ -44,7 +44,7 @@ def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def geometry_of(kv_cache: Any) -> Any:
     size_bytes = kv_cache.kv_cache_tensors[0].size
-    return make_geometry(compat.segments(kv_cache), kv_cache.num_blocks, size_bytes)
+    return make_geometry(specs.segments(kv_cache), kv_cache.num_blocks, size_bytes)
 
 
 def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:

@@ -8,10 +8,15 @@ each other that looks like one. From then on an id tells what it is.
 Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CHOSEN: Final = "chosen:"
 _CONTENT: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
@@ -72,7 +77,19 @@ def wrap_requests(processor_class: Any) -> None:
     _wrap(processor_class, "process_inputs", wrap)
 
 
-def are_told(*classes: Any) -> bool:
+def tells_media_ids(vllm_config: VllmConfig) -> bool:
+    """Return whether ids of media in requests say what they are."""
+    if vllm_config.ec_transfer_config is not None:
+        return False
+    if not vllm_config.model_config.is_multimodal_model:
+        return False
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return _are_told(ProcessorInputs, InputProcessor)
+
+
+def _are_told(*classes: Any) -> bool:
     """Return whether the classes of vLLM are wrapped in this process, and so where requests come.
 
     All processes of an engine load the same plugins.
