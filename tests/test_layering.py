@@ -250,7 +250,7 @@ def test_settings_and_layout_do_without_torch_and_vllm():
 def test_what_vllm_loads_in_every_process_is_light():
     assert _loaded_elsewhere("start/plugin.py", "start/", "config/") == {
         *("__init__.py", "errors.py", "compat/__init__.py"),
-        *("compat/media_ids.py", "compat/whole_blocks.py"),
+        *("compat/media_ids.py", "compat/whole_blocks.py", "compat/wrapping.py"),
     }
     for name in _loaded_with("start/plugin.py"):
         imported = imports_of(name, with_types=False, with_functions=False)

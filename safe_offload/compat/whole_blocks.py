@@ -12,12 +12,13 @@ Source: vLLM 0.31 to 0.33, v1/attention/backends/utils.py, resolve_kv_cache_layo
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from safe_offload.compat.wrapping import wrap
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.transfer_config import ours_of
 
@@ -25,28 +26,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _GO_BY_STRIDES: Final = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
-_WRAPPED: Final = "_safe_offload_asks_for_whole_blocks"
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def wrap_worker(worker_class: Any) -> None:
     """Let vLLM's workers name layouts with blocks in one piece first, if a setting asks for it."""
-    if hasattr(worker_class, _WRAPPED):
-        return
-    original = worker_class.get_supported_kv_cache_layouts
 
-    @functools.wraps(original)
-    def get_supported_kv_cache_layouts(self: Any) -> list[str]:
-        layouts: list[str] = original(self)
-        try:
-            return _in_order(self.vllm_config, layouts)
-        except Exception:
-            logger.debug("The KV cache layout is left to vLLM", exc_info=True)
-            return layouts
+    def make(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+        def get_supported_kv_cache_layouts(self: Any) -> list[str]:
+            layouts = original(self)
+            try:
+                return _in_order(self.vllm_config, layouts)
+            except Exception:
+                logger.debug("The KV cache layout is left to vLLM", exc_info=True)
+                return layouts
 
-    worker_class.get_supported_kv_cache_layouts = get_supported_kv_cache_layouts
-    setattr(worker_class, _WRAPPED, True)
+        return get_supported_kv_cache_layouts
+
+    wrap(worker_class, "get_supported_kv_cache_layouts", make)
 
 
 def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:

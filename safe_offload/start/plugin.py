@@ -13,7 +13,6 @@ vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import logging
 import sys
@@ -25,6 +24,7 @@ from typing import Any, Final
 
 from safe_offload.compat.media_ids import wrap_hashes, wrap_requests
 from safe_offload.compat.whole_blocks import wrap_worker
+from safe_offload.compat.wrapping import is_wrapped, wrap
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
 from safe_offload.start.checks import prepare_start, require_no_other_offloading
@@ -39,7 +39,6 @@ _BUILT_BY_PYDANTIC: Final = (
     "__pydantic_validator__",
     "__pydantic_serializer__",
 )
-_WRAPPED_MARK: Final = "_safe_offload_checks"
 
 # Below vLLM's logger, which has the handlers.
 _logger = logging.getLogger(f"vllm.{__name__}")
@@ -155,17 +154,17 @@ def _wrap_kv_transfer_config() -> None:
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
-    original = KVTransferConfig.__post_init__
-    if getattr(original, _WRAPPED_MARK, False):
+    if is_wrapped(KVTransferConfig, "__post_init__"):
         return
 
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        _check(settle, self)
-        original(self, *args, **kwargs)
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            _check(settle, self)
+            original(self, *args, **kwargs)
 
-    setattr(post_init, _WRAPPED_MARK, True)
-    setattr(KVTransferConfig, "__post_init__", post_init)  # noqa: B010 (mypy refuses a method)
+        return post_init
+
+    wrap(KVTransferConfig, "__post_init__", make)
     _complete_what_is_written(KVTransferConfig)
 
 
@@ -242,19 +241,17 @@ def _wrap_engine_arguments() -> None:
     arguments = sys.modules.get(_ARGUMENTS_MODULE)
     if arguments is None:
         return
-    original = arguments.EngineArgs.create_engine_config
-    if getattr(original, _WRAPPED_MARK, False):
-        return
 
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check(require_no_other_offloading, self)
-        config = original(self, *args, **kwargs)
-        _check(prepare_start, config)
-        return config
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _check(require_no_other_offloading, self)
+            config = original(self, *args, **kwargs)
+            _check(prepare_start, config)
+            return config
 
-    setattr(create_engine_config, _WRAPPED_MARK, True)
-    arguments.EngineArgs.create_engine_config = create_engine_config
+        return create_engine_config
+
+    wrap(arguments.EngineArgs, "create_engine_config", make)
 
 
 def _vllm_version() -> str:
