@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 STORES_FACTOR = 4
-"""Stores wait to be copied up to so many times `max_inflight_bytes`; there are no more of them."""
+"""Stores that wait to be copied hold at most this many times `max_inflight_bytes`."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -418,9 +419,15 @@ def test_one_folder_knows_what_differs_between_versions():
     assert asking <= set(COMPAT)
 
 
-def test_a_folder_has_no_code_before_its_modules():
-    inits = [name for name in FILES if name.endswith("/__init__.py")]
-    assert [name for name in inits if len(tree_of(name).body) != 1] == []
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("/__init__.py")])
+def test_the_first_lines_of_a_folder_are_what_it_is_for_what_it_imports_and_its_door(name):
+    """And there is nothing else in its `__init__`."""
+    assert len(tree_of(name).body) == 1
+    purpose, rest = (ast.get_docstring(tree_of(name)) or "").split("\n\n")
+    assert purpose.endswith(".")
+    assert "import" in rest.lower()
+    assert re.search(r"Doors?: `", rest)
+    assert len(purpose.splitlines()) + len(rest.splitlines()) <= 3
 
 
 def test_attributes_that_some_versions_lack_are_asked_for_where_it_is_said():

@@ -43,7 +43,7 @@ def publishes_kv_events(vllm_config: VllmConfig) -> bool:
 def event_groups(
     kv_cache_config: KVCacheConfig, block_sizes: Sequence[int]
 ) -> tuple[EventGroup, ...]:
-    """Return what KV events say of each KV cache group, whose blocks have so many tokens."""
+    """Return what KV events say of each KV cache group; `block_sizes` in tokens."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return tuple(
         EventGroup(

@@ -3,7 +3,7 @@
 vLLM names a layout by its dimensions, the outermost first: in LBNHC each layer (L) has a region in
 which its blocks (B) follow one another, in BLNHC all layers of a block lie side by side. Workers
 tell which ones their attention backends can read, the preferred first, and vLLM takes the first
-that nobody objects to. So the wish goes there. A connector may also name a layout itself
+that all of them can read. So the wish goes there. A connector may also name a layout itself
 (`get_required_kvcache_layout`), but it is asked without being told which ones there are: vLLM warns
 of one that cannot be had, and MultiConnector refuses two.
 

@@ -116,7 +116,7 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
         else:
             problem = f"{size_bytes} bytes is too small{among}"
             if size_bytes < MIN_SIZE_BYTES and not isinstance(value, str):
-                # Whoever writes 64 means GiB: the unit is missing.
+                # 64 means GiB: the unit is missing.
                 units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
                 fix = f"a plain number is in bytes; write the unit that you mean, such as {units}"
         refuse(key, value, problem, allowed, fix)

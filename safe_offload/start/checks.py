@@ -67,7 +67,7 @@ def _has_tiers(written: Mapping[str, Any]) -> bool:
 
 
 def _settle_hashes(config: Any) -> None:
-    """Let vLLM's default algorithm, which nobody has to have written, be one that tiers can use.
+    """Replace vLLM's default algorithm, which need not be written, by one that tiers can use.
 
     Nothing has been hashed yet: the engine's own processes get this configuration.
     """
