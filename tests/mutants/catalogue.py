@@ -432,7 +432,7 @@ MUTANTS = (
     ),
     Mutant(
         "states that V2 moves early are forgotten",
-        "compat.py",
+        "compat/block_ids.py",
         "early_written_block_ids",
         "if state_group_ids: ...",
         "if False: ...",
