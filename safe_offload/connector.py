@@ -36,7 +36,7 @@ from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.tiers.reach import Reaches
+from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import Side
 from safe_offload.start.advice import advise
 from safe_offload.start.last_words import telling
@@ -153,8 +153,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=config.tiers,
             tells_media_ids=bool(config.tiers) and compat.tells_media_ids(vllm_config),
         )
-        reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
-        return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)
+        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
+        return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> Side:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.stores.policy import StorePolicy
-    from safe_offload.scheduler.tiers.reach import Reaches
+    from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -140,7 +140,7 @@ class Planner(Side):
         gpu: vLLM's blocks.
         options: see `PlannerOptions`.
         counters: what it does is counted here.
-        reaches: needed where there are tiers.
+        tiered_hits: needed where there are tiers.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Planner(Side):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
-        reaches: Reaches | None = None,
+        tiered_hits: TieredHits | None = None,
     ) -> None:
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
@@ -183,7 +183,7 @@ class Planner(Side):
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | None = None
-        if reaches is not None and options.tiers:
+        if tiered_hits is not None and options.tiers:
             what = TierOptions(
                 options.tiers,
                 num_ranks,
@@ -192,7 +192,7 @@ class Planner(Side):
                 tells_media_ids=options.tells_media_ids,
             )
             self.tiers = Tiers(
-                reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
+                tiered_hits, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
             )
         self.outdated = Outdated(gpu, has_states=hits.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
@@ -225,7 +225,7 @@ class Planner(Side):
         """Ask the tiers for a new request, while it waits for its turn."""
         assert self.tiers is not None
         if not (self._is_disabled or state.request.skip_reading_prefix_cache):
-            self.tiers.see(state)
+            self.tiers.lookups.see(state)
 
     def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
         """get_num_new_matched_tokens: report and lease the longest host hit (I1).
@@ -251,13 +251,13 @@ class Planner(Side):
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0
-        if self.tiers is not None and self.tiers.waits(state, num_computed_tokens, now_s):
+        if self.tiers is not None and self.tiers.lookups.waits(state, num_computed_tokens, now_s):
             return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
             self.policy.expect(num_computed_tokens + num_tokens)
             if self.tiers is not None:
-                self.tiers.matched(state)
+                self.tiers.lookups.matched(state)
         return num_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -282,7 +282,7 @@ class Planner(Side):
             state.move(Phase.RUNNING)
             self.policy.run(state)
         if self.tiers is not None:
-            self.tiers.scheduled(state, is_running=num_external_tokens <= 0)
+            self.tiers.lookups.scheduled(state, is_running=num_external_tokens <= 0)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
@@ -326,7 +326,7 @@ class Planner(Side):
             self.outdated.end(state)
             self.stores.end(state)
             if self.tiers is not None:
-                self.tiers.end(state)
+                self.tiers.lookups.end(state)
             if self.events is not None:
                 self.events.ended(state.request)
 
@@ -603,7 +603,7 @@ class Planner(Side):
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
             contained_errors=self._counters[Count.CONTAINED_ERRORS],
-            lookups=tiers.num_active if tiers is not None else 0,
+            lookups=tiers.lookups.num_active if tiers is not None else 0,
             fetches=len(tiers.fetches) if tiers is not None else 0,
             spills=len(tiers.spills) if tiers is not None else 0,
         )

@@ -42,6 +42,7 @@ _SHARING = "scheduler/loads/sharing.py"
 _SHARED, _TRANSFERS = "worker/memory/shared_memory.py", "worker/transfers.py"
 _BLOCKS = "scheduler/blocks.py"
 _TIERS, _LOOKUPS = "scheduler/tiers/tiers.py", "scheduler/tiers/lookups.py"
+_PROMOTIONS = "scheduler/tiers/promotions.py"
 _FETCHES, _SPILLS = "scheduler/tiers/fetches.py", "scheduler/tiers/spills.py"
 _RUNNER, _CIRCUIT = "worker/tier_runner.py", "tiers/circuit.py"
 _INQUIRY = "tiers/inquiry.py"
@@ -1310,8 +1311,8 @@ MUTANTS = (
     # ---- I9: a request waits for tiers at most its bound ----
     Mutant(
         "an answer to a probe is not acted on",
-        _TIERS,
-        "Tiers._settle_question",
+        _LOOKUPS,
+        "LookUps.answered",
         "self._want(lookup)",
         "pass",
         "I9",
@@ -1319,8 +1320,8 @@ MUTANTS = (
     ),
     Mutant(
         "a tier is waited for without end",
-        _TIERS,
-        "Tiers.waits",
+        _LOOKUPS,
+        "LookUps.waits",
         "if lookup.waited_s + lookup.last_gap_s < self._wait_limit_s(lookup): ...",
         "if True: ...",
         "I9",
@@ -1337,30 +1338,31 @@ MUTANTS = (
     ),
     Mutant(
         "what did not come is waited for",
-        _TIERS,
-        "Tiers._settle_fetch",
-        "if lookup.stage is Stage.FETCHING and lookup.has_arrived: ...",
+        _LOOKUPS,
+        "LookUps.fetched",
+        "if lookup.state is State.FETCHING and lookup.has_arrived: ...",
         "if False: ...",
         "I9",
         tests=("tests/scheduler/tiers/test_tiers.py", "-k", "waited_for_behind_a_gap"),
     ),
     Mutant(
-        "a leg lacks the window at its end",
-        "scheduler/tiers/reach.py",
-        "Reaches.legs",
-        "legs.append(Leg(last_end, _unseen(nearer.far, seen)))",
-        "legs.append(Leg(last_end, _unseen([b for b in nearer.far if b in reach.far], seen)))",
+        "a stage of a fetch lacks the window at its end",
+        "scheduler/tiers/tiered_hits.py",
+        "TieredHits.stages",
+        "stages.append(Stage(last_end, _unseen(nearer.blocks, seen)))",
+        "blocks = [b for b in nearer.blocks if b in hit.blocks]\n"
+        "stages.append(Stage(last_end, _unseen(blocks, seen)))",
         "I9",
         tests=("tests/scheduler/tiers/test_tiers.py", "-k", "parts_that_can_be_hit"),
     ),
     Mutant(
-        "others' legs count as its own",
-        _TIERS,
-        "Tiers._fetch",
+        "others' stages count as its own",
+        _PROMOTIONS,
+        "Promotions._fetch",
         "if shared and not self._hits.is_plain: ...",
         "if False: ...",
         "I9",
-        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "legs_of_others"),
+        tests=("tests/scheduler/tiers/test_tiers.py", "-k", "stages_of_others"),
     ),
     Mutant(
         "a tier that hangs is waited for although another has something",
@@ -1418,9 +1420,9 @@ MUTANTS = (
     ),
     Mutant(
         "room is waited for in a pool that has none for any fetch",
-        _TIERS,
-        "Tiers._decide_on",
-        "room or not self.fetches.has_share",
+        _PROMOTIONS,
+        "Promotions._begin_for",
+        "room or not self._fetches.has_share",
         "room",
         "I9",
         ("swarm",),
@@ -1465,9 +1467,9 @@ MUTANTS = (
     ),
     Mutant(
         "after a reset the namespace stays as it is",
-        _TIERS,
-        "Tiers.reset",
-        "self.word = self._options.new_word()",
+        "scheduler/tiers/generation.py",
+        "Generation.reset",
+        "self.name = self._new_word()",
         "pass",
         "I10",
         ("tiers",),
@@ -1576,7 +1578,7 @@ MUTANTS = (
     Mutant(
         "the slots of a fetch are free when its request has gone",
         _FETCHES,
-        "Fetches.let_go",
+        "Fetches.release",
         "if not (fetch.users or fetch.ranks_left): ...",
         "if not fetch.users: ...",
         "I5",
@@ -1602,9 +1604,9 @@ MUTANTS = (
     ),
     Mutant(
         "what was fetched stays leased",
-        _TIERS,
-        "Tiers._let_go",
-        "self.fetches.let_go(lookup.fetches, lookup.state)",
+        _LOOKUPS,
+        "LookUps._release",
+        "self._fetches.release(lookup.fetches, lookup.user)",
         "pass",
         "I8",
         ("tiers",),

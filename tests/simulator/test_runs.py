@@ -12,7 +12,7 @@ import pytest
 from safe_offload.scheduler.loads.cost import TierCosts
 from safe_offload.scheduler.pending import Store
 from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.reach import Leg, Reaches
+from safe_offload.scheduler.tiers.tiered_hits import Stage, TieredHits
 from tests.counts import num_failed
 from tests.simulator.earnings import Earned
 from tests.simulator.floors import FLOOR_SEEDS, FLOORS
@@ -96,20 +96,20 @@ def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch: pytest.Monke
     assert "in group 1" in finding.detail
 
 
-def test_fetches_in_legs_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_in_stages_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator's tiers bring nothing too late for one leg unless it is said so."""
-    num_legs = []
-    find_legs = Reaches.legs
+    num_stages = []
+    find_stages = TieredHits.stages
 
-    def legs(*args: Any) -> list[Leg]:
-        found = find_legs(*args)
-        num_legs.append(len(found))
+    def stages(*args: Any) -> list[Stage]:
+        found = find_stages(*args)
+        num_stages.append(len(found))
         return found
 
     monkeypatch.setattr(TierCosts, "is_soon", lambda *_: False)
-    monkeypatch.setattr(Reaches, "legs", legs)
+    monkeypatch.setattr(TieredHits, "stages", stages)
     assert not findings_of(PROFILES["tiers-hybrid-lazy"], SEEDS)
-    assert max(num_legs) > 2
+    assert max(num_stages) > 2
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from safe_offload.scheduler.tiers.tiers import Tiers
+from safe_offload.scheduler.tiers.generation import Generation
 from safe_offload.tiers.base import Name, Result
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
@@ -320,9 +320,7 @@ def test_what_an_engine_with_other_weights_has_written_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a reset of one engine the other one would find what it writes from then on."""
-    monkeypatch.setattr(
-        "safe_offload.scheduler.tiers.tiers.Tiers.reset", lambda tiers, **_: Tiers.stop(tiers)
-    )
+    monkeypatch.setattr(Generation, "reset", lambda *_, **__: None)
     findings = findings_of(shared_profile(num_resets=8), range(6))
     assert findings
     assert all(f.promise == "I10" and "before a reset" in f.detail for f in findings), findings

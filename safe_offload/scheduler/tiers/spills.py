@@ -90,7 +90,8 @@ class Spills:
     def __repr__(self) -> str:
         return f"Spills({len(self._queue)} wait, {len(self._in_flight)} in flight)"
 
-    # ---- what to spill -------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._in_flight)
 
     def stored(self, store: Store) -> None:
         """A store that every rank has reported is about to be published."""
@@ -138,16 +139,14 @@ class Spills:
             elif origin:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
-    # ---- a step is planned ---------------------------------------------------------------------
-
-    def plan(self, word: str) -> tuple[TierTransfer, ...]:
+    def plan(self, generation: str) -> tuple[TierTransfer, ...]:
         """Return what is spilled from this step on.
 
         While one spill is under way another is begun only if it is of full size, so that there are
         few of them.
 
         Args:
-            word: see `TierTransfer`.
+            generation: see `Generation`.
         """
         num_under_way = len(self._in_flight)
         if num_under_way >= IN_FLIGHT_MAX:
@@ -156,13 +155,13 @@ class Spills:
             self._look_ahead()
         if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
             return ()
-        spill = self._make(word)
+        spill = self._make(generation)
         if spill is None:
             return ()
         self._new.append(spill)
         return (spill.message,)
 
-    def _make(self, word: str) -> TierPending | None:
+    def _make(self, generation: str) -> TierPending | None:
         """Lease the first blocks of the queue that the host still has."""
         queue, find = self._queue, self._directory.find
         slots: list[int] = []
@@ -182,14 +181,12 @@ class Spills:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
         if not slots:
             return None
-        transfer_id = next(self._transfer_ids)
+        transfer_id, known = next(self._transfer_ids), bytes(origins) if any(origins) else b""
         keys = Keys(bytes(group_ids), tuple(hashes))
         return TierPending(
             transfer_id=transfer_id,
             ranks_left=set(range(self._num_ranks)),
-            message=TierTransfer(
-                transfer_id, keys, ids_of(slots), word, bytes(origins) if any(origins) else b""
-            ),
+            message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
             lease=self._leases.hold(LeaseKind.SPILL, slots),
             missing=set(),
         )
@@ -199,8 +196,6 @@ class Spills:
         self._in_flight.update((spill.transfer_id, spill) for spill in self._new)
         self._new = []
 
-    # ---- the workers have reported -------------------------------------------------------------
-
     def get(self, transfer_id: int) -> TierPending | None:
         """Return the spill of that id, if it is in flight."""
         return self._in_flight.get(transfer_id)
@@ -208,19 +203,16 @@ class Spills:
     def settle(self, spill: TierPending) -> None:
         """Every rank has reported a spill, and reads its slots no more."""
         del self._in_flight[spill.transfer_id]
-        slots = spill.lease.slots
-        num_blocks = len(slots)
+        slots, counters = spill.lease.slots, self._counters
+        written = set(range(len(slots))).difference(spill.missing)
         if spill.failure is not None:
-            self._counters[FAILED_SPILLS[spill.failure]] += 1
-            num_missing = num_blocks
-            num_kept = 0
-        else:
-            num_missing = sum(place < num_blocks for place in spill.missing)
-            kept = [place for place, origin in enumerate(spill.message.origins) if origin]
-            num_kept = len(set(kept).difference(spill.missing))
-        self._counters[Count.KEPT_BLOCKS] += num_kept
-        self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing - num_kept
-        self._counters[Count.DROPPED_SPILLS_REFUSED] += num_missing
+            counters[FAILED_SPILLS[spill.failure]] += 1
+            written.clear()
+        origins = spill.message.origins or bytes(len(slots))
+        num_kept = sum(origins[place] > 0 for place in written)
+        counters[Count.KEPT_BLOCKS] += num_kept
+        counters[Count.SPILLED_BLOCKS] += len(written) - num_kept
+        counters[Count.DROPPED_SPILLS_REFUSED] += len(slots) - len(written)
         if self.evicted_only:
             # What tiers would not take is not offered again as long as the host has it.
             hashes = self._directory.hashes
@@ -228,8 +220,6 @@ class Spills:
             spill.lease.put_back()
         else:
             spill.lease.release()
-
-    # ---- what went wrong -----------------------------------------------------------------------
 
     def forget(self) -> None:
         """Spill nothing of what waits; what is in flight goes on."""
@@ -247,12 +237,7 @@ class Spills:
         """Of the spills in flight."""
         return [spill.lease for spill in self._in_flight.values()]
 
-    # ---- the rest ------------------------------------------------------------------------------
-
     @property
     def is_waiting(self) -> bool:
         """Whether blocks wait for a spill that a plan can name."""
         return bool(self._queue) and not self._in_flight
-
-    def __len__(self) -> int:
-        return len(self._in_flight)

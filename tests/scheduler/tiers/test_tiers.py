@@ -446,10 +446,10 @@ def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
     make_tiers: MakeTierRig, package_log: list[Any]
 ) -> None:
     rig = make_warm(make_tiers)
-    words = [rig.planner.tiers.word]
+    words = [rig.planner.tiers.generation.name]
     for _ in range(2):
         assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-        words.append(rig.planner.tiers.word)
+        words.append(rig.planner.tiers.generation.name)
     assert words[0] == ""
     assert len(set(words)) == 3
     told = [r.getMessage() for r in package_log if "model_version" in r.getMessage()]
@@ -473,11 +473,11 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    word = rig.planner.tiers.word
+    word = rig.planner.tiers.generation.name
     assert len(word) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.word == word, "a model_version is for this word too"
+    assert rig.planner.tiers.generation.name == word, "a model_version is for this word too"
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
     assert len(told) == 1
     rig.check_idle()
@@ -491,10 +491,10 @@ def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
     rig = make_warm(make_tiers, tiers=tiers)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    word = rig.planner.tiers.word
+    word = rig.planner.tiers.generation.name
     assert word
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.word == word, "which the operator vouches for from then on"
+    assert rig.planner.tiers.generation.name == word, "which the operator vouches for from then on"
     rig.check_idle()
     assert [r for r in package_log if "a test says so" in r.getMessage()] == []
     rig.run_alone("b", prompt(rig, 1))
@@ -1036,24 +1036,18 @@ def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"),
+    "method",
     [
-        ("tiers", "see"),
-        ("tiers", "waits"),
-        ("tiers", "matched"),
-        ("tiers", "plan"),
-        ("tiers", "settle"),
-        ("tiers", "note"),
-        ("tiers", "sent"),
-        ("tiers", "end"),
-        ("tiers", "scheduled"),
+        *("plan", "sent", "note", "settle"),
+        *("lookups.see", "lookups.waits", "lookups.matched", "lookups.scheduled", "lookups.end"),
     ],
 )
 def test_an_error_in_any_part_is_contained(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, owner: str, method: str
+    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     rig = make_warm(make_tiers)
-    part = getattr(rig.planner, owner)
+    *path, method = method.split(".")
+    part = rig.planner.tiers.lookups if path else rig.planner.tiers
     call, calls = getattr(part, method), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -1242,10 +1236,10 @@ def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
         (0.02 * PREFIX_TOKENS, 0.0, True),
         (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
         (0.02 * PREFIX_TOKENS, 0.02 * PREFIX_TOKENS, False),  # the answer came late
-        (None, 0.0, False),  # nobody knows
+        (None, 0.0, False),  # not known
     ],
 )
-def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
+def test_a_fetch_for_a_hybrid_model_is_in_one_stage_only_if_it_is_sure_to_be_soon(
     make_tiers: MakeTierRig, fetch_s: float | None, probe_s: float, is_whole: bool
 ) -> None:
     rig = make_hybrid(make_tiers, fetch_s)
@@ -1255,20 +1249,20 @@ def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
     rig.step_until(lambda: rig.clock.now_s - asked_s >= probe_s, max_steps=1000)
     rig.tier.held = {"fetch"}
     rig.step_until(lambda: bool(rig.fetches))
-    assert (len(legs_of(rig)) == 1) == is_whole
+    assert (len(stages_of(rig)) == 1) == is_whole
     rig.tier.held.clear()
     rig.drain()
     rig.check_tokens("a", 4)
 
 
-def legs_of(rig: TierRig) -> dict[int, list[Any]]:
+def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
-    legs: dict[int, list[Any]] = {}
+    stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
         fetch = rig.planner.tiers.fetches.get(message.transfer_id)
         assert fetch is not None
-        legs.setdefault(fetch.first_token, []).append(message)
-    return legs
+        stages.setdefault(fetch.first_token, []).append(message)
+    return stages
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -1282,10 +1276,10 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: Mak
     window, full = ([group for group, _ in fetched].count(i) for i in range(2))
     assert full == NUM_BLOCKS
     assert 3 < window <= 3 + (NUM_BLOCKS + 3) // 2
-    *legs, last = legs_of(rig).items()
+    *stages, last = stages_of(rig).items()
     half = PREFIX_TOKENS // 2
-    assert (legs[0][0], last[0]) == (0, half)
-    rig.answer([fetch for _, fetches in legs for fetch in fetches])
+    assert (stages[0][0], last[0]) == (0, half)
+    rig.answer([fetch for _, fetches in stages for fetch in fetches])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
@@ -1298,28 +1292,28 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: Mak
 def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: MakeTierRig) -> None:
     rig = make_slow_hybrid(make_tiers)
     fetch_for(rig, "a")
-    legs = legs_of(rig)
-    first, second, *_ = legs.values()
+    stages = stages_of(rig)
+    first, second, *_ = stages.values()
     rig.tier.lost = {(0, second[0].keys.hashes[0])}
     rig.answer([*first, *second])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     rig.tier.held.clear()
     rig.drain()
-    assert rig.counts["hit_tokens"] == list(legs)[1]
+    assert rig.counts["hit_tokens"] == list(stages)[1]
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_the_legs_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
-    """Whoever joins a fetch has not asked what its legs need, so it waits for all or for little."""
+def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
+    """Who joins a fetch has not asked what its stages need, and waits for all or for little."""
     rig = make_slow_hybrid(make_tiers)
     rig.add("first", prompt(rig, 2))
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
     fetches = [rig.planner.tiers.fetches.get(message.transfer_id) for message in rig.fetches]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
-    *legs, _ = legs_of(rig).values()
-    assert legs
-    rig.answer([fetch for leg in legs for fetch in leg])
+    *stages, _ = stages_of(rig).values()
+    assert stages
+    rig.answer([fetch for stage in stages for fetch in stage])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
     rig.tier.held.clear()
