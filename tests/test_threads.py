@@ -76,7 +76,7 @@ def test_a_system_that_does_not_tell_or_allow_is_no_error(monkeypatch, make_core
 SCRIPT = """
 import os, threading
 from safe_offload.worker.copies.base import Direction
-from safe_offload.worker.threads import DirectionThreads, on_other_cores
+from safe_offload.threads import DirectionThreads, on_other_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 ask = lambda: os.sched_getaffinity(0)
 bound = DirectionThreads("bound")

@@ -53,17 +53,17 @@ bridge.attach(Opened(transfers, subject.backend, ALONE, subject.storage))
 
 def copy(transfer_id, kind, start):
     copied = Transfer(transfer_id, ids_of([1]), ids_of([1]))
-    bridge.begin(StepPlan(**{kind: (copied,)}))
+    bridge.bind_connector_metadata(StepPlan(**{kind: (copied,)}))
     start()
     outcomes = ()
     while not outcomes:
         time.sleep(0.001)
-        report = bridge.report()
+        report = bridge.build_connector_worker_meta()
         outcomes = report.outcomes if report is not None else ()
     print("failed:", outcomes[0].failure)
 
-copy(1, "loads", bridge.start_loads)
-copy(2, "stores_after_forward", bridge.start_stores)
+copy(1, "loads", bridge.start_load_kv)
+copy(2, "stores_after_forward", bridge.wait_for_save)
 bridge.shutdown()
 print("alive")
 """

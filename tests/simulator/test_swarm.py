@@ -182,7 +182,7 @@ def test_faults_and_aborts_stop_with_the_last_request() -> None:
 
 
 def test_an_engine_that_never_goes_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "has_work", True)
+    monkeypatch.setattr(Planner, "has_pending_push_work", lambda planner: True)
     with pytest.raises(Finding, match="I7: not settled"):
         go(SETTLES, 0)
 
@@ -203,7 +203,7 @@ def test_a_copy_that_goes_on_standing_still_is_found(monkeypatch: pytest.MonkeyP
 def test_the_bound_holds_without_faults_in_named_profiles_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Planner, "has_work", True)
+    monkeypatch.setattr(Planner, "has_pending_push_work", lambda planner: True)
     plain = PROFILES["plain"]
     with pytest.raises(Finding, match="I7: not settled"):
         go(replace(plain, shape=replace(plain.shape, num_blocks=400)), 0)

@@ -91,7 +91,7 @@ class Recorder:
         _note_calls(Transfers, "submit", submitted)
         _note_calls(CpuBackend, "issue", issued)
         _note_calls(GpuBackend, "issue", issued)
-        _note_calls(WorkerBridge, "report", reported)
+        _note_calls(WorkerBridge, "build_connector_worker_meta", reported)
 
     def take(self) -> dict[str, Any]:
         """See `WorkerProbe.take_probe`."""
