@@ -15,11 +15,11 @@ from tests.digests import digest_of
 from tests.simulator import trace
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("all-faults", "swarm", "mamba-gpu", "hybrid-gpu", "foreign-ids")
+PROFILES = ("all-faults", "swarm", "mamba-gpu", "foreign-ids")
 
 
 def _in_another_process() -> str:
-    options = ["--profile", ",".join(PROFILES), "--seeds", "2", "--no-counts", "--processes", "1"]
+    options = ["--profile", ",".join(PROFILES), "--seeds", "1", "--no-counts", "--processes", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.digests", *options],
         env={"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"},
@@ -35,7 +35,7 @@ def _in_another_process() -> str:
 @pytest.mark.slow
 def test_digests_are_equal_in_every_process() -> None:
     lines = _in_another_process().splitlines()[1:]
-    assert lines == [digest_of(profile, range(2)) for profile in PROFILES]
+    assert lines == [digest_of(profile, range(1)) for profile in PROFILES]
     assert all(re.fullmatch(r"\S+ +[0-9a-f]{16} counted [0-9a-f]{8}", line) for line in lines)
 
 
