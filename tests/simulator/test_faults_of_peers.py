@@ -354,5 +354,4 @@ def test_l5_a_reset_under_stores_in_flight_raises_with_simple_cpu_offload() -> N
 
 
 def abort(engine: PeerEngine, request_id: str) -> None:
-    """The client has gone."""
     engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
