@@ -37,9 +37,7 @@ def engines() -> Iterator[Engines]:
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(engines, groups):
     engine = engines.make(groups=groups)
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
@@ -64,9 +62,7 @@ def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(engines, groups):
     engine = engines.make(groups=groups)
     prompt = random_prompt(41, 1)
     hold_copies(engine, True)
@@ -86,7 +82,7 @@ def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(
     check_idle(engine)
 
 
-def test_h4_a_load_that_failed_is_not_offered_again(engines: Engines) -> None:
+def test_h4_a_load_that_failed_is_not_offered_again(engines):
     engine = engines.make()
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
@@ -117,9 +113,7 @@ def failed(report: Any) -> Any:
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(engines, groups):
     """Prompts that end at, before and behind every boundary of blocks and windows."""
     engine = engines.make(groups=groups)
     prompt = random_prompt(60, 1)
@@ -133,7 +127,7 @@ def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(
     check_idle(engine)
 
 
-def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines: Engines) -> None:
+def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines):
     engine = engines.make()
     offered = watch_matches(engine)
     hold_copies(engine, True)
@@ -149,9 +143,7 @@ def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines: Eng
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(engines, groups):
     engine = engines.make(groups=groups)
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
@@ -165,9 +157,7 @@ def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(engines, groups):
     engine = engines.make(groups=groups)
     hold_copies(engine, True)
     engine.add("a", random_prompt(41, 1), 8)
@@ -186,9 +176,7 @@ def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
     check_idle(engine)
 
 
-def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(engines, monkeypatch):
     """It has an equal hash again when the next step is planned."""
     engine = engines.make(groups=("full",) * 2, num_blocks=11, is_zeroed=True, has_streams=True)
     zero = Device.zero
@@ -213,9 +201,7 @@ def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(
     check_idle(engine)
 
 
-def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
-    engines: Engines,
-) -> None:
+def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(engines):
     engine = engines.make(num_blocks=26, has_streams=True, extra={"transfer_timeout_s": 2})
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
@@ -233,7 +219,7 @@ def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
     check_idle(engine)
 
 
-def test_p2_with_draft_tokens_prompts_are_hit(engines: Engines) -> None:
+def test_p2_with_draft_tokens_prompts_are_hit(engines):
     engine = engines.make(num_draft_tokens=2)
     run_alone(engine, "a", random_prompt(41, 1), 4)
     forget_gpu_cache(engine)

@@ -48,8 +48,8 @@ def engines() -> Iterator[Engines]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
-    engines: Engines, groups: tuple[str, ...], num_ranks: int, is_async: bool
-) -> None:
+    engines, groups, num_ranks, is_async
+):
     engine = engines.make(groups=groups, tensor_ranks=num_ranks, is_async=is_async)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
@@ -64,7 +64,7 @@ def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
     check_idle(engine)
 
 
-def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(engines: Engines) -> None:
+def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(engines):
     engine = engines.make(num_blocks=26, num_slots=30, max_batched_tokens=64)
     prompt = random_prompt(65, 1)
     run_alone(engine, "a", prompt)
@@ -85,9 +85,7 @@ def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(engines:
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(engines, groups):
     engine = engines.make(groups=groups, copy_ticks_max=6)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
@@ -113,14 +111,8 @@ def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
 @pytest.mark.parametrize("max_batched_tokens", [24, 2048])
 @pytest.mark.parametrize(("groups", "num_tokens"), [(PLAIN, 496), (HYBRID, 248)])
 def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_connector(
-    engines: Engines,
-    groups: tuple[str, ...],
-    num_tokens: int,
-    max_batched_tokens: int,
-    num_held_steps: int,
-    num_ranks: int,
-    has_streams: bool,
-) -> None:
+    engines, groups, num_tokens, max_batched_tokens, num_held_steps, num_ranks, has_streams
+):
     what = {
         "groups": groups,
         "num_blocks": 201,
@@ -170,8 +162,8 @@ KINDS = {
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_43226_the_scheduler_is_never_told_of_requests_that(
-    engines: Engines, kind: str, where: str, num_ranks: int, liars: int, is_async: bool
-) -> None:
+    engines, kind, where, num_ranks, liars, is_async
+):
     engine = engines.make(tensor_ranks=num_ranks, is_async=is_async, num_blocks=60, num_slots=90)
     prompts = [random_prompt(41, seed) for seed in range(3)]
     run_alone(engine, "first", prompts[0])
@@ -236,8 +228,8 @@ def gpu_references(engine: EngineCore) -> list[int]:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
-    engines: Engines, groups: tuple[str, ...], is_async: bool, num_ranks: int, num_times: int
-) -> None:
+    engines, groups, is_async, num_ranks, num_times
+):
     engine = engines.make(groups=groups, is_async=is_async, tensor_ranks=num_ranks, num_blocks=60)
     answers = finish_n_times(engine, num_times)
     aborted = []
@@ -274,8 +266,8 @@ def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
 @pytest.mark.parametrize("num_steps", range(9))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_dynamo_6681_finishing_twice_is_the_same_as_once_in_every_state(
-    engines: Engines, is_async: bool, num_steps: int
-) -> None:
+    engines, is_async, num_steps
+):
     """Waiting, matched, loading, running and stopped requests are aborted, each hook twice."""
     engine = engines.make(is_async=is_async, num_blocks=24, max_batched_tokens=16)
     prompt = random_prompt(41, 1)
@@ -309,8 +301,8 @@ def test_dynamo_6681_finishing_twice_is_the_same_as_once_in_every_state(
 @pytest.mark.parametrize("left", [0, 3])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
-    engines: Engines, groups: tuple[str, ...], left: int
-) -> None:
+    engines, groups, left
+):
     engine = engines.make(groups=groups, num_slots=60)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
@@ -335,8 +327,8 @@ def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_while_a_step_is_planned_make_a_smaller_grant(
-    engines: Engines, groups: tuple[str, ...], is_async: bool
-) -> None:
+    engines, groups, is_async
+):
     engine = engines.make(groups=groups, num_slots=60, is_async=is_async)
     other = OtherEngine(engine, left=2)
     with contested(engine, other):

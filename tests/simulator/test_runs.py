@@ -66,14 +66,14 @@ def run_checked(profile: str, seed: int) -> Result:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_no_promise_is_broken_and_enough_is_earned(profile: str) -> None:
+def test_no_promise_is_broken_and_enough_is_earned(profile):
     earned = Earned()
     for seed in SEEDS[profile]:
         earned += run_checked(profile, seed).earned
     assert earned.what_is_below(FLOORS[profile]) == ""
 
 
-def test_every_profile_must_store_load_and_hit() -> None:
+def test_every_profile_must_store_load_and_hit():
     assert set(FLOORS) == set(NAMES)
     for profile, floor in FLOORS.items():
         nothing = Earned(blocks_computed=1, loads=1, tokens_missing=1)
@@ -81,7 +81,7 @@ def test_every_profile_must_store_load_and_hit() -> None:
         assert nothing.what_is_below(floor).count("0.00 of at least") == num_shares, profile
 
 
-def test_a_connector_that_stores_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_that_stores_nothing_is_seen(monkeypatch):
     """No promise is broken by it."""
     monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
     monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
@@ -94,7 +94,7 @@ def test_a_connector_that_stores_nothing_is_seen(monkeypatch: pytest.MonkeyPatch
     not hits_overwritten_states(PROFILES["mamba-gpu"].shape),
     reason="only vLLM 0.31 caches a Mamba state again in the block that decoding writes over",
 )
-def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch):
     """A connector that stores nothing has no part in it."""
     monkeypatch.setattr(Stores, "add", lambda *args, **kwargs: 0)
     monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
@@ -103,7 +103,7 @@ def test_vllm_itself_hits_states_that_were_overwritten(monkeypatch: pytest.Monke
     assert "in group 1" in finding.detail
 
 
-def test_fetches_in_stages_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_in_stages_break_no_promise(monkeypatch):
     """The simulator's tiers bring nothing too late for one stage unless it is said so."""
     num_stages = []
     find_stages = TieredHits.stages
@@ -120,12 +120,12 @@ def test_fetches_in_stages_break_no_promise(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
-def test_a_seed_that_broke_a_promise_once_keeps_it(name: str) -> None:
+def test_a_seed_that_broke_a_promise_once_keeps_it(name):
     profile, seed = REGRESSIONS[name]
     assert run(profile, seed).finding is None
 
 
-def test_every_kind_of_event_happens() -> None:
+def test_every_kind_of_event_happens():
     totals: Counter[str] = Counter()
     for profile, seeds in SEEDS.items():
         for seed in seeds:
@@ -153,7 +153,7 @@ def test_every_kind_of_event_happens() -> None:
     assert totals["contained_errors"] == 0
 
 
-def test_bits_that_flip_are_read_if_nobody_compares() -> None:
+def test_bits_that_flip_are_read_if_nobody_compares():
     """What the profile `flips` would be worth if its checker saw nothing."""
     flips = PROFILES["flips"]
     shape = replace(flips.shape, extra={"verify": "off"})
@@ -162,7 +162,7 @@ def test_bits_that_flip_are_read_if_nobody_compares() -> None:
     assert all(f.promise == "I6" and "reads at" in f.detail for f in findings)
 
 
-def test_leaving_an_event_out_leaves_the_others_as_they_are() -> None:
+def test_leaving_an_event_out_leaves_the_others_as_they_are():
     events = make_events(PROFILES["all-faults"], 3)
     names = [event.name for event in events]
     assert len(set(names)) == len(names)
@@ -170,13 +170,13 @@ def test_leaving_an_event_out_leaves_the_others_as_they_are() -> None:
     assert without == events[1:]
 
 
-def test_every_profile_is_documented() -> None:
+def test_every_profile_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
     for name, profile in PROFILES.items():
         assert f"| `{name}` | {profile.about} |" in text
 
 
-def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch):
     monkeypatch.setattr(Store, "given_away", lambda _: False)
     failed = _first_failure("late-copies")
     small = shrink(failed, internal_checks=False, seconds_max=20.0)

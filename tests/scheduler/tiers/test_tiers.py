@@ -35,11 +35,12 @@ WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 
 
 @pytest.fixture
 def make_tiers() -> Iterator[MakeTierRig]:
-    """Engines with a tier; one made with the `tier` of another begins with what that has."""
+    """Make started engines with a tier; with the `tier` of another one, they have what that has."""
     rigs: list[TierRig] = []
 
     def make(**options: Any) -> TierRig:
         rigs.append(TierRig(**{"num_blocks": 60, **WIDE, **options}))
+        rigs[-1].start()
         return rigs[-1]
 
     yield make
@@ -56,12 +57,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_warm(make_tiers: MakeTierRig, **options: Any) -> TierRig:
     """An engine that has just been started, on a tier that has the prefix of `prompt`."""
     first = make_tiers(**options)
-    first.start()
     first.run_alone("warm", prompt(first, 0), max_tokens=1)
     first.drain()
     assert first.tier.objects
     second = make_tiers(tier=first.tier, **options)
-    second.start()
     second.counts.clear()
     return second
 
@@ -101,9 +100,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_another_engine_has_spilled_is_hit(
-    make_tiers: MakeTierRig, shape: dict[str, Any]
-) -> None:
+def test_what_another_engine_has_spilled_is_hit(make_tiers, shape):
     rig = make_warm(make_tiers, **shape)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     assert rig.counts["fetched_blocks"] == NUM_BLOCKS
@@ -125,12 +122,9 @@ HYBRIDS = [
 
 
 @pytest.mark.parametrize("groups", HYBRIDS, ids=str)
-def test_of_a_hybrid_model_comes_what_vllms_rules_need(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_of_a_hybrid_model_comes_what_vllms_rules_need(make_tiers, groups):
     """As many tokens as from the host; of windows and states not every block."""
     host = make_tiers(groups=groups, num_blocks=150)
-    host.start()
     host.run_alone("warm", prompt(host, 0), max_tokens=1)
     host.forget_gpu_cache()
     from_host = host.run_alone("a", prompt(host, 1))
@@ -141,7 +135,7 @@ def test_of_a_hybrid_model_comes_what_vllms_rules_need(
     rig.check_idle()
 
 
-def test_a_window_fetches_only_what_the_hit_needs(make_tiers: MakeTierRig) -> None:
+def test_a_window_fetches_only_what_the_hit_needs(make_tiers):
     rig = make_warm(make_tiers, groups=("window:10", "full"), num_blocks=150)
     rig.run_alone("a", prompt(rig, 1))
     (fetch,) = rig.fetches
@@ -167,7 +161,7 @@ def lose(rig: TierRig, block_hash: bytes, rank: int = 0) -> None:
         del rig.tier.objects[place]
 
 
-def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None:
+def test_of_what_is_there_the_first_part_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     lose(rig, keys_of(rig)[6])
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
@@ -175,7 +169,7 @@ def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None
     rig.check_idle()
 
 
-def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -> None:
+def test_a_request_with_another_salt_does_not_find_it(make_tiers):
     """`cache_salt` keeps tenants apart in tiers too: their blocks have other names."""
     rig = make_warm(make_tiers)
     stored = {place[3] for place in rig.tier.objects}
@@ -191,7 +185,7 @@ def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -
     rig.check_idle()
 
 
-def test_what_one_rank_lacks_nobody_has(make_tiers: MakeTierRig) -> None:
+def test_what_one_rank_lacks_nobody_has(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=3)
     hashes = keys_of(rig)
     lose(rig, hashes[7], rank=2)
@@ -202,9 +196,7 @@ def test_what_one_rank_lacks_nobody_has(make_tiers: MakeTierRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_what_was_there_and_does_not_come_is_computed(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_what_was_there_and_does_not_come_is_computed(make_tiers, groups):
     rig = make_warm(make_tiers, tensor_ranks=2, groups=groups, num_blocks=150)
     hashes = keys_of(rig)
     rig.tier.lost = {(0, hashes[4]), (1, hashes[7])}
@@ -215,7 +207,7 @@ def test_what_was_there_and_does_not_come_is_computed(
 
 
 @pytest.mark.parametrize("reason", [FailureReason.COPY_FAILED, FailureReason.TIMED_OUT])
-def test_a_fetch_that_fails_is_a_miss(make_tiers: MakeTierRig, reason: FailureReason) -> None:
+def test_a_fetch_that_fails_is_a_miss(make_tiers, reason):
     rig = make_warm(make_tiers)
     rig.tier.failure = reason
     assert rig.run_alone("a", prompt(rig, 1)) == 0
@@ -228,7 +220,7 @@ def test_a_fetch_that_fails_is_a_miss(make_tiers: MakeTierRig, reason: FailureRe
     rig.check_idle()
 
 
-def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
+def test_an_answer_of_the_wrong_length_is_none(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=2)
 
     def cut(report: StepReport) -> StepReport:
@@ -246,9 +238,7 @@ def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
 
 @pytest.mark.parametrize("kind", ["probe", "fetch"])
 @pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"groups": ("window:10", "full")}])
-def test_the_wait_is_bounded_whatever_never_comes(
-    make_tiers: MakeTierRig, kind: str, shape: dict[str, Any]
-) -> None:
+def test_the_wait_is_bounded_whatever_never_comes(make_tiers, kind, shape):
     """I9; what comes later is of use to the next."""
     rig = make_warm(make_tiers, **{"num_blocks": 150, **shape})
     rig.tier.held = {kind}
@@ -266,7 +256,7 @@ def test_the_wait_is_bounded_whatever_never_comes(
     rig.check_idle()
 
 
-def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:
+def test_others_go_on_while_one_waits(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"probe"}
     rig.add("a", prompt(rig, 1))
@@ -280,7 +270,7 @@ def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> None:
+def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
     fetch_for(rig, "a")
@@ -296,9 +286,7 @@ def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> 
     rig.check_idle()
 
 
-def test_pieces_of_large_blocks_have_fewer(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_large_blocks_have_fewer(make_tiers, monkeypatch):
     """So that a tier which is fast shows it before the free wait is over."""
     for num_pages, num_blocks in ((1, 1), (3, 3), (100, NUM_BLOCKS)):
         monkeypatch.setattr(
@@ -313,7 +301,7 @@ def test_pieces_of_large_blocks_have_fewer(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
+def test_nothing_is_waited_for_behind_a_gap(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.lost = {(0, keys_of(rig)[3])}
     rig.tier.held = {"fetch"}
@@ -335,9 +323,7 @@ def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(make_tiers, groups):
     rig = make_warm(make_tiers, groups=groups, num_blocks=150)
     names = [f"r{number}" for number in range(1, 9)]
     for number, name in enumerate(names, 1):
@@ -353,7 +339,7 @@ def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
     rig.check_idle()
 
 
-def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers: MakeTierRig) -> None:
+def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
     fetch_for(rig, "a")
@@ -393,9 +379,7 @@ def bring_to(rig: TierRig, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_an_abort_leaves_nothing_behind(
-    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
-) -> None:
+def test_an_abort_leaves_nothing_behind(make_tiers, moment, shape):
     rig = make_warm(make_tiers, **shape)
     bring_to(rig, moment)
     rig.abort("a")
@@ -417,9 +401,7 @@ def test_an_abort_leaves_nothing_behind(
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_after_a_reset_nothing_that_tiers_had_is_hit(
-    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
-) -> None:
+def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     rig = make_warm(make_tiers, **shape)
     bring_to(rig, moment)
     before = rig.counts["fetched_blocks"]
@@ -442,9 +424,7 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(
     rig.check_idle()
 
 
-def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(make_tiers, package_log):
     rig = make_warm(make_tiers)
     words = [rig.planner.tiers.generation.name]
     for _ in range(2):
@@ -456,7 +436,7 @@ def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
     assert len(told) == 1
 
 
-def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -> None:
+def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
     tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
     rig = make_warm(make_tiers, tiers=tiers)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -464,9 +444,7 @@ def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -
     rig.check_idle()
 
 
-def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package_log):
     """A rank says so when it has read the model's files: what is asked and written has a word."""
     tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
     rig = make_warm(make_tiers, tiers=tiers)
@@ -484,8 +462,8 @@ def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
 
 
 def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+    make_tiers, package_log
+):
     """It names those that the engine was started with."""
     tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
     rig = make_warm(make_tiers, tiers=tiers)
@@ -506,7 +484,7 @@ def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
 # ---- preemption --------------------------------------------------------------------------------
 
 
-def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers: MakeTierRig) -> None:
+def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"probe"}
     first_times = times_of_waiting(rig, "a")
@@ -532,7 +510,7 @@ def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers: MakeTierRi
     rig.check_idle()
 
 
-def test_what_a_preempted_request_fetches_is_hit(make_tiers: MakeTierRig) -> None:
+def test_what_a_preempted_request_fetches_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     request = rig.add("a", prompt(rig, 1), max_tokens=12)
     rig.step_until(lambda: request.num_output_tokens > 2)
@@ -550,7 +528,7 @@ def test_what_a_preempted_request_fetches_is_hit(make_tiers: MakeTierRig) -> Non
 # ---- the share of slots ------------------------------------------------------------------------
 
 
-def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers: MakeTierRig) -> None:
+def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers):
     """I11; `check_invariants` compares after every step."""
     rig = make_warm(make_tiers, num_slots=24)
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
@@ -558,19 +536,17 @@ def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers: MakeTie
     rig.check_idle()
 
 
-def test_of_a_hybrid_model_too(make_tiers: MakeTierRig) -> None:
+def test_of_a_hybrid_model_too(make_tiers):
     rig = make_warm(make_tiers, num_slots=40, groups=("window:10", "full"), num_blocks=150)
     assert 0 < rig.run_alone("a", prompt(rig, 1)) < PREFIX_TOKENS
     rig.check_idle()
 
 
-def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig) -> None:
+def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers):
     first = make_tiers()
-    first.start()
     for number in range(2):
         first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
     rig = make_tiers(tier=first.tier, num_slots=32)
-    rig.start()
     rig.counts.clear()
     rig.tier.held = {"fetch"}
     rig.add("a", rig.prompt(33, 0))
@@ -587,13 +563,11 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig
     rig.check_idle()
 
 
-def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTierRig) -> None:
+def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers):
     first = make_tiers()
-    first.start()
     for number in range(2):
         first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
     rig = make_tiers(tier=first.tier, num_slots=32, max_seqs=1)
-    rig.start()
     running = rig.add("long", rig.prompt(3, 9), max_tokens=40)
     rig.add("later", rig.prompt(33, 0))
     rig.step_until(lambda: rig.counts["fetched_blocks"] == 8)
@@ -615,7 +589,7 @@ def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTie
     rig.check_idle()
 
 
-def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers: MakeTierRig) -> None:
+def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers):
     rig = make_warm(make_tiers, num_slots=40)
     keys = keys_of(rig)
     head = prompt(rig, 1)[: 5 * BLOCK_TOKENS]
@@ -653,9 +627,8 @@ def spilled(rig: TierRig, rank: int = 0) -> set[bytes]:
     ],
     ids=str,
 )
-def test_all_that_is_stored_is_spilled_once(make_tiers: MakeTierRig, shape: dict[str, Any]) -> None:
+def test_all_that_is_stored_is_spilled_once(make_tiers, shape):
     rig = make_tiers(**shape)
-    rig.start()
     for number in range(4):
         rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=8)
     if "extra" in shape:
@@ -669,16 +642,15 @@ def test_all_that_is_stored_is_spilled_once(make_tiers: MakeTierRig, shape: dict
     rig.check_idle()
 
 
-def test_what_was_fetched_is_not_spilled_again(make_tiers: MakeTierRig) -> None:
+def test_what_was_fetched_is_not_spilled_again(make_tiers):
     rig = make_warm(make_tiers)
     rig.spills.clear()
     assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
     assert not [h for spill in rig.spills for h in spill.keys.hashes if h in set(keys_of(rig))]
 
 
-def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) -> None:
+def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
     rig = make_tiers(num_slots=64)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(12):
         rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
@@ -696,11 +668,8 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) 
     rig.check_idle()
 
 
-def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_tiers):
     rig = make_tiers(num_blocks=150)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(4):
         rig.add(f"r{number}", rig.prompt(PREFIX_TOKENS, number), max_tokens=1)
@@ -713,12 +682,10 @@ def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
     rig.check_idle()
 
 
-def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: MakeTierRig) -> None:
+def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers):
     """I10: its turn comes while a store of something else writes to it."""
     whole = make_tiers(num_slots=200)
-    whole.start()
     rig = make_tiers(num_slots=16)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(2):
         whole.run_alone(f"r{number}", rig.prompt(33, number), max_tokens=1)
@@ -738,9 +705,8 @@ def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: M
     assert all(rig.tier.objects[place] == whole.tier.objects[place] for place in same)
 
 
-def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers: MakeTierRig) -> None:
+def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
     rig = make_tiers()
-    rig.start()
     rig.tier.refused = True
     rig.run_alone("a", prompt(rig, 1))
     num_spills = len(rig.spills)
@@ -755,11 +721,8 @@ EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicte
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
-    make_tiers: MakeTierRig, policy: str
-) -> None:
+def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(make_tiers, policy):
     rig = make_tiers(num_slots=64, tiers=EVICTED, extra={"eviction_policy": policy})
-    rig.start()
     rig.run_alone("r0", rig.prompt(33, 0), max_tokens=1)
     assert not rig.spills, "there is room"
     rig.forget_gpu_cache()
@@ -781,17 +744,13 @@ def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(make_tiers, groups):
     first = make_tiers(groups=groups, num_blocks=150)
-    first.start()
     first.run_alone("warm", prompt(first, 0), max_tokens=1)
     first.drain()
     rig = make_tiers(
         tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
     )
-    rig.start()
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     fetched = set(keys_in(rig.fetches))
     assert len(fetched) == rig.counts["fetched_blocks"] > 0
@@ -837,9 +796,7 @@ def kept(rig: TierRig) -> set[bytes]:
 
 
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
-    make_tiers: MakeTierRig, shape: dict[str, Any]
-) -> None:
+def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(make_tiers, shape):
     rig = make_far(make_tiers, **shape)
     rig.tier.held = {"spill"}
     assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS, "before it is kept"
@@ -858,9 +815,7 @@ def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
     [((NEAR, FAR), 2), (KEEPING, 1), ((NEAR, replace(FAR, keep=True)), 2), (KEEPING, 0)],
     ids=["none keeps", "it is there", "the far one keeps", "it is gone"],
 )
-def test_what_no_nearer_tier_keeps_is_not_written_again(
-    make_tiers: MakeTierRig, tiers: tuple[TierConfig, ...], number: int
-) -> None:
+def test_what_no_nearer_tier_keeps_is_not_written_again(make_tiers, tiers, number):
     rig = make_far(make_tiers, tiers=tiers)
     rig.tier.number = number
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
@@ -870,9 +825,7 @@ def test_what_no_nearer_tier_keeps_is_not_written_again(
     assert rig.counts["kept_blocks"] == 0
 
 
-def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(make_tiers):
     rig = make_far(make_tiers, tiers=(*KEEPING, FAR))
     mixed = [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
     hashes = keys_of(rig)[:NUM_BLOCKS]
@@ -898,7 +851,7 @@ def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
     assert rig.counts["kept_blocks"] == 8
 
 
-def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRig) -> None:
+def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers):
     rig = make_far(make_tiers, num_slots=64)
     rig.tier.held = {"spill"}
     for number in range(3):  # two spills that do not end, and what waits behind them
@@ -913,9 +866,7 @@ def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRi
     assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
 
 
-def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(make_tiers):
     rig = make_far(make_tiers)
     rig.tier.held = {"spill"}
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
@@ -924,7 +875,7 @@ def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
     end_spills(rig)
 
 
-def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
+def test_after_a_reset_nothing_is_kept(make_tiers):
     rig = make_far(make_tiers)
     rig.tier.held = {"spill"}
     for number in range(4):
@@ -935,13 +886,10 @@ def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
     assert not kept(rig)
 
 
-def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers):
     evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
     rig = make_far(make_tiers, num_slots=64)
     rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
-    rig.start()
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     assert not rig.spills, "there is room"
     rig.forget_gpu_cache()
@@ -963,9 +911,7 @@ def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
 
 
 @pytest.mark.parametrize("kind", ["presences", "outcomes"])
-def test_a_rank_that_reports_twice_stands_in_for_no_other(
-    make_tiers: MakeTierRig, kind: str
-) -> None:
+def test_a_rank_that_reports_twice_stands_in_for_no_other(make_tiers, kind):
     rig = make_warm(make_tiers, tensor_ranks=2)
     hashes = keys_of(rig)
     lose(rig, hashes[2], rank=1)
@@ -981,9 +927,7 @@ def test_a_rank_that_reports_twice_stands_in_for_no_other(
     rig.check_idle()
 
 
-def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(make_tiers):
     rig = make_warm(make_tiers)
     strange = StepReport(
         (Outcome(0, 9999), Outcome(7, 9998, FailureReason.COPY_FAILED, (1, 2))),
@@ -997,7 +941,7 @@ def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(
     rig.check_idle()
 
 
-def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers: MakeTierRig) -> None:
+def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers):
     rig = make_warm(make_tiers)
 
     def beyond(report: StepReport) -> StepReport:
@@ -1015,7 +959,7 @@ def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers: MakeTierRig
 
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
-def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment: str) -> None:
+def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
     """I8: what a worker still writes to stays leased until it has reported."""
     rig = make_warm(make_tiers, tensor_ranks=2)
     bring_to(rig, moment)
@@ -1042,9 +986,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment
         *("lookups.see", "lookups.waits", "lookups.matched", "lookups.scheduled", "lookups.end"),
     ],
 )
-def test_an_error_in_any_part_is_contained(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)
     *path, method = method.split(".")
     part = rig.planner.tiers.lookups if path else rig.planner.tiers
@@ -1069,9 +1011,8 @@ def test_an_error_in_any_part_is_contained(
     rig.planner.check_invariants()
 
 
-def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTierRig) -> None:
+def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers):
     rig = make_tiers()
-    rig.start()
     rig.tier.failure = FailureReason.NOT_RUNNING
     rig.run_alone("a", prompt(rig, 1))
     rig.forget_gpu_cache()
@@ -1083,7 +1024,7 @@ def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTie
 # ---- an engine that rests ----------------------------------------------------------------------
 
 
-def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig) -> None:
+def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch", "spill"}
     fetch_for(rig, "a")
@@ -1097,7 +1038,7 @@ def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig)
     rig.check_idle()
 
 
-def test_nothing_is_asked_for_that_may_not_be_read(make_tiers: MakeTierRig) -> None:
+def test_nothing_is_asked_for_that_may_not_be_read(make_tiers):
     rig = make_warm(make_tiers)
     rig.kv_transfer_params = {"max_load_tokens": 0}
     assert rig.run_alone("a", prompt(rig, 1)) == 0
@@ -1110,7 +1051,7 @@ def test_nothing_is_asked_for_that_may_not_be_read(make_tiers: MakeTierRig) -> N
     rig.check_idle()
 
 
-def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig) -> None:
+def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers):
     rig = make_warm(make_tiers)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     rig.probes.clear()
@@ -1120,7 +1061,7 @@ def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig
     assert not rig.probes
 
 
-def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: MakeTierRig) -> None:
+def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers):
     rig = make_warm(make_tiers, max_seqs=1)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     rig.forget_gpu_cache()
@@ -1136,7 +1077,7 @@ def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: Mak
     rig.check_idle()
 
 
-def test_another_connectors_ids_pass_as_before(make_tiers: MakeTierRig) -> None:
+def test_another_connectors_ids_pass_as_before(make_tiers):
     """Beside MultiConnector: finished ids of strangers are dropped, not acted on."""
     rig = make_warm(make_tiers)
 
@@ -1164,7 +1105,7 @@ def make_measured(make_tiers: MakeTierRig, token_s: float, **options: Any) -> Ti
     return rig
 
 
-def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> None:
+def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers):
     for kind in ("probe", "fetch"):
         rig = make_measured(make_tiers, token_s=1.0)
         rig.tier.held = {kind}
@@ -1176,7 +1117,7 @@ def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> N
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: MakeTierRig) -> None:
+def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     rig.tier.held = {"fetch"}
     times = times_of_waiting(rig, "a")
@@ -1190,7 +1131,7 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: Ma
     assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
 
 
-def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> None:
+def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
     """Of 160 tokens the tier brings the first 32, the host has the others."""
     whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
     lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
@@ -1204,7 +1145,7 @@ def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> None:
+def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers):
     rig = make_hybrid(make_tiers, fetch_s=0.01)
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
@@ -1240,8 +1181,8 @@ def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
     ],
 )
 def test_a_fetch_for_a_hybrid_model_is_in_one_stage_only_if_it_is_sure_to_be_soon(
-    make_tiers: MakeTierRig, fetch_s: float | None, probe_s: float, is_whole: bool
-) -> None:
+    make_tiers, fetch_s, probe_s, is_whole
+):
     rig = make_hybrid(make_tiers, fetch_s)
     rig.tier.held = {"fetch", "probe"}
     rig.add("a", prompt(rig, 1))
@@ -1266,7 +1207,7 @@ def stages_of(rig: TierRig) -> dict[int, list[Any]]:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: MakeTierRig) -> None:
+def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers):
     """Each with its own window at its end; of the last part nothing comes."""
     rig = make_slow_hybrid(make_tiers)
     times = times_of_waiting(rig, "a")
@@ -1289,7 +1230,7 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: Mak
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: MakeTierRig) -> None:
+def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers):
     rig = make_slow_hybrid(make_tiers)
     fetch_for(rig, "a")
     stages = stages_of(rig)
@@ -1303,7 +1244,7 @@ def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: Mak
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
+def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     """Who joins a fetch has not asked what its stages need, and waits for all or for little."""
     rig = make_slow_hybrid(make_tiers)
     rig.add("first", prompt(rig, 2))
@@ -1320,7 +1261,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) 
     rig.drain()
 
 
-def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: MakeTierRig) -> None:
+def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001)
     for _ in range(8):
         rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
@@ -1329,7 +1270,7 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: Ma
     rig.check_idle()
 
 
-def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> None:
+def test_what_does_not_pay_is_tried_now_and_then(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     for _ in range(8):
         rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 100.0)
@@ -1341,7 +1282,7 @@ def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> Non
     rig.check_idle()
 
 
-def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers: MakeTierRig) -> None:
+def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers):
     """The tier has a little of a long prompt: all of it would have paid."""
     rig = make_measured(make_tiers, token_s=1.0, num_blocks=150)
     for num_slots in (4, 32, 64):
@@ -1355,7 +1296,7 @@ def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers: Mak
     rig.check_idle()
 
 
-def test_what_was_measured_is_told(make_tiers: MakeTierRig) -> None:
+def test_what_was_measured_is_told(make_tiers):
     rig = make_warm(make_tiers, **AUTO)
     gauges = rig.planner.gauges()
     assert gauges["fetch_bytes_per_second"] == gauges["fetch_latency_seconds"] == 0
