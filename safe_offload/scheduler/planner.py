@@ -496,7 +496,7 @@ class Planner(SchedulerSide):
 
     def _find(self, transfer_id: int) -> Store | Load | None:
         """Return the transfer of that id, if it is in flight."""
-        return self.stores.get(transfer_id) or self.loads.get(transfer_id)
+        return self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
 
     # ---- what went wrong -----------------------------------------------------------------------
 
