@@ -56,8 +56,8 @@ class LoadProgress:
 class Loads:
     """Hits, loads that are planned or in flight, and failures that vLLM has not been told.
 
-    Its state: the progress of each request, the loads, and the requests whose failure is to be
-    announced. Nothing else changes it.
+    Its state: the progress of each request, the loads, and the requests whose failure is still to
+    be announced. Nothing else changes it.
 
     Args:
         hits: where hits are found.
@@ -90,7 +90,7 @@ class Loads:
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
         self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
-        self._failures: list[RequestState] = []
+        self.unannounced: list[RequestState] = []
 
     def __repr__(self) -> str:
         return f"Loads({self.ledger!r})"
@@ -104,7 +104,7 @@ class Loads:
             Its tokens; None if a load of another request brings the first of them (see `sharing`).
         """
         request, progress = state.request, self.progress[state]
-        if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX:
+        if progress.must_compute:
             if progress.hit is not None:
                 self.drop_hit(state)
             return 0
@@ -245,7 +245,7 @@ class Loads:
             self._hits.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
-            self._failures.append(state)
+            self.unannounced.append(state)
         self.drop_hit(state)
         state.begin_load()
 
@@ -291,7 +291,7 @@ class Loads:
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
-        progress.must_compute = False
+        progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX
         if progress.wait.stuck_at >= 0:
             progress.wait.unstick()
 
@@ -318,7 +318,7 @@ class Loads:
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
         if state.owe_failure():
-            self._failures.append(state)
+            self.unannounced.append(state)
 
     # ---- plans and reports ---------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Loads:
     @property
     def failures(self) -> tuple[str, ...]:
         """Ids of requests whose load failed since the last `sent`."""
-        return tuple(state.request.request_id for state in self._failures)
+        return tuple(state.request.request_id for state in self.unannounced)
 
     def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
@@ -341,7 +341,7 @@ class Loads:
         """
         for load in self.ledger.sent():
             load.sent(now_s)
-        failures, self._failures = self._failures, []
+        failures, self.unannounced = self.unannounced, []
         for state in failures:
             state.end_load(has_failed=True)
             progress = self.progress[state]
@@ -358,12 +358,12 @@ class Loads:
         """
         new, gone = self.ledger.new, self.ledger.give_up()
         loading = {load.owner for load in self.ledger.in_flight.values()}
-        states = {*book, *(load.owner for load in gone), *loading, *self._failures}
+        states = {*book, *(load.owner for load in gone), *loading, *self.unannounced}
         for load in new:
             load.fail()
             load.end()
         waiting = {s for s in states if s.phase is Phase.LOADING or s.num_loads}
-        self._failures = list(waiting - loading)
+        self.unannounced = list(waiting - loading)
         for state in states:
             state.mend(int(state in loading or state in waiting))
 
@@ -381,7 +381,7 @@ class Loads:
                 self._counters[FAILED_LOADS[load.failure]] += 1
             # The same hit must not be offered again.
             self._hits.slots.forget(load.lease.slots)
-            self._failures.append(state)
+            self.unannounced.append(state)
             load.lease.release()
             return False
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
@@ -401,12 +401,6 @@ class Loads:
         return [*hits, *(load.lease for load in self.ledger.in_flight.values())]
 
     @property
-    def owners_of_new(self) -> list[RequestState]:
-        """The requests whose load begins in this step."""
-        new = self.ledger.new
-        return [load.owner for load in new] if new else []
-
-    @property
     def new_targets(self) -> set[int]:
         """GPU blocks of the loads that have begun since the last `sent`."""
         return {block_id for load in self.ledger.new for block_id in load.transfer.block_ids}
@@ -417,14 +411,9 @@ class Loads:
         return len(self._admission)
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is anything to tell the workers since the last `sent`."""
-        return bool(self.ledger.new or self._failures)
-
-    @property
     def has_work(self) -> bool:
         """Whether a load is planned or in flight, or a failure is to be announced."""
-        return bool(self.ledger.new or self.ledger.in_flight or self._failures)
+        return bool(self.ledger.new or self.ledger.in_flight or self.unannounced)
 
     def __len__(self) -> int:
         return len(self.ledger.in_flight)

@@ -23,6 +23,8 @@ from safe_offload.scheduler.pending import Ledger, Part, Store
 from safe_offload.scheduler.requests import Phase, RequestState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.loads.hits import HostHits
 
@@ -182,13 +184,15 @@ class Stores:
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(
-        self, early_written: Callable[[], Collection[int]]
+        self,
+        early_written: Callable[[SchedulerOutput], Collection[int]],
+        output: SchedulerOutput,
     ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
         """Turn what was added since the last `sent` into stores, and see which need a fence.
 
         Args:
             early_written: tells which blocks the workers write before they can honour a fence of
-                this step; a store that reads one of them fails instead.
+                a step; a store that reads one of them fails instead.
 
         Returns:
             The stores before the forward, those after it, and the ids of those that the writes of
@@ -218,7 +222,7 @@ class Stores:
                 after = (_transfer(store),)
         if fenced:
             self._counters[Count.FENCED_STORES] += len(fenced)
-            written = early_written()
+            written = early_written(output)
             for store in fenced:
                 if written and store.reads(written):
                     store.fail()

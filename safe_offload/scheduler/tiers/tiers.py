@@ -54,7 +54,7 @@ STUCK_FACTOR = 2
 """If so many times the time limit of a tier has passed without news of any transfer, an idle engine
 does not go on stepping for it."""
 
-NO_TIERS: dict[str, float] = {
+NO_GAUGES: dict[str, float] = {
     "fetches_in_flight": 0,
     "spills_in_flight": 0,
     **NOTHING_FETCHED,
@@ -110,6 +110,7 @@ class Tiers:
         options: see `TierOptions`.
 
     Attributes:
+        private_requests: those that have blocks which tiers are not given.
         has_to_plan: something has happened of which the next plan may have to tell.
         plan_again_s: when to plan all the same, to see what is stuck.
     """
@@ -141,6 +142,7 @@ class Tiers:
             tells_media_ids=options.tells_media_ids,
             vouches_for_adapters=bool(configs[0].model_version),
         )
+        self.private_requests = self.private.noted
         self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)
@@ -165,8 +167,11 @@ class Tiers:
 
     # ---- a request -----------------------------------------------------------------------------
 
-    def see(self, state: RequestState) -> None:
-        """A request is new, and may read: look it up while it waits for its turn."""
+    def see(self, state: RequestState, *, may_read: bool) -> None:
+        """A request is new; if it may read, look it up while it waits for its turn."""
+        self.private.see(state.request)
+        if not may_read:
+            return
         self._num_lookups += 1
         lookup = self._lookups[state] = LookUp(state, self._num_lookups)
         self._begin(lookup, self._gpu.num_cached_tokens(state.request))
@@ -309,6 +314,10 @@ class Tiers:
             self._let_go(lookup)
 
     # ---- a step is planned ---------------------------------------------------------------------
+
+    def note_private(self) -> None:
+        """Any block that is hashed by now may be stored in this step."""
+        self.private.note()
 
     def plan(self, now_s: float) -> TierMessages:
         """Return what this step tells the workers; `NO_MESSAGES` itself for nothing."""
