@@ -31,7 +31,7 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.events import KvEvents, make_events
+from safe_offload.scheduler.cache.events import NO_EVENTS, make_events
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
@@ -65,11 +65,11 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def guarded(self: SafeCPUOffloadConnector, *args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # the connector first
             try:
-                return hook(self, *args, **kwargs)
+                return hook(*args, **kwargs)
             except Exception as error:
-                self._contain(hook.__name__, error)
+                args[0]._contain(hook.__name__, error)
                 return default()
 
         return cast("Hook", guarded)
@@ -110,7 +110,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
-        self._events: KvEvents | None = None
+        self._events = NO_EVENTS
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()
@@ -303,11 +303,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""
-        return () if self._events is None else self._take_events(self._events)
+        return self._take_events() if self._events.is_pending else ()
 
     @contained(tuple)
-    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
-        return events.take()
+    def _take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
+from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import KvEvents
+    from safe_offload.scheduler.cache.events import NoEvents
 
 
 class Key(NamedTuple):
@@ -33,7 +34,7 @@ class Directory:
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
         num_groups: KV cache groups.
-        events: told what begins to be stored, can be found, and no longer can; None for nobody.
+        events: told what begins to be stored, can be found, and no longer can.
 
     Attributes:
         tables: for each group, slots by block hash: those that can be found, and those that are
@@ -44,7 +45,7 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
+    def __init__(self, num_slots: int, num_groups: int, events: NoEvents = NO_EVENTS) -> None:
         self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
@@ -82,15 +83,13 @@ class Directory:
             self._more_keys[slot] = free
             for key in free:
                 self.tables[key.group_idx][key.block_hash] = slot
-        if self.events is not None:
-            self.events.storing(self._keys_of(slots))
+        self.events.storing(self._keys_of(slots))
 
     def publish(self, slots: Sequence[int]) -> None:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
         self.version += 1
         self._being_stored.difference_update(slots)
-        if self.events is not None:
-            self.events.published(self._keys_of(slots))
+        self.events.published(self._keys_of(slots))
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
         """Return the slot that holds a block, if any."""
@@ -144,8 +143,7 @@ class Directory:
     def remove(self, slots: Sequence[int]) -> None:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
-        if self.events is not None:
-            self.events.removed(self._keys_of(slots))
+        self.events.removed(self._keys_of(slots))
         groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
         if len(tables) == 1:
             list(map(tables[0].pop, hashes))

@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.cache.leases import Lease, LeaseBook
     from safe_offload.scheduler.loads.cost import Costs
     from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.requests import RequestState
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 STUCK_FACTOR = 2
 """An idle engine steps for transfers until this many times the time limit of a tier has passed
 without news of any."""
 
-NO_TIERS: dict[str, float] = {
+NO_GAUGES: dict[str, float] = {
     "fetches_in_flight": 0,
     "spills_in_flight": 0,
     **NOTHING_FETCHED,
@@ -135,6 +136,10 @@ class Tiers:
         self.lookups = LookUps(hits, gpu, self.private, *found, max(waits_s))
         parts = self.lookups, self.fetches, self.costs, counters
         self._promotions = Promotions(tiered_hits, hits, leases, *parts, waits_s)
+        # What vLLM says of a request goes straight to the look-ups.
+        self.waits, self.matched = self.lookups.waits, self.lookups.matched
+        self.scheduled, self.end = self.lookups.scheduled, self.lookups.end
+        self.private_requests, self.note_private = self.private.noted, self.private.note
         self._answered: list[PendingProbe] = []
         self._fetched: list[Course] = []
         self._complete: list[TierPending] = []
@@ -143,6 +148,17 @@ class Tiers:
 
     def __repr__(self) -> str:
         return f"Tiers({self.lookups!r}, {self.fetches!r}, {self.spills!r})"
+
+    def see(self, state: RequestState, *, may_read: bool) -> None:
+        """A request is new; if it may read, look it up while it waits for its turn."""
+        self.private.see(state.request)
+        if may_read:
+            self.lookups.see(state)
+
+    @property
+    def num_active(self) -> int:
+        """See `LookUps.num_active`."""
+        return self.lookups.num_active
 
     # ---- a step is planned ---------------------------------------------------------------------
 

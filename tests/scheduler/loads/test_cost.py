@@ -452,7 +452,7 @@ def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig):
     rig.hold_copies(True)
     rig.add("again", rig.prompt(41, 1))
     rig.planned_step()
-    (load,) = rig.planner.loads.in_flight.values()
+    (load,) = rig.planner.loads.ledger.in_flight.values()
     began_s = load.sent_s
     assert began_s is not None
     rig.hold_copies(False)
