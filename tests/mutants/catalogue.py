@@ -519,12 +519,12 @@ MUTANTS = (
         "Stores.settle",
         "if store.failure is not None:\n"
         "    self._hits.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._hits.directory.epoch:\n"
-        "    self._hits.directory.publish(part.lease.slots)",
+        "elif is_current:\n"
+        "    directory.publish(part.lease.slots)",
         "if False:\n"
         "    self._hits.slots.forget(part.lease.slots)\n"
-        "elif store.epoch == self._hits.directory.epoch:\n"
-        "    self._hits.directory.publish(part.lease.slots)",
+        "elif is_current:\n"
+        "    directory.publish(part.lease.slots)",
         "I6",
         ("failing",),
     ),
@@ -568,7 +568,7 @@ MUTANTS = (
         "what was given away is stored behind the forward",
         _STORES,
         "Stores.plan",
-        "given_away = [part for part in exposed if part.blocks.given_away()]",
+        "given_away = [p for p in exposed if p.blocks.given_away()] if exposed else []",
         "given_away = []",
         "I6",
         ("host-pressure",),
@@ -847,9 +847,9 @@ MUTANTS = (
     Mutant(
         "hits are offered however often loads have failed",
         _LOADS,
-        "Loads.match",
-        "if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX: ...",
-        "if progress.must_compute: ...",
+        "Loads.run",
+        "progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX",
+        "progress.must_compute = False",
         "I7",
         ("loads-fail",),
     ),
