@@ -250,8 +250,9 @@ class Planner(SchedulerSide):
             return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
-            if self.options.is_lazy:
-                self.policy.expect(num_computed_tokens + num_tokens)
+            num_expected = num_computed_tokens + num_tokens
+            if num_expected and self.options.is_lazy:
+                self.policy.expect(num_expected)
             self.tiers.matched(state)
         return num_tokens
 
@@ -272,13 +273,13 @@ class Planner(SchedulerSide):
             return
         if state.phase is Phase.RUNNING:
             self._preempt(state)
-        if num_external_tokens > 0:
-            self.loads.begin(state, blocks.blocks, num_external_tokens)
-        else:
+        if is_running := num_external_tokens <= 0:
             self.loads.run(state)
             state.move(Phase.RUNNING)
             self.policy.run(state)
-        self.tiers.scheduled(state, is_running=num_external_tokens <= 0)
+        else:
+            self.loads.begin(state, blocks.blocks, num_external_tokens)
+        self.tiers.scheduled(state, is_running=is_running)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""

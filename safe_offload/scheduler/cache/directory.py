@@ -53,6 +53,7 @@ class Directory:
         self.hashes: dict[int, bytes] = {}
         self.version = self.num_forgets = self.epoch = 0
         self._groups = bytearray(num_slots)
+        self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self._being_stored: set[int] = set()
 
@@ -74,16 +75,20 @@ class Directory:
         self._being_stored.update(slots)
         self.hashes.update(zip(slots, hashes, strict=True))
         self.tables[group_idx].update(zip(hashes, slots, strict=True))
-        if len(self.tables) > 1:
+        if self._has_groups:
             for slot in slots:
                 self._groups[slot] = group_idx
+        if more_keys:
+            self._add_keys(group_idx, more_keys)
+        self.events.storing(self._keys_of(slots))
+
+    def _add_keys(self, group_idx: int, more_keys: Mapping[bytes, Sequence[Key]]) -> None:
         for block_hash, keys in more_keys.items():
             slot = self.tables[group_idx][block_hash]
             free = [key for key in keys if key.block_hash not in self.tables[key.group_idx]]
             self._more_keys[slot] = free
             for key in free:
                 self.tables[key.group_idx][key.block_hash] = slot
-        self.events.storing(self._keys_of(slots))
 
     def publish(self, slots: Sequence[int]) -> None:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
@@ -145,7 +150,7 @@ class Directory:
         self.version += 1
         self.events.removed(self._keys_of(slots))
         groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
-        if len(tables) == 1:
+        if not self._has_groups:
             list(map(tables[0].pop, hashes))
         else:
             for slot, block_hash in zip(slots, hashes, strict=True):

@@ -287,7 +287,8 @@ class Loads:
 
     def run(self, state: RequestState) -> None:
         """A request goes on without a load: it may be offered hits and loads again."""
-        self._admission.release(state)
+        if self._admission.holders:
+            self._admission.release(state)
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
@@ -297,7 +298,8 @@ class Loads:
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
-        self._admission.release(state)
+        if self._admission.holders:
+            self._admission.release(state)
         if self.progress[state].hit is not None:
             self.drop_hit(state)
 
@@ -408,7 +410,7 @@ class Loads:
     @property
     def num_holders(self) -> int:
         """Requests that hold GPU blocks for a load."""
-        return len(self._admission)
+        return len(self._admission.holders)
 
     @property
     def has_work(self) -> bool:

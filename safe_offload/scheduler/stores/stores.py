@@ -209,7 +209,7 @@ class Stores:
         before: tuple[Transfer, ...] = ()
         after: tuple[Transfer, ...] = ()
         if exposed or intact:
-            given_away = [part for part in exposed if part.blocks.given_away()]
+            given_away = [p for p in exposed if p.blocks.given_away()] if exposed else []
             if len(given_away) < len(exposed):
                 intact = [part for part in exposed if part not in given_away] + intact
             if given_away:
@@ -246,17 +246,19 @@ class Stores:
         """Every rank has reported a store: publish it if it went well."""
         self.ledger.remove(store)
         self._unfenced.pop(store.transfer_id, None)
+        directory = self._hits.directory
+        is_current = store.epoch == directory.epoch
         if store.failure is not None:
             self._counters[FAILED_STORES[store.failure]] += 1
-        elif store.epoch == self._hits.directory.epoch:
+        elif is_current:
             self._counters[Count.STORED_BLOCKS] += store.num_blocks
         else:
             self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
             if store.failure is not None:
                 self._hits.slots.forget(part.lease.slots)
-            elif store.epoch == self._hits.directory.epoch:
-                self._hits.directory.publish(part.lease.slots)
+            elif is_current:
+                directory.publish(part.lease.slots)
             self._return_slots(part)
 
     def _return_slots(self, part: Part) -> None:
