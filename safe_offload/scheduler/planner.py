@@ -35,7 +35,8 @@ from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, TierOptions, Tiers
+from safe_offload.scheduler.tiers.context import TierContext
+from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, Tiers
 from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        tells_media_ids, new_word: see `tiers.TierOptions`.
+        tells_media_ids, new_word: see `TierContext`.
     """
 
     num_ranks: int
@@ -185,16 +186,11 @@ class Planner(SchedulerSide):
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | NoTiers = NoTiers()
         if tiered_hits is not None and options.tiers:
-            what = TierOptions(
-                options.tiers,
-                num_ranks,
-                options.slot_bytes,
-                options.new_word,
-                tells_media_ids=options.tells_media_ids,
+            what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
+            context = TierContext(
+                *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
             )
-            self.tiers = Tiers(
-                tiered_hits, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
-            )
+            self.tiers = Tiers(tiered_hits, context)
         self.outdated = Outdated(gpu, has_states=hits.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
-from safe_offload.observe.counters import FAILED_FETCHES, Count, Counters
+from safe_offload.observe.counters import FAILED_FETCHES, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
-from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
-from safe_offload.scheduler.pending import Course, Fetch
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
+from safe_offload.scheduler.pending import Course, Fetch, Ledger
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.tiered_hits import Stage, TierBlock
 
 SHARE = 4
@@ -37,43 +37,23 @@ PIECE_BYTES_MIN = 8 << 20
 class Fetches:
     """All fetches whose slots are leased.
 
-    Its state, which nothing else changes: those that no plan names yet, those in flight by transfer
-    id, and by slot those whose slots are leased.
-
-    Args:
-        hits: to publish in.
-        leases: where slots come from.
-        transfer_ids: never gives the same twice.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
-        counters: what happens is counted here.
+    Its state, which nothing else changes: the ledger, and by slot those whose slots are leased.
     """
 
-    def __init__(
-        self,
-        hits: HostHits,
-        leases: LeaseBook,
-        transfer_ids: Iterable[int],
-        num_ranks: int,
-        slot_bytes: int,
-        counters: Counters,
-    ) -> None:
-        self._hits = hits
-        self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
-        num_large = max(1, PIECE_BYTES_MIN // max(1, slot_bytes))
+    def __init__(self, context: TierContext) -> None:
+        self._hits = context.hits
+        self._leases = context.leases
+        num_large = max(1, PIECE_BYTES_MIN // max(1, context.slot_bytes))
         self._piece_blocks_min = min(PIECE_BLOCKS_MIN, num_large)
-        self._counters = counters
-        self._new: list[Fetch] = []
-        self._in_flight: dict[int, Fetch] = {}
+        self._counters = context.counters
+        self.ledger: Ledger[Fetch] = Ledger(context.transfer_ids, context.num_ranks)
         self._by_slot: dict[int, Fetch] = {}
 
     def __repr__(self) -> str:
-        return f"Fetches({len(self._in_flight)} in flight, {len(self._by_slot)} slots)"
+        return f"Fetches({self.ledger!r}, {len(self._by_slot)} slots)"
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.ledger)
 
     @property
     def num_slots_left(self) -> int:
@@ -113,10 +93,10 @@ class Fetches:
             self._begin_store(blocks, lease)
             keys = Keys(bytes(b.group_idx for b in blocks), tuple(b.block_hash for b in blocks))
             tiers, slots = bytes(b.tier for b in blocks), ids_of(lease.slots)
-            transfer_id = next(self._transfer_ids)
+            transfer_id, ranks = self.ledger.open()
             fetch = Fetch(
                 transfer_id=transfer_id,
-                ranks_left=set(range(self._num_ranks)),
+                ranks_left=ranks,
                 message=TierTransfer(transfer_id, keys, slots, generation, tiers),
                 lease=lease,
                 missing=set(),
@@ -127,7 +107,7 @@ class Fetches:
             )
             self._by_slot.update(dict.fromkeys(lease.slots, fetch))
             fetches.append(fetch)
-        self._new += fetches
+        self.ledger.new.extend(fetches)
         return fetches
 
     def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease) -> None:
@@ -165,22 +145,16 @@ class Fetches:
 
     def plan(self) -> tuple[TierTransfer, ...]:
         """Return what has begun since the last `sent`."""
-        return tuple(fetch.message for fetch in self._new)
+        return tuple(fetch.message for fetch in self.ledger.new)
 
     def sent(self, now_s: float) -> None:
         """The workers are told of the new fetches."""
-        for fetch in self._new:
+        for fetch in self.ledger.sent():
             fetch.course.sent(now_s)
-            self._in_flight[fetch.transfer_id] = fetch
-        self._new = []
-
-    def get(self, transfer_id: int) -> Fetch | None:
-        """Return the fetch of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
 
     def settle(self, fetch: Fetch) -> list[int]:
         """Every rank has reported a fetch: publish what has come; return its slots."""
-        del self._in_flight[fetch.transfer_id]
+        self.ledger.remove(fetch)
         slots, come = fetch.lease.slots, []
         is_current = fetch.epoch == self._hits.directory.epoch
         if fetch.failure is not None:
@@ -206,10 +180,9 @@ class Fetches:
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, and forget what no worker fetches."""
-        self._new = []
-        self._in_flight = {i: f for i, f in self._in_flight.items() if f.ranks_left}
+        self.ledger.give_up()
         self._by_slot.clear()
-        for fetch in self._in_flight.values():
+        for fetch in self.ledger.in_flight.values():
             fetch.fail()
             fetch.users.clear()
             self._by_slot.update(dict.fromkeys(fetch.lease.slots, fetch))
@@ -217,7 +190,7 @@ class Fetches:
     @property
     def leases(self) -> list[Lease]:
         """Of the fetches in flight."""
-        return [fetch.lease for fetch in self._in_flight.values()]
+        return [fetch.lease for fetch in self.ledger.in_flight.values()]
 
     def check_invariants(self) -> None:
         """Check that fetches hold no more than their share.

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
-from safe_offload.observe.counters import TIER_WAIT_S, Count, Counters
+from safe_offload.observe.counters import TIER_WAIT_S, Count
 from safe_offload.scheduler.loads.cost import Offer, TierCosts
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Fetch
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.fetches import Fetches
     from safe_offload.scheduler.tiers.private import PrivateBlocks
     from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
@@ -215,37 +214,30 @@ class LookUps:
     those for which it is to be decided what to fetch.
 
     Args:
-        hits: what the host has.
-        gpu: what vLLM's own cache has.
+        context, costs: of the tiers.
         private: what no tier is asked for.
         probes, fetches: where tiers are asked, and what they bring.
-        costs: of tiers.
-        counters: what happens is counted here.
-        wait_max_s: of the tier that is waited for longest.
 
     Attributes:
         wanting: read only outside.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        hits: HostHits,
-        gpu: GpuBlocks,
+        context: TierContext,
+        costs: TierCosts,
         private: PrivateBlocks,
         probes: Probes,
         fetches: Fetches,
-        costs: TierCosts,
-        counters: Counters,
-        wait_max_s: float,
     ) -> None:
-        self._hits = hits
-        self._gpu = gpu
+        self._hits = context.hits
+        self._gpu = context.gpu
+        self._counters = context.counters
+        self._wait_max_s = max(config.wait_s for config in context.configs)
+        self._costs = costs
         self._private = private
         self._probes = probes
         self._fetches = fetches
-        self._costs = costs
-        self._counters = counters
-        self._wait_max_s = wait_max_s
         self._by_request: dict[RequestState, LookUp] = {}
         self._num_begun = 0
         self.wanting: dict[LookUp, None] = {}

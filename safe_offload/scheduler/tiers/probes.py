@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count
 from safe_offload.protocol import Keys, Presence, Probe
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.context import TierContext
 
 KEYS_MAX = 1 << 16
 """Keys of all probes in flight together, beyond the first; the others wait."""
@@ -74,22 +75,18 @@ class Probes:
 
     Its state, which nothing else changes: the probes that no plan names, those in flight, and for
     each KV cache group by which of them a block is asked for.
-
-    Args:
-        num_ranks: worker processes that answer.
-        num_groups: KV cache groups.
-        counters: stale answers are counted here.
     """
 
-    def __init__(self, num_ranks: int, num_groups: int, counters: Counters) -> None:
-        self._num_ranks = num_ranks
-        self._counters = counters
+    def __init__(self, context: TierContext) -> None:
+        self._num_ranks = context.num_ranks
+        self._counters = context.counters
         self._next_id = 0
         self._waiting: dict[int, PendingProbe] = {}
         self._planned: list[PendingProbe] = []
         self._in_flight: dict[int, PendingProbe] = {}
         self._num_keys = 0
-        self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in range(num_groups))
+        groups = context.hits.group_block_sizes
+        self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
 
     def __repr__(self) -> str:
         return f"Probes({len(self._waiting)} wait, {len(self._in_flight)} in flight)"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count
 from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.cost import Offer, TierCosts
 from safe_offload.scheduler.tiers.tiered_hits import Stage
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.leases import LeaseBook
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Fetch
+    from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.fetches import Fetches
     from safe_offload.scheduler.tiers.lookups import LookUp, LookUps
     from safe_offload.scheduler.tiers.tiered_hits import Present, TieredHit, TieredHits
@@ -23,35 +21,28 @@ class Promotions:
     """Begins fetches; it keeps nothing from one step to the next.
 
     Args:
+        context, costs: of the tiers.
         tiered_hits: how far tiers can bring a request.
-        hits: what the host has.
-        leases: where slots are protected.
         lookups: of requests.
         fetches: where they begin.
-        costs: of tiers.
-        counters: what happens is counted here.
-        waits_s: for each tier, the nearest first, how long it may be waited for.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
+        context: TierContext,
+        costs: TierCosts,
         tiered_hits: TieredHits,
-        hits: HostHits,
-        leases: LeaseBook,
         lookups: LookUps,
         fetches: Fetches,
-        costs: TierCosts,
-        counters: Counters,
-        waits_s: Sequence[float],
     ) -> None:
+        self._hits = context.hits
+        self._leases = context.leases
+        self._counters = context.counters
+        self._waits_s = [config.wait_s for config in context.configs]
+        self._costs = costs
         self._tiered_hits = tiered_hits
-        self._hits = hits
-        self._leases = leases
         self._lookups = lookups
         self._fetches = fetches
-        self._costs = costs
-        self._counters = counters
-        self._waits_s = waits_s
 
     def begin(self, generation: str) -> None:
         """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival.

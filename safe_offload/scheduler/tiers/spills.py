@@ -16,14 +16,14 @@ from collections.abc import Iterable, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import FAILED_SPILLS, Count, Counters
+from safe_offload.observe.counters import FAILED_SPILLS, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
-from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
-from safe_offload.scheduler.pending import Store, TierPending
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
+from safe_offload.scheduler.pending import Ledger, Store, TierPending
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Fetch
+    from safe_offload.scheduler.tiers.context import TierContext
 
 IN_FLIGHT_MAX = 2
 """Spills: while one is written, the next is known."""
@@ -37,61 +37,42 @@ class Spills:
     """Blocks that wait to be spilled, and those that are.
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-    came; the spills that no plan names yet; those in flight by transfer id; and, where only what is
-    evicted is spilled, what tiers have of the slots, and as of which version of the directory all
-    that is to be looked at has been.
+    came; the ledger; and, where only what is evicted is spilled, what tiers have of the slots, and
+    as of which version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
     Args:
-        hits: what the host holds.
-        leases: where slots are protected while they are read.
-        transfer_ids: never gives the same twice.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
-        counters: what happens is counted here.
+        context: of the tiers.
         private: hashes of blocks that are never spilled.
+
+    Attributes:
         evicted_only: spill what the host is about to evict, not all that it stores.
-        nearest_kept: number of the nearest tier that keeps what comes from those farther away; that
-            of the last one if none does.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        hits: HostHits,
-        leases: LeaseBook,
-        transfer_ids: Iterable[int],
-        num_ranks: int,
-        slot_bytes: int,
-        counters: Counters,
-        *,
-        private: Set[bytes],
-        evicted_only: bool,
-        nearest_kept: int,
-    ) -> None:
-        self._slots = hits.slots
-        self._directory = hits.directory
-        self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
-        num_slots = hits.slots.num_slots
-        self._num_ahead = max(1, num_slots // BATCH_SHARE)
-        self._batch_max = max(1, min(BATCH_BYTES_MAX // max(1, slot_bytes), self._num_ahead))
-        self._counters = counters
-        self.evicted_only = evicted_only
-        self._nearest_kept = nearest_kept
+    def __init__(self, context: TierContext, private: Set[bytes]) -> None:
+        configs, slots = context.configs, context.hits.slots
+        self._slots = slots
+        self._directory = context.hits.directory
+        self._leases = context.leases
+        self._num_ahead = max(1, slots.num_slots // BATCH_SHARE)
+        num_in_bytes = BATCH_BYTES_MAX // max(1, context.slot_bytes)
+        self._batch_max = max(1, min(num_in_bytes, self._num_ahead))
+        self._counters = context.counters
+        self.evicted_only = configs[0].stores_evicted
+        # The nearest tier that keeps what comes from those farther away; the last one if none does.
+        self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
-        self._new: list[TierPending] = []
-        self._in_flight: dict[int, TierPending] = {}
+        self.ledger: Ledger[TierPending] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
 
     def __repr__(self) -> str:
-        return f"Spills({len(self._queue)} wait, {len(self._in_flight)} in flight)"
+        return f"Spills({len(self._queue)} wait, {self.ledger!r})"
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.ledger)
 
     def stored(self, store: Store) -> None:
         """A store that every rank has reported is about to be published."""
@@ -148,7 +129,7 @@ class Spills:
         Args:
             generation: see `Generation`.
         """
-        num_under_way = len(self._in_flight)
+        num_under_way = len(self.ledger)
         if num_under_way >= IN_FLIGHT_MAX:
             return ()
         if self.evicted_only:
@@ -158,7 +139,7 @@ class Spills:
         spill = self._make(generation)
         if spill is None:
             return ()
-        self._new.append(spill)
+        self.ledger.new.append(spill)
         return (spill.message,)
 
     def _make(self, generation: str) -> TierPending | None:
@@ -181,11 +162,12 @@ class Spills:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
         if not slots:
             return None
-        transfer_id, known = next(self._transfer_ids), bytes(origins) if any(origins) else b""
+        known = bytes(origins) if any(origins) else b""
+        transfer_id, ranks = self.ledger.open()
         keys = Keys(bytes(group_ids), tuple(hashes))
         return TierPending(
             transfer_id=transfer_id,
-            ranks_left=set(range(self._num_ranks)),
+            ranks_left=ranks,
             message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
             lease=self._leases.hold(LeaseKind.SPILL, slots),
             missing=set(),
@@ -193,16 +175,11 @@ class Spills:
 
     def sent(self) -> None:
         """The workers are told of the new spills."""
-        self._in_flight.update((spill.transfer_id, spill) for spill in self._new)
-        self._new = []
-
-    def get(self, transfer_id: int) -> TierPending | None:
-        """Return the spill of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
+        self.ledger.sent()
 
     def settle(self, spill: TierPending) -> None:
         """Every rank has reported a spill, and reads its slots no more."""
-        del self._in_flight[spill.transfer_id]
+        self.ledger.remove(spill)
         slots, counters = spill.lease.slots, self._counters
         written = set(range(len(slots))).difference(spill.missing)
         if spill.failure is not None:
@@ -229,15 +206,14 @@ class Spills:
     def give_up(self) -> None:
         """After an internal error: forget what no worker reads."""
         self.forget()
-        self._new = []
-        self._in_flight = {i: s for i, s in self._in_flight.items() if s.ranks_left}
+        self.ledger.give_up()
 
     @property
     def leases(self) -> list[Lease]:
         """Of the spills in flight."""
-        return [spill.lease for spill in self._in_flight.values()]
+        return [spill.lease for spill in self.ledger.in_flight.values()]
 
     @property
     def is_waiting(self) -> bool:
         """Whether blocks wait for a spill that a plan can name."""
-        return bool(self._queue) and not self._in_flight
+        return bool(self._queue) and not self.ledger.in_flight

@@ -12,11 +12,10 @@ is told of a hit, which is then an ordinary hit of host memory:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from safe_offload.observe.counters import FETCH_S, PROBE_S, Count, Counters
+from safe_offload.observe.counters import FETCH_S, PROBE_S, Count
 from safe_offload.scheduler.loads.cost import NOTHING_FETCHED, TierCosts
 from safe_offload.scheduler.pending import Course, Fetch, Store, TierPending
 from safe_offload.scheduler.tiers.fetches import Fetches
@@ -28,13 +27,10 @@ from safe_offload.scheduler.tiers.promotions import Promotions
 from safe_offload.scheduler.tiers.spills import Spills
 
 if TYPE_CHECKING:
-    from safe_offload.config.tiers import TierConfig
     from safe_offload.protocol import Outcome, Probe, StepReport, TierTransfer
-    from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.cache.leases import Lease, LeaseBook
-    from safe_offload.scheduler.loads.cost import Costs
-    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.cache.leases import Lease
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.context import TierContext
     from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 STUCK_FACTOR = 2
@@ -47,25 +43,6 @@ NO_GAUGES: dict[str, float] = {
     **NOTHING_FETCHED,
 }
 """The gauges where there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """What the scheduler side has to know about tiers.
-
-    Attributes:
-        configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
-        new_word: see `Generation`.
-        tells_media_ids: see `PrivateBlocks`.
-    """
-
-    configs: tuple[TierConfig, ...]
-    num_ranks: int
-    slot_bytes: int
-    new_word: Callable[[], str]
-    tells_media_ids: bool = False
 
 
 class TierMessages(NamedTuple):
@@ -87,55 +64,31 @@ class Tiers:
 
     Args:
         tiered_hits: how far tiers can bring a request.
-        hits: what the host has.
-        gpu: what vLLM's own cache has.
-        leases: where slots are protected.
-        transfer_ids: never gives the same twice.
-        costs: of computing and loading.
-        counters: what happens is counted here.
-        options: see `TierOptions`.
+        context: what all parts need.
 
     Attributes:
         plan_again_s: when to plan even without `has_to_plan`, to see what is stuck.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        tiered_hits: TieredHits,
-        hits: HostHits,
-        gpu: GpuBlocks,
-        leases: LeaseBook,
-        transfer_ids: Iterator[int],
-        costs: Costs,
-        counters: Counters,
-        options: TierOptions,
-    ) -> None:
-        configs, has_version = options.configs, bool(options.configs[0].model_version)
-        waits_s = [config.wait_s for config in configs]
-        self._counters = counters
-        self._slot_bytes = options.slot_bytes
+    def __init__(self, tiered_hits: TieredHits, context: TierContext) -> None:
+        configs, has_version = context.configs, bool(context.configs[0].model_version)
+        self._counters = context.counters
+        self._slot_bytes = context.slot_bytes
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
-        self.generation = Generation(options.new_word, has_model_version=has_version)
-        self.costs = TierCosts(costs, len(configs))
+        self.generation = Generation(context.new_word, has_model_version=has_version)
+        self.costs = TierCosts(context.costs, len(configs))
         self.private = PrivateBlocks(
-            hits,
-            gpu,
-            tells_media_ids=options.tells_media_ids,
+            context.hits,
+            context.gpu,
+            tells_media_ids=context.tells_media_ids,
             vouches_for_adapters=has_version,
         )
-        self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
-        what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
-        self.fetches = Fetches(*what)
-        self.spills = Spills(
-            *what,
-            private=self.private.hashes,
-            evicted_only=configs[0].stores_evicted,
-            nearest_kept=next((n for n, c in enumerate(configs, 1) if c.keep), len(configs)),
-        )
-        found = self.probes, self.fetches, self.costs, counters
-        self.lookups = LookUps(hits, gpu, self.private, *found, max(waits_s))
-        parts = self.lookups, self.fetches, self.costs, counters
-        self._promotions = Promotions(tiered_hits, hits, leases, *parts, waits_s)
+        self._probes = Probes(context)
+        self.fetches = Fetches(context)
+        self.spills = Spills(context, self.private.hashes)
+        parts = context, self.costs
+        self.lookups = LookUps(*parts, self.private, self._probes, self.fetches)
+        self._promotions = Promotions(*parts, tiered_hits, self.lookups, self.fetches)
         # What vLLM says of a request goes straight to the look-ups.
         self.waits, self.matched = self.lookups.waits, self.lookups.matched
         self.scheduled, self.end = self.lookups.scheduled, self.lookups.end
@@ -165,7 +118,7 @@ class Tiers:
     @property
     def has_to_plan(self) -> bool:
         """Whether something has happened of which the next plan may have to tell."""
-        return self._has_changed or self.probes.is_waiting or bool(self.lookups.wanting)
+        return self._has_changed or self._probes.is_waiting or bool(self.lookups.wanting)
 
     def plan(self, now_s: float) -> TierMessages:
         """Return what this step tells the workers; `NO_MESSAGES` itself for nothing."""
@@ -176,7 +129,7 @@ class Tiers:
         if self.lookups.wanting:
             self._promotions.begin(generation)
             fetches = self.fetches.plan()
-        probes = self.probes.plan(generation) if self.probes.is_waiting else ()
+        probes = self._probes.plan(generation) if self._probes.is_waiting else ()
         spills = self.spills.plan(generation)
         is_waiting = bool(self.fetches or self.spills)
         if self._has_news or not is_waiting:
@@ -191,7 +144,7 @@ class Tiers:
 
     def sent(self, now_s: float) -> None:
         """The workers are told of what `plan` has returned."""
-        self.probes.sent(now_s)
+        self._probes.sent(now_s)
         self.fetches.sent(now_s)
         self.spills.sent()
         self._has_news = self._has_changed = True
@@ -212,7 +165,8 @@ class Tiers:
 
     def note(self, outcome: Outcome) -> bool:
         """Note what one rank says of a fetch or a spill; False if there is none of that id."""
-        transfer = self.fetches.get(outcome.transfer_id) or self.spills.get(outcome.transfer_id)
+        transfer_id = outcome.transfer_id
+        transfer = self.fetches.ledger.get(transfer_id) or self.spills.ledger.get(transfer_id)
         if transfer is None:
             return False
         if outcome.rank not in transfer.ranks_left:
@@ -232,7 +186,7 @@ class Tiers:
             else:
                 self.spills.settle(transfer)
         for presence in report.presences:
-            probe = self.probes.note(presence)
+            probe = self._probes.note(presence)
             if probe is not None:
                 self._answered.append(probe)
                 self._has_changed = True
@@ -255,7 +209,7 @@ class Tiers:
     def stop(self) -> None:
         """Look up and spill nothing of what was wanted until now; what is in flight goes on."""
         self.lookups.stop()
-        self.probes.forget()
+        self._probes.forget()
         self.spills.forget()
 
     def stand_alone(self, doubts: Sequence[str]) -> None:
@@ -281,7 +235,7 @@ class Tiers:
         """After an internal error: only what the workers read or write goes on."""
         self.lookups.give_up()
         self._answered, self._fetched, self._complete = [], [], []
-        self.probes.forget()
+        self._probes.forget()
         self.fetches.give_up()
         self.spills.give_up()
 

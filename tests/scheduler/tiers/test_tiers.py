@@ -1196,7 +1196,7 @@ def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
     stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
-        fetch = rig.planner.tiers.fetches.get(message.transfer_id)
+        fetch = rig.planner.tiers.fetches.ledger.get(message.transfer_id)
         assert fetch is not None
         stages.setdefault(fetch.first_token, []).append(message)
     return stages
@@ -1246,7 +1246,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     rig.add("first", prompt(rig, 2))
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
-    fetches = [rig.planner.tiers.fetches.get(message.transfer_id) for message in rig.fetches]
+    fetches = [rig.planner.tiers.fetches.ledger.get(message.transfer_id) for message in rig.fetches]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
     *stages, _ = stages_of(rig).values()
     assert stages
