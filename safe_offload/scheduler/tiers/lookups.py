@@ -55,7 +55,7 @@ _EDGES: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False)
 class LookUp:
-    """What one request does with tiers over its life; changed by its methods only.
+    """What one request does with tiers over its life; changed by `LookUps` only.
 
     Attributes:
         user: the request.
@@ -91,7 +91,7 @@ class LookUp:
     fetches: Sequence[Fetch] = ()
     starts: Sequence[int] = ()
 
-    def _move(self, state: State) -> None:
+    def move(self, state: State) -> None:
         """Change the state.
 
         Raises:
@@ -102,72 +102,11 @@ class LookUp:
             raise InvariantError("I4", f"a look-up cannot go {change}")
         self.state = state
 
-    def begin(
-        self,
-        num_computed_tokens: int,
-        span: tuple[int, int],
-        wait_max_s: float,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """Tiers may bring the tokens of a span."""
-        self.is_asked = self.is_roomless = False
-        self.is_trial = is_trial
-        self.num_computed_tokens, self.wait_max_s = num_computed_tokens, wait_max_s
-        self.first_token, self.end_token = span
-
-    def ask(self, probes: Sequence[PendingProbe]) -> None:
-        """The tiers are asked."""
-        self._move(State.ASKING)
-        self.probes = probes
-
-    def want(self) -> None:
-        """It is known what tiers have."""
-        self._move(State.WANTING)
-
-    def finds_no_room(self) -> None:
-        """There is no slot for what it wants."""
-        self.is_roomless = True
-
-    def fetch(
-        self,
-        fetches: Sequence[Fetch],
-        starts: Sequence[int],
-        span: tuple[int, int],
-        wait_max_s: float,
-    ) -> None:
-        """Blocks of a span are on their way."""
-        self._move(State.FETCHING)
-        self.fetches, self.starts, self.wait_max_s = fetches, starts, wait_max_s
-        self.first_token, self.end_token = span
-        self.probes = ()
-
     def end(self) -> None:
         """Nothing is waited for any more; the caller releases what is held."""
         if self.state is not State.OVER:
-            self._move(State.OVER)
+            self.move(State.OVER)
         self.probes = ()
-
-    def release(self) -> None:
-        """What has come is of no interest any more."""
-        self.fetches = self.starts = ()
-
-    def ran(self) -> None:
-        """The request runs: when it is preempted, it may look up again."""
-        self._move(State.IDLE)
-
-    def asked(self, num_computed_tokens: int, now_s: float) -> None:
-        """vLLM asks about the request."""
-        self.last_gap_s = 0.0 if self.asked_s is None else now_s - self.asked_s
-        self.waited_s += self.last_gap_s
-        self.is_asked = True
-        self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
-
-    def answered(self, now_s: float) -> None:
-        """vLLM is told what it has asked: from now on the request does not wait."""
-        if self.asked_s is not None:
-            self.waited_s += now_s - self.asked_s
-            self.asked_s = None
 
     @property
     def is_active(self) -> bool:
@@ -267,11 +206,14 @@ class LookUps:
             if not is_trial:
                 lookup.end()
                 return
-        span = first_token, end_max
-        lookup.begin(num_computed_tokens, span, self._wait_max_s, is_trial=is_trial)
+        lookup.is_asked = lookup.is_roomless = False
+        lookup.is_trial, lookup.wait_max_s = is_trial, self._wait_max_s
+        lookup.num_computed_tokens = num_computed_tokens
+        lookup.first_token, lookup.end_token = first_token, end_max
         if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
-            lookup.ask(self._probes.ask(wanted, user))
+            lookup.move(State.ASKING)
+            lookup.probes = self._probes.ask(wanted, user)
         else:
             self._want(lookup)
 
@@ -303,7 +245,7 @@ class LookUps:
         return wanted, is_fetched
 
     def _want(self, lookup: LookUp) -> None:
-        lookup.want()
+        lookup.move(State.WANTING)
         self.wanting[lookup] = None
 
     def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
@@ -325,7 +267,10 @@ class LookUps:
             if lookup.asked_s is not None:
                 self._answer(lookup, now_s)
             return False
-        lookup.asked(num_computed_tokens, now_s)
+        lookup.last_gap_s = 0.0 if lookup.asked_s is None else now_s - lookup.asked_s
+        lookup.waited_s += lookup.last_gap_s
+        lookup.is_asked = True
+        lookup.asked_s, lookup.num_computed_tokens = now_s, num_computed_tokens
         if lookup.num_tokens > 0:
             # vLLM asks again in a step, which is expected to take as long as the last one.
             if lookup.waited_s + lookup.last_gap_s < self._wait_limit_s(lookup):
@@ -343,7 +288,10 @@ class LookUps:
         return lookup.wait_max_s if limit_s is None else min(limit_s, lookup.wait_max_s)
 
     def _answer(self, lookup: LookUp, now_s: float) -> None:
-        lookup.answered(now_s)
+        """vLLM is told what it has asked: from now on the request does not wait."""
+        assert lookup.asked_s is not None
+        lookup.waited_s += now_s - lookup.asked_s
+        lookup.asked_s = None
         if lookup.waited_s:
             self._counters.observe(TIER_WAIT_S, lookup.waited_s)
 
@@ -358,7 +306,14 @@ class LookUps:
         """Blocks of a span are on their way; see `LookUp`."""
         del self.wanting[lookup]
         self._probes.release(lookup.probes, lookup.user)
-        lookup.fetch(fetches, starts, span, wait_max_s)
+        lookup.move(State.FETCHING)
+        lookup.fetches, lookup.starts, lookup.wait_max_s = fetches, starts, wait_max_s
+        lookup.first_token, lookup.end_token = span
+        lookup.probes = ()
+
+    def finds_no_room(self, lookup: LookUp) -> None:
+        """There is no slot for what a look-up wants."""
+        lookup.is_roomless = True
 
     def finish(self, lookup: LookUp) -> None:
         """Wait for nothing more; what has come stays leased until the request has matched."""
@@ -371,7 +326,7 @@ class LookUps:
             self.finish(lookup)
         if lookup.fetches:
             self._fetches.release(lookup.fetches, lookup.user)
-            lookup.release()
+            lookup.fetches = lookup.starts = ()
 
     def matched(self, user: RequestState) -> None:
         """vLLM was told of the hit of a request, or that there is none: it has its own lease."""
@@ -385,7 +340,7 @@ class LookUps:
         if lookup is not None:
             self._release(lookup)
             if is_running and lookup.state is State.OVER:
-                lookup.ran()
+                lookup.move(State.IDLE)  # when it is preempted, it may look up again
 
     def end(self, user: RequestState) -> None:
         """A request has ended."""

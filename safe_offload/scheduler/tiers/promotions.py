@@ -83,7 +83,7 @@ class Promotions:
             self._counters[Count.ROOMLESS_BLOCKS] += num_wanted
             self._lookups.finish(lookup)
         else:
-            lookup.finds_no_room()
+            self._lookups.finds_no_room(lookup)
         if held is not None:
             held.release()
 

@@ -1130,11 +1130,9 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers):
 def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
     """Of 160 tokens the tier brings the first 32, the host has the others."""
     whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
-    lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
-    lookup.begin(0, (16, 176), 1.0, is_trial=False)
-    lookup.want()
+    lookup = LookUp(SimpleNamespace(), 0, first_token=16, end_token=176)
     assert lookup.share() == 0.0
-    lookup.fetch([whole, late], [16, 32], (16, 176), 1.0)  # type: ignore[list-item]
+    lookup.fetches, lookup.starts = [whole, late], [16, 32]
     assert lookup.share() == 0.1
     late.is_whole = True
     assert lookup.share() == 1.0
