@@ -30,7 +30,7 @@ from tests.benchmarks.scheduler_engine import CONTESTANTS, Contestant, Sizes, ma
 from tests.benchmarks.scheduler_measure import COPY_STEPS
 from tests.benchmarks.scheduler_probe import Counts, HookCounter
 from tests.benchmarks.scheduler_traces import Trace, make_trace
-from tests.scheduler.rig import Rig
+from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.vllm_setup import OURS
 
@@ -376,37 +376,59 @@ def watched(
     return noted
 
 
-def test_a_step_takes_until_the_next_of_the_same_request_is_planned():
-    steps = (({"a": 100}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0))
-    assert watched(1, *steps) == [(100, 0.5), (8, 0.4)], "one that only generates is not timed"
+A = {"a": 1}
+STEPS: dict[str, tuple[int, str, list[Any], list[tuple[int, float]]]] = {
+    "a step takes until the next of the same request is planned": (
+        *(1, "", [({"a": 100}, 1.0), (A, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0)]),
+        [(100, 0.5), (8, 0.4)],  # one that only generates is not timed
+    ),
+    "a step in which a request begins is timed however few its tokens": (
+        *(1, "b", [(A, 1.0), (A, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0)]),
+        [(2, 0.4)],
+    ),
+    "an idle engine says nothing": (
+        *(1, "", [({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0)]),
+        [],
+    ),
+    "with two steps in flight the third is planned when the first has ended": (
+        *(2, "", [({"a": 100}, 1.0), (A, 1.001), ({"a": 2}, 1.5), (A, 1.6)]),
+        [(100, 0.499)],
+    ),
+    "and the fourth when the second has": (
+        *(2, "", [({"a": 100}, 1.0), (A, 1.001), ({"a": 2}, 1.5), (A, 1.6), (A, 1.7)]),
+        [(100, 0.499), (2, 0.1)],
+    ),
+    "a step that is timed counts if the engine goes on without a pause": (
+        *(1, "", [({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6)]),
+        [(50, 0.1)],
+    ),
+}
 
 
-def test_a_step_in_which_a_request_begins_is_timed_however_few_its_tokens():
-    steps = (({"a": 1}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0))
-    assert watched(1, *steps, begins="b") == [(2, 0.4)]
-
-
-def test_an_idle_engine_says_nothing():
-    assert not watched(1, ({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0))
-
-
-def test_with_two_steps_in_flight_the_third_is_planned_when_the_first_has_ended():
-    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 1}, 1.6)]
-    assert watched(2, *steps) == [(100, 0.499)]
-    assert watched(2, *steps, ({"a": 1}, 1.7)) == [(100, 0.499), (2, 0.1)]
-
-
-def test_a_step_that_is_timed_counts_if_the_engine_goes_on_without_a_pause():
-    steps = (({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6))
-    assert watched(1, *steps) == [(50, 0.1)]
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_noted_of_steps(name):
+    num_in_flight, begins, steps, noted = STEPS[name]
+    assert watched(num_in_flight, *steps, begins=begins) == noted
 
 
 # ---- on vLLM's real scheduler ------------------------------------------------------------------
 
 
-def store(rig: Rig) -> None:
+def make_stored(make_rig: MakeRig, limit: Any = "auto", **shape: Any) -> Rig:
+    """An engine whose host has a prompt that its GPU has not."""
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit}, **shape)
+    rig.start()
     rig.run_alone("a", rig.prompt(41, 1))
     rig.forget_gpu_cache()
+    return rig
+
+
+def finish_both(rig: Rig) -> None:
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
 
 
 def measure(rig: Rig, load_s: float) -> None:
@@ -419,9 +441,7 @@ def measure(rig: Rig, load_s: float) -> None:
 
 @pytest.mark.parametrize(("load_s", "num_hit_tokens"), [(1000.0, 0), (0.001, 40)])
 def test_a_hit_that_does_not_pay_is_computed(make_rig, load_s, num_hit_tokens):
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig)
     measure(rig, load_s)
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
     assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
@@ -429,9 +449,7 @@ def test_a_hit_that_does_not_pay_is_computed(make_rig, load_s, num_hit_tokens):
 
 
 def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(make_rig):
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig)
     measure(rig, 1000.0)
     rig.add("again", rig.prompt(41, 1))
     request = rig.scheduler.requests["again"]
@@ -446,9 +464,7 @@ def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(make_ri
 
 
 def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig):
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig)
     rig.hold_copies(True)
     rig.add("again", rig.prompt(41, 1))
     rig.planned_step()
@@ -479,9 +495,7 @@ def test_the_gauges_follow_what_is_measured():
 
 
 def test_loads_and_steps_are_measured_while_requests_are_served(make_rig):
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig)
     rig.run_alone("again", rig.prompt(41, 1), max_tokens=12)
     costs = rig.planner.costs
     assert costs.loads.num_samples == 1
@@ -491,17 +505,13 @@ def test_loads_and_steps_are_measured_while_requests_are_served(make_rig):
 
 @pytest.mark.parametrize(("limit", "num_hit_tokens"), [(40, 40), (41, 0)])
 def test_a_number_of_tokens_decides_alone(make_rig, limit, num_hit_tokens):
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig, limit)
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
     rig.check_idle()
 
 
 def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(make_rig):
-    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig, max_seqs=16)
     for size in (1, 64):
         for _ in range(KEPT_SAMPLES):
             rig.planner.costs.steps.add(size, 0.1 * size)
@@ -514,17 +524,11 @@ def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(make_
     assert rig.planner.loads.progress[rig.planner.book.get("second")].wait.load is not None
     rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
     assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
-    rig.hold_copies(False)
-    rig.drain()
-    rig.check_tokens("first", 4)
-    rig.check_tokens("second", 4)
-    rig.check_idle()
+    finish_both(rig)
 
 
 def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig):
-    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+    rig = make_stored(make_rig, max_seqs=16)
     rig.hold_copies(True)
     rig.add("first", rig.prompt(41, 1))
     rig.planned_step()
@@ -533,11 +537,7 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig):
     rig.planned_step()
     assert rig.scheduler.requests["second"].status.name == "RUNNING"
     assert rig.counts["shared_waits"] == 0
-    rig.hold_copies(False)
-    rig.drain()
-    rig.check_tokens("first", 4)
-    rig.check_tokens("second", 4)
-    rig.check_idle()
+    finish_both(rig)
     assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
 
 

@@ -28,6 +28,7 @@ from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
 
 MakeTierRig = Callable[..., TierRig]
+VERSIONED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
 NUM_BLOCKS = 10
 PREFIX_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
@@ -249,8 +250,7 @@ def test_the_wait_is_bounded_whatever_never_comes(make_tiers, kind, shape):
     assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
     assert rig.counts["tier_waits_cut"] == 1
     assert rig.counts["hit_tokens"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     assert rig.counts["stale_reports"] == 0
     rig.check_idle()
@@ -263,8 +263,7 @@ def test_others_go_on_while_one_waits(make_tiers):
     rig.add("b", rig.prompt(3, 5))
     rig.step_until(lambda: "b" not in rig.scheduler.requests)
     assert status(rig, "a") == "WAITING"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
 
@@ -281,8 +280,7 @@ def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers):
     rig.step_until(lambda: "a" not in rig.scheduler.requests)
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 6 * BLOCK_TOKENS
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_idle()
 
 
@@ -296,8 +294,7 @@ def test_pieces_of_large_blocks_have_fewer(make_tiers, monkeypatch):
         rig.tier.held = {"fetch"}
         fetch_for(rig, "a")
         assert len(rig.fetches[0].keys) == num_blocks
-        rig.tier.held.clear()
-        rig.drain()
+        rig.finish()
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -312,8 +309,7 @@ def test_nothing_is_waited_for_behind_a_gap(make_tiers):
     rig.answer(rig.fetches[:1])
     rig.step_until(lambda: status(rig, "a") != "WAITING", max_steps=5)
     assert rig.counts["tier_waits_cut"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 3 * BLOCK_TOKENS
     rig.check_tokens("a", 4)
     rig.check_idle()
@@ -350,8 +346,7 @@ def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers):
     rig.abort("a")
     rig.step()
     assert status(rig, "b") == "WAITING", "the fetch goes on without who began it"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
     assert rig.counts["tier_lookups"] == 1
     rig.check_tokens("b", 4)
@@ -390,8 +385,7 @@ def test_an_abort_leaves_nothing_behind(make_tiers, moment, shape):
         assert rig.planner.has_pending_push_work()
     elif moment != "landed" or not shape:
         assert gauges["leased_slots"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_idle()
     rig.step()
     assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
@@ -409,8 +403,7 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     assert rig.planner.statistics().lookups == 0
     if moment == "landed":
         assert rig.planner.gauges()["leased_slots"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 0
     assert rig.counts["fetched_blocks"] == before
@@ -437,8 +430,7 @@ def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(make_tiers, pack
 
 
 def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     rig.check_idle()
@@ -446,8 +438,7 @@ def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
 
 def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package_log):
     """A rank says so when it has read the model's files: what is asked and written has a word."""
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
@@ -465,8 +456,7 @@ def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
     make_tiers, package_log
 ):
     """It names those that the engine was started with."""
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     word = rig.planner.tiers.generation.name
@@ -504,8 +494,7 @@ def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers):
     assert rig.counts["tier_lookups"] == 2
     assert times
     assert 0 < times[-1] - times[0] <= WAIT_S - waited_s
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 12)
     rig.check_idle()
 
@@ -556,8 +545,7 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers):
     rig.step()
     assert len(rig.fetches) == 1
     assert status(rig, "b") == "WAITING"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 64
     assert rig.counts["fetched_blocks"] == 16
     rig.check_idle()
@@ -659,8 +647,7 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
         assert rig.planner.gauges()["leased_slots"] <= 2 * 4, "two spills of a 16th of the slots"
     assert len(rig.spills) == 2
     assert rig.counts["stored_blocks"] == 12 * 8, "the spills that wait hold nothing"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     assert spilled(rig) >= stored(rig)
     dropped = rig.counts['dropped_spill_blocks{reason="evicted"}']
@@ -676,8 +663,7 @@ def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_
         rig.run_until_finished(f"r{number}")
         rig.step()
     rig.planner.hits.slots.forget_all()
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 12, "more than one batch"
     rig.check_idle()
 
@@ -966,8 +952,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
     rig.planner.disable()
     if moment == "fetching":
         assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 0
@@ -1122,8 +1107,7 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers):
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.5 * PREFIX_TOKENS + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
 
 
@@ -1185,8 +1169,7 @@ def test_a_fetch_for_a_hybrid_model_is_in_one_stage_only_if_it_is_sure_to_be_soo
     rig.tier.held = {"fetch"}
     rig.step_until(lambda: bool(rig.fetches))
     assert (len(stages_of(rig)) == 1) == is_whole
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 4)
 
 
@@ -1218,8 +1201,7 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers):
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == half
 
 
@@ -1232,8 +1214,7 @@ def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers):
     rig.tier.lost = {(0, second[0].keys.hashes[0])}
     rig.answer([*first, *second])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == list(stages)[1]
 
 
@@ -1251,8 +1232,7 @@ def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
     rig.answer([fetch for stage in stages for fetch in stage])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
 
 
 def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
