@@ -67,15 +67,12 @@ class Fetches:
         return self._hits.slots.num_usable >= SHARE
 
     def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
-        """Fetch blocks for a request.
+        """Fetch blocks for a request; return the pieces.
 
         Args:
             stages: of no more than `num_slots_left` blocks, each in the order of their tokens.
             user: that waits for them.
             generation: see `Generation`.
-
-        Returns:
-            The pieces, in that order.
         """
         num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
@@ -193,10 +190,6 @@ class Fetches:
         return [fetch.lease for fetch in self.ledger.in_flight.values()]
 
     def check_invariants(self) -> None:
-        """Check that fetches hold no more than their share.
-
-        Raises:
-            InvariantError: they do (I11).
-        """
+        """Check that fetches hold no more than their share (I11)."""
         if len(self._by_slot) > self._hits.slots.num_usable // SHARE:
             raise InvariantError("I11", "fetches hold more than their share of the host slots")

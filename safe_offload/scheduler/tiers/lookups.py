@@ -92,11 +92,7 @@ class LookUp:
     starts: Sequence[int] = ()
 
     def move(self, state: State) -> None:
-        """Change the state.
-
-        Raises:
-            InvariantError: the table above has no such edge.
-        """
+        """Change the state, as the table above allows."""
         if state not in _EDGES[self.state]:
             change = f"from {self.state.value} to {state.value}"
             raise InvariantError("I4", f"a look-up cannot go {change}")
@@ -225,10 +221,7 @@ class LookUps:
     def _missing(
         self, user: RequestState, num_computed_tokens: int, end_max: int
     ) -> tuple[list[list[bytes]], bool]:
-        """Return, for each group, hashes that the host has not; and whether some are fetched now.
-
-        Of a span of tokens; what is being stored or fetched is not missing.
-        """
+        """Return, by group, hashes that the host lacks; and whether it fetches others just now."""
         hits, private = self._hits, self._private.hashes
         wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
         is_fetched = False
@@ -249,13 +242,7 @@ class LookUps:
         self.wanting[lookup] = None
 
     def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
-        """Whether a request that vLLM asks about is to wait for tiers.
-
-        Args:
-            user: the request.
-            num_computed_tokens: that the GPU's prefix cache has.
-            now_s: of a clock that never goes back.
-        """
+        """Whether a request is to wait for tiers, when vLLM asks how many tokens the host has."""
         lookup = self._by_request.get(user)
         if lookup is None:
             return False

@@ -92,15 +92,7 @@ class Probes:
         return f"Probes({len(self._waiting)} wait, {len(self._in_flight)} in flight)"
 
     def ask(self, wanted: Sequence[Sequence[bytes]], user: RequestState) -> list[PendingProbe]:
-        """Ask for blocks, each for once.
-
-        Args:
-            wanted: hashes of blocks, for each KV cache group.
-            user: the request that needs them.
-
-        Returns:
-            The probes whose answers tell of all of them.
-        """
+        """Ask for blocks of each KV cache group; return the probes that tell of all of them."""
         probes: dict[PendingProbe, None] = {}
         group_ids = bytearray()
         hashes: list[bytes] = []

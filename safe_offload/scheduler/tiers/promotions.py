@@ -45,11 +45,7 @@ class Promotions:
         self._fetches = fetches
 
     def begin(self, generation: str) -> None:
-        """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival.
-
-        Args:
-            generation: see `Generation`.
-        """
+        """Fetch what tiers have, for whom vLLM asks about first, then in the order of arrival."""
         wanting = sorted(
             self._lookups.wanting, key=lambda lookup: (not lookup.is_asked, lookup.number)
         )

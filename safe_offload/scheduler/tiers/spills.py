@@ -125,9 +125,6 @@ class Spills:
 
         While one spill is under way another is begun only if it is of full size, so that there are
         few of them.
-
-        Args:
-            generation: see `Generation`.
         """
         num_under_way = len(self.ledger)
         if num_under_way >= IN_FLIGHT_MAX:

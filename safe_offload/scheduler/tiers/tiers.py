@@ -266,9 +266,5 @@ class Tiers:
         }
 
     def check_invariants(self) -> None:
-        """Check the share of slots.
-
-        Raises:
-            InvariantError: fetches hold too many (I11).
-        """
+        """See `Fetches.check_invariants`."""
         self.fetches.check_invariants()
