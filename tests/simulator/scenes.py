@@ -8,27 +8,6 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from tests.simulator.engine_core import EngineCore, random_prompt
-from tests.simulator.vllm_setup import EngineShape
-
-
-class Engines:
-    """Makes engines and closes them."""
-
-    def __init__(self) -> None:
-        self._made: list[EngineCore] = []
-
-    def make(self, *, copy_ticks_max: int = 0, **shape: Any) -> EngineCore:
-        """An engine that has served a request, and whose connector checks itself in every step."""
-        extra = {"check_invariants": True, **shape.pop("extra", {})}
-        engine = EngineCore(EngineShape(extra=extra, **shape), copy_ticks_max=copy_ticks_max)
-        self._made.append(engine)
-        run_alone(engine, "warm-up", [0, 1, 2])  # until then no rank has told its capacity
-        engine.counts.clear()
-        return engine
-
-    def close(self) -> None:
-        for engine in self._made:
-            engine.close()
 
 
 def run_alone(engine: EngineCore, request_id: str, prompt: list[int], max_tokens: int = 1) -> None:
