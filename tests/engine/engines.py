@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
-from tests import fresh_process
+from tests.fresh_process import ENVIRONMENT, start_engine
 from tests.network import enter
 
 CHILDREN = Path(__file__).with_name("children")
@@ -42,15 +42,6 @@ RESET_GPU_CACHE = "reset the GPU's prefix cache"
 EMPTY_FOLDER = "empty a folder"
 
 ABC_TWICE = ("A", "B", "C", "A", "B", "C")
-
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONFAULTHANDLER": "1",
-}
 
 TROUBLE = (
     "contained_errors",
@@ -276,7 +267,7 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
     job_path, report_path, log_path = (folder / n for n in ("job.json", "report.json", "log"))
     job_path.write_text(json.dumps(asdict(job)))
     environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not job.in_process))}
-    process = fresh_process.start(
+    process = start_engine(
         _run_child, child, job_path, report_path, log=log_path, environment=environment
     )
     try:
