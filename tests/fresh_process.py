@@ -1,7 +1,7 @@
 """Processes of their own, without waiting seconds for what they import.
 
-One process imports it once, and each of these is a fork of it. There are two such servers: processes
-of `start` have imported most of what vLLM imports, but neither vLLM nor this package; those of
+One process imports it once, and each of these is a fork of it. There are two such servers: those of
+`start` have imported most of what vLLM imports, but neither vLLM nor this package; those of
 `start_engine` have imported all that an engine needs.
 """
 
@@ -67,9 +67,7 @@ def start_engine(
 ) -> Any:
     """Do as `start` does; vLLM is imported, and the processes that it starts are forks, too."""
     context = multiprocessing.get_context("forkserver")
-    process: Any = context.Process(
-        target=_run, args=(_run_with_forks, (function, *arguments), log, dict(environment))
-    )
+    process: Any = context.Process(target=_run, args=(function, arguments, log, dict(environment)))
     with engine_server():
         process.start()
     return process
@@ -77,26 +75,16 @@ def start_engine(
 
 @contextlib.contextmanager
 def engine_server() -> Iterator[None]:
-    """Let forks of the server of engines be what multiprocessing starts, by whatever method."""
+    """Let whatever multiprocessing starts, by any method, be such a process."""
     with mock.patch.dict(os.environ, ENVIRONMENT):
         _engine_server.ensure_running()
     context = multiprocessing.get_context("forkserver")
+    connect = _engine_server.connect_to_new_process
     with (
-        mock.patch.object(forkserver, "connect_to_new_process", _engine_server.connect_to_new_process),
-        mock.patch.object(multiprocessing, "get_context", lambda method=None: context),
+        mock.patch.object(forkserver, "connect_to_new_process", connect),
+        mock.patch.object(multiprocessing, "get_context", return_value=context),
     ):
         yield
-
-
-def _run_with_forks(function: Callable[..., object], *arguments: Any) -> None:
-    """Let vLLM fork: it says "spawn" on a CPU, and each process would import for seconds."""
-    get_context = multiprocessing.get_context
-
-    def forking(method: str | None = None) -> Any:
-        return get_context("fork" if method == "spawn" else method)
-
-    with mock.patch.object(multiprocessing, "get_context", forking):
-        function(*arguments)
 
 
 def run_script(script: str, folder: Path, environment: Mapping[str, str]) -> str:
