@@ -41,6 +41,9 @@ CHUNK_TOKENS = 512
 RESET_GPU_CACHE = "reset the GPU's prefix cache"
 EMPTY_FOLDER = "empty a folder"
 
+LONG_WAIT_S = 600
+"""Of transfers, and of calls of tiers: none is cut short where a machine is busy."""
+
 ABC_TWICE = ("A", "B", "C", "A", "B", "C")
 
 TROUBLE = (
@@ -231,10 +234,17 @@ def connector(num_slots: int = 2000, **extra: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "num_cpu_blocks": num_slots,
             "check_invariants": True,
+            "transfer_timeout_s": LONG_WAIT_S,
             **EVERY_HIT,
             **extra,
         },
     }
+
+
+def tier_at(url: Path | str, **more: Any) -> dict[str, Any]:
+    """A tier: a directory, or what a url names."""
+    url = f"file://{url}" if isinstance(url, Path) else url
+    return {"url": url, "wait_s": LONG_WAIT_S, "timeout_s": LONG_WAIT_S, **more}
 
 
 def run(

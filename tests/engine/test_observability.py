@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import connector, make_prompts
+from tests.engine.engines import connector, make_prompts, tier_at
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import (
     EXAMPLES,
@@ -48,7 +48,7 @@ PREFIX = "vllm:safe_offload_"
 @pytest.fixture(scope="module")
 def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("server")
-    tiers = [{"url": f"file://{folder / 'tier'}", "capacity": "1GiB"}]
+    tiers = [tier_at(folder / "tier", capacity="1GiB")]
     config = connector(NUM_SLOTS, tiers=tiers)
     with HttpServer(model("llama"), folder, config=config, **SERVER) as made:
         made.wait_until_healthy()

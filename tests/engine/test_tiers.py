@@ -21,17 +21,15 @@ from tests.engine.engines import (
     num_hit_tokens,
     num_pool_blocks,
     run,
+    tier_at,
 )
 from tests.engine.http_server import HttpServer
-from tests.engine.test_parallel import with_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
 ABC = ("A", "B", "C")
-LONG_WAIT_S = 30
-"""No look-up is cut short where processes share two busy cores."""
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def tmpfs() -> Iterator[Path]:
 
 def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: Any) -> Job:
     """A, B, C in a pool of 1.6 prompts, with tiers: directories, or as a configuration has them."""
-    written = [{"url": f"file://{tier}"} if isinstance(tier, Path) else tier for tier in tiers]
+    written = [tier_at(tier) if isinstance(tier, Path) else tier for tier in tiers]
     return make_job(
         model,
         num_blocks=num_pool_blocks(kind),
@@ -61,10 +59,6 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     assert [answer.num_host for answer in first.answers] == [0, 0, 0]
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.tokens == first.tokens
-
-
-def count_objects(namespace: Path) -> int:
-    return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -92,32 +86,6 @@ def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up
     assert second.count("saved_seconds") == 0
 
 
-@with_two_ranks
-def test_two_ranks_find_what_the_last_two_stored(
-    parallel: dict[str, Any], model: GetModel, tmp_path: Path
-) -> None:
-    """Each rank has objects of its own: there are two of each block, and both are read again."""
-    tier = tmp_path / "tier"
-    job = make_job(
-        model("llama"),
-        num_blocks=num_pool_blocks("llama", NUM_TOKENS),
-        num_prompt_tokens=NUM_TOKENS,
-        kv_transfer_config=connector(tiers=[{"url": f"file://{tier}", "wait_s": LONG_WAIT_S}]),
-        turns=ABC,
-        prefix_caching_hash_algo=HASHES,
-        **parallel,
-    )
-    (first,) = run(tmp_path / "first", job)
-    objects_of_ranks = [count_objects(path.parent) for path in tier.glob("*/namespace.json")]
-    (second,) = run(tmp_path / "second", job)
-    num_hit = num_hit_tokens(NUM_TOKENS)
-    check_found_again(first, second, num_hit)
-    num_blocks = 3 * num_hit // 32
-    assert objects_of_ranks == [num_blocks] * 2
-    assert second.count("fetched_blocks") == num_blocks
-    assert second.count("tier_read_objects") == 2 * num_blocks
-
-
 def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_path: Path) -> None:
     """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
 
@@ -130,7 +98,7 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_
         return make_job(
             model("deepseek"),
             num_blocks=num_blocks,
-            kv_transfer_config=connector(tiers=[{"url": f"file://{tmp_path}/tier"}]),
+            kv_transfer_config=connector(tiers=[tier_at(tmp_path / "tier")]),
             turns=turns,
             num_prompt_tokens=num_prompt_tokens,
             block_size=block_size,
@@ -170,7 +138,7 @@ def make_server(model: Path, tier: Path, folder: Path) -> HttpServer:
         model,
         folder,
         num_blocks=50,
-        config=connector(500, tiers=[{"url": f"file://{tier}"}]),
+        config=connector(500, tiers=[tier_at(tier)]),
         arguments=("--prefix-caching-hash-algo", HASHES),
     )
 
