@@ -121,7 +121,7 @@ def test_a_size_in_bytes_is_put_together_and_gives_as_many_times_the_slots(make_
     available: list[int] = []
 
     def count(config: Any, **asked: int) -> None:
-        available.append(asked["pool_bytes_per_rank"] * asked["num_ranks_on_host"])
+        available.append(asked["bytes_per_rank"] * asked["num_ranks_on_host"])
 
     monkeypatch.setattr(opening_module, "check_host_bytes", count)
     extra = {"cpu_bytes_to_use": size_bytes}
