@@ -96,7 +96,7 @@ def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
         return  # only a worker knows how many bytes that is, or which machine has them
     check_host_bytes(
         config,
-        pool_bytes_per_rank=config.cpu_bytes_per_rank,
+        bytes_per_rank=config.cpu_bytes_per_rank,
         num_ranks_on_host=engine_config.num_ranks_on_host(parallel),
         available_bytes=available_host_bytes(),
     )
