@@ -58,9 +58,7 @@ class Calls:
     ) -> None:
         """Return when all workers of a call have ended, however often it is cancelled.
 
-        Args:
-            workers: what they raise is the caller's to look at.
-            give_up: has them end soon; called each time that the call is cancelled, or closed.
+        Each time, and by `close`, `give_up` is called. What workers raise is left to the caller.
         """
         self._under_way[give_up] = workers
         try:

@@ -9,7 +9,7 @@ from safe_offload.tiers.batch import BadNames, Calls
 from tests.tiers.contract import name_of
 
 
-async def test_closing_gives_up_each_call_and_returns_after_it() -> None:
+async def test_closing_gives_up_each_call_and_returns_after_it():
     calls, loop = Calls(), asyncio.get_running_loop()
     workers = [loop.create_future() for _ in range(3)]
     given_up: list[int] = []
@@ -33,7 +33,7 @@ async def test_closing_gives_up_each_call_and_returns_after_it() -> None:
     await calls.close()
 
 
-def test_bad_names_are_forgotten_when_there_are_too_many(monkeypatch) -> None:
+def test_bad_names_are_forgotten_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(batch, "_BAD_NAMES_MAX", 2)
     names = BadNames()
     for number in range(3):

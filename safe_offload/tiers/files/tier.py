@@ -37,9 +37,15 @@ from safe_offload.tiers.files.directory import (
     open_our_root,
     open_root,
     remove,
+    rename,
     size_on_disk,
 )
-from safe_offload.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
+from safe_offload.tiers.files.object_file import (
+    TOUCH_AFTER_NS,
+    ObjectFiles,
+    file_bytes_of,
+    takes_direct,
+)
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.seal import PLAIN, Seal
 
@@ -62,8 +68,7 @@ class FileTier:
     Args:
         config: of the tier; its directory is not touched before it is first used.
         slot_bytes: of the largest slot.
-        facts: what its namespaces are made of (naming.py), written down beside the objects.
-        seal: makes and checks the headers of objects.
+        facts: of its namespaces (naming.py), written down beside the objects.
 
     Raises:
         ConfigError: the system refuses a thread.
@@ -117,8 +122,7 @@ class FileTier:
         await self._calls.close()
         for executor in (self._readers, self._writers, self._asker):
             executor.shutdown(wait=False, cancel_futures=True)
-        last = self._keeper.submit(self._leave)
-        await asyncio.wait([asyncio.wrap_future(last)])
+        await asyncio.wait([asyncio.wrap_future(self._keeper.submit(self._leave))])
         self._keeper.shutdown(wait=False)
 
     async def _run(
@@ -158,10 +162,9 @@ class FileTier:
                     batch.results[index] = self._do(work, visit, name, slot)
         except OSError as error:
             self._log.failure(error)
-            batch.settle(batch.take_left(), Result.FAILED)
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
-            batch.settle(batch.take_left(), Result.FAILED)
+        batch.settle(batch.take_left(), Result.FAILED)
 
     def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
         num_counts = self._capacity.num_counts
@@ -212,7 +215,7 @@ class FileTier:
 
     def _write(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
         folder, file = naming.path_of(name)
-        file_bytes = _size_of(slot)
+        file_bytes = file_bytes_of(slot)
         has_namespace = visit.enter(name.namespace)
         try:
             if not has_namespace or not visit.has_folder(folder):
@@ -226,7 +229,7 @@ class FileTier:
             temporary = _temporary_name()
             try:
                 self._files.write(temporary, folder_fd, name, slot, is_direct=self._place.is_direct)
-                os.rename(temporary, file, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                rename(temporary, file, folder_fd)
             except BaseException:
                 with contextlib.suppress(OSError):
                     remove(temporary, folder_fd)
@@ -303,10 +306,10 @@ class FileTier:
 
 
 class _Place:
-    """Where the directory is.
+    """The directory: made when it is first used, and again if it was removed.
 
-    It is made when it is first used, and again if it was removed. If what is mounted there is
-    unmounted, the tier fails until it is back: nothing is written to the file system below.
+    If what is mounted there is unmounted, the tier fails until it is back: nothing is written to
+    the file system below.
     """
 
     def __init__(self, path: str, label: str, facts: Mapping[str, object]) -> None:
@@ -320,11 +323,7 @@ class _Place:
         self._mount_point = ""
 
     def open(self) -> int:
-        """Return a descriptor of the root.
-
-        Raises:
-            OSError: it cannot be opened or made, or is not ours.
-        """
+        """Return a descriptor of the root, once it is known to be ours."""
         with contextlib.suppress(FileNotFoundError):
             root_fd = open_root(self._path)
             if _identity(root_fd) == self._known:
@@ -354,7 +353,6 @@ class _Place:
         return root_fd
 
     def describe(self, namespace: bytes, namespace_fd: int) -> None:
-        """Write down what a namespace is, beside its objects."""
         temporary = _temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file_fd = os.open(temporary, flags, FILE_MODE, dir_fd=namespace_fd)
@@ -362,9 +360,7 @@ class _Place:
             os.write(file_fd, naming.description(namespace, self._facts))
         finally:
             os.close(file_fd)
-        os.rename(
-            temporary, naming.DESCRIPTION_FILE, src_dir_fd=namespace_fd, dst_dir_fd=namespace_fd
-        )
+        rename(temporary, naming.DESCRIPTION_FILE, namespace_fd)
 
 
 class _Visit:
@@ -391,36 +387,26 @@ class _Visit:
         return self.enter(name.namespace) and os.access(path, os.R_OK, dir_fd=self._namespace_fd)
 
     def has_folder(self, name: str) -> bool:
-        """Return whether there is something called like one of the 256 folders."""
         return os.access(name, os.F_OK, dir_fd=self._namespace_fd)
 
     def folder(self, name: str) -> int:
-        """Return a descriptor of one of the 256 folders of the namespace.
-
-        Raises:
-            OSError: there is none, or it cannot be opened.
-        """
-        folder_fd = self._folder_fds.get(name)
-        if folder_fd is None:
-            folder_fd = open_our_folder(name, self._namespace_fd, self._place.uid)
-            self._folder_fds[name] = folder_fd
-        return folder_fd
+        """Return a descriptor of one of the 256 folders of the namespace."""
+        if name not in self._folder_fds:
+            opened_fd = open_our_folder(name, self._namespace_fd, self._place.uid)
+            self._folder_fds[name] = opened_fd
+        return self._folder_fds[name]
 
     def enter(self, namespace: bytes) -> bool:
-        """Open the folder of a namespace; return whether there is one.
-
-        Raises:
-            OSError: it cannot be opened, or is not ours.
-        """
+        """Open the folder of a namespace; return whether there is one."""
         if namespace == self._namespace:
             return True
         self._leave_namespace()
-        folder, uid = naming.namespace_folder(namespace), self._place.uid
+        folder = naming.namespace_folder(namespace)
         try:
-            namespace_fd = open_our_folder(folder, self.root_fd, uid)
+            self._namespace_fd = open_our_folder(folder, self.root_fd, self._place.uid)
         except FileNotFoundError:
             return False
-        self._namespace, self._namespace_fd = namespace, namespace_fd
+        self._namespace = namespace
         return True
 
     def make_folder(self, namespace: bytes, name: str) -> None:
@@ -467,20 +453,13 @@ class _Log:
             )
 
     def bad_object(self, result: Result, file: str) -> None:
-        if self._rare.is_due(result):
-            logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s",
-                *(self._label, result.value, file),
-            )
+        self._rare.bad_object(self._label, result, file)
 
 
 def open_ours(path: str, uid: int = -1, *, make: bool = False) -> tuple[int, int]:
-    """Return a descriptor of the root, and which user we are there, as far as is known.
+    """Return a descriptor of the root, and which user we are there; raise as `open_our_root`.
 
-    A server of files may take root for somebody else, so it is asked before all is given up.
-
-    Raises:
-        NotOursError, OSError: as of `open_our_root`.
+    A file server may map root to another user, so it is asked before all is given up.
     """
     uid = os.geteuid() if uid < 0 else uid
     try:
@@ -513,11 +492,6 @@ _numbers: Final = itertools.count()
 def _temporary_name() -> str:
     """Return a name that no other thread, process or machine uses."""
     return f"{TEMPORARY_PREFIX}{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
-
-
-def _size_of(slot: Buffers) -> int:
-    """Return the length of an object's file."""
-    return naming.HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
 
 
 def _is_there(file: str, folder_fd: int, file_bytes: int) -> bool:
