@@ -928,8 +928,8 @@ MUTANTS = (
     ),
     Mutant(
         "bytes in flight are never given back",
-        "worker/turnstile.py",
-        "Turnstile.leave",
+        "worker/fifo_gate.py",
+        "FifoGate.leave",
         "self._bytes -= turn.size_bytes",
         "",
         "I7",

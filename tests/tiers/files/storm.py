@@ -25,7 +25,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.cache.check import problem_of
 from safe_offload.commands.cache.directory_store import DirectoryStore
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
@@ -181,7 +180,7 @@ class Storm:
         if left:
             found.append(f"{len(left)} orphans are left")
         store = DirectoryStore(str(self.root))
-        bad = [item for item in store.items() if problem_of(store, item)]
+        bad = [item for item in store.items() if store.problem_of(item)]
         store.close()
         print(f"{num_orphans} orphans swept, {len(bad)} objects with a flipped bit left.")
         os.close(root_fd)
