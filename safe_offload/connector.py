@@ -32,12 +32,12 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.events import KvEvents, make_events
+from safe_offload.scheduler.cache.events import NO_EVENTS, make_events
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.tiers.reach import Reaches
+from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
 from safe_offload.start.last_words import telling
@@ -65,11 +65,11 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def guarded(self: SafeCPUOffloadConnector, *args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # the connector first
             try:
-                return hook(self, *args, **kwargs)
+                return hook(*args, **kwargs)
             except Exception as error:
-                self._contain(hook.__name__, error)
+                args[0]._contain(hook.__name__, error)
                 return default()
 
         return cast("Hook", guarded)
@@ -104,7 +104,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
-        self._events: KvEvents | None = None
+        self._events = NO_EVENTS
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()
@@ -149,8 +149,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=config.tiers,
             tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
-        reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
-        return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)
+        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
+        return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
@@ -297,11 +297,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""
-        return () if self._events is None else self._take_events(self._events)
+        return self._take_events() if self._events.is_pending else ()
 
     @contained(tuple)
-    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
-        return events.take()
+    def _take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

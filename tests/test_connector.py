@@ -398,7 +398,7 @@ def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_
     plan = planner.build_connector_meta
 
     def raise_if_a_load_has_begun(scheduler_output: Any, now_s: float) -> StepPlan:
-        if planner.loads.owners_of_new:
+        if planner.loads.ledger.new:
             raise RuntimeError("injected")
         return plan(scheduler_output, now_s)
 

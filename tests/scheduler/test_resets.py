@@ -105,7 +105,7 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(
     rig.counts.clear()
     rig.hold_copies(True)
     rig.add("loads", prompt)
-    rig.step_until(lambda: bool(rig.planner.loads.in_flight))
+    rig.step_until(lambda: bool(rig.planner.loads.ledger.in_flight))
     rig.planner.reset_cache()
     rig.hold_copies(False)
     rig.drain()

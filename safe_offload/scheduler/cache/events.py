@@ -135,8 +135,39 @@ class Origins:
             self._live[request] = len(hashes)
 
 
-class KvEvents:
-    """Makes vLLM's events of what the directory reports. It only exists while they are on.
+class NoEvents:
+    """vLLM publishes no KV events, so nothing is told. See `KvEvents`."""
+
+    is_pending = False
+
+    def seen(self, request: Request) -> None:
+        """A request is new."""
+
+    def ended(self, request: Request) -> None:
+        """A request has ended."""
+
+    def withdraw(self, keys: Iterable[Key]) -> None:
+        """Nothing is hit from now on, and nothing is published after this; these are all keys."""
+
+    def storing(self, keys: Iterable[Key]) -> None:
+        """Stores of these keys begin."""
+
+    def published(self, keys: Iterable[Key]) -> None:
+        """Stores have settled: what they stored can be hit."""
+
+    def removed(self, keys: Iterable[Key]) -> None:
+        """Keys are dropped, of stores that have not settled too."""
+
+    def take(self) -> Sequence[Any]:
+        """Return what has happened since the last call, in order."""
+        return ()
+
+
+NO_EVENTS = NoEvents()
+
+
+class KvEvents(NoEvents):
+    """Makes vLLM's events of what the directory reports.
 
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
     is being stored, `origins`, and whether all was withdrawn.
@@ -161,7 +192,7 @@ class KvEvents:
         return f"KvEvents({len(self._events)} to take, {len(self._being_stored)} being stored)"
 
     @property
-    def is_pending(self) -> bool:
+    def is_pending(self) -> bool:  # type: ignore[override]
         """Whether there is something to take."""
         return bool(self._events)
 
@@ -274,8 +305,8 @@ class KvEvents:
 
 def make_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
-) -> KvEvents | None:
-    """Return what makes KV events; None if vLLM is to publish none.
+) -> NoEvents:
+    """Return what makes KV events, if vLLM is to publish any.
 
     Args:
         vllm_config: the engine's configuration.
@@ -283,7 +314,7 @@ def make_events(
         is_lazy: blocks are stored after their requests have ended too.
     """
     if not kv_events.publishes_kv_events(vllm_config):
-        return None
+        return NO_EVENTS
     sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     config = replace(kv_cache_config, num_blocks=1)
     coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)

@@ -39,7 +39,9 @@ class Need:
 
 
 class Admission:
-    """The requests that hold GPU blocks for a load: they are its state, with what each needs.
+    """The requests that hold GPU blocks for a load.
+
+    Its state: `holders`, with what each needs; read only outside.
 
     Args:
         hits: knows the groups.
@@ -49,10 +51,10 @@ class Admission:
     def __init__(self, hits: HostHits, num_gpu_blocks: int) -> None:
         self._hits = hits
         self._num_gpu_blocks = num_gpu_blocks
-        self._holders: dict[RequestState, Need] = {}
+        self.holders: dict[RequestState, Need] = {}
 
     def __repr__(self) -> str:
-        return f"Admission({len(self._holders)} hold blocks)"
+        return f"Admission({len(self.holders)} hold blocks)"
 
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.
@@ -64,7 +66,7 @@ class Admission:
             return True
         others = [
             need
-            for holder, need in self._holders.items()
+            for holder, need in self.holders.items()
             if holder is not state and not holder.finished
         ]
         if not others:
@@ -75,17 +77,14 @@ class Admission:
 
     def hold(self, state: RequestState, num_tokens: int) -> None:
         """A request holds the blocks of its first `num_tokens` tokens, and waits."""
-        self._holders[state] = self._need(state, num_tokens)
+        self.holders[state] = self._need(state, num_tokens)
 
     def release(self, state: RequestState) -> None:
         """A request goes on, or has ended; of others nothing changes."""
-        self._holders.pop(state, None)
+        self.holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
         held = self._hits.num_blocks_held(num_tokens)
         spanned = self._hits.num_blocks_spanned(state.request.num_tokens)
         spare = SPARE_BLOCKS * len(self._hits.group_block_sizes)
         return Need(held, spanned - held + spare)
-
-    def __len__(self) -> int:
-        return len(self._holders)

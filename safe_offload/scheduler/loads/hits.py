@@ -318,7 +318,7 @@ class HostHits:
 
     def num_blocks_spanned(self, num_tokens: int) -> int:
         """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
-        return sum(-(-num_tokens // size) for size in self.group_block_sizes)
+        return sum([-(-num_tokens // size) for size in self.group_block_sizes])
 
     def num_blocks_held(self, num_tokens: int) -> int:
         """Return how many of these a request needs to go on; a window has slid past the others."""

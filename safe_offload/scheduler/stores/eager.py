@@ -174,7 +174,8 @@ class EagerStores:
         for state in states:
             taken = snapshots.get(state)
             if state not in decoding:
-                snapshots.pop(state, None)
+                if taken:
+                    del snapshots[state]
             elif not (taken and taken[0].is_current(state.request)):
                 snapshots[state] = self._camera.take(state, is_decoding=True)
             if by_state[state].leftover or state in loaded:
@@ -286,7 +287,7 @@ class EagerStores:
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
-            blocks, owners = BlockSet(group_idx, homes=homes), []
+            blocks, owners, num_found = BlockSet(group_idx, homes=homes), [], 0
             for state in states:
                 request = state.request
                 request_id = request.request_id
@@ -300,12 +301,12 @@ class EagerStores:
                     continue
                 cursors[group_idx] = num_hashed
                 table = tables[request_id]
-                num_before = len(blocks.blocks)
                 kept = self._look(request, table[cursor:num_hashed], cursor, blocks)
                 if kept:
                     present[state] = present[state] + kept if state in present else kept
-                num_added = len(blocks.blocks) - num_before
+                num_added = len(blocks.blocks) - num_found
                 if num_added:
+                    num_found += num_added
                     owners.append((state, num_added))
                     if homes is not None:
                         homes.append(Home(tables, request_id, table))

@@ -85,8 +85,6 @@ class LazyStores:
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
-        if not num_tokens:
-            return
         num_blocks = self._hits.num_blocks_spanned(num_tokens)
         if self._expected is not None and self._expected.stands():
             seen = self._expected.block

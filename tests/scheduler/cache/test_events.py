@@ -14,7 +14,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from safe_offload.protocol import StepReport
-from safe_offload.scheduler.cache.events import Origins
+from safe_offload.scheduler.cache.events import NO_EVENTS, Origins
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.device import CopyFault
@@ -286,7 +286,7 @@ def test_an_error_of_our_own_takes_everything_back(
 def test_without_kv_events_nothing_is_made(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-    assert rig.planner.events is None
+    assert rig.planner.events is NO_EVENTS
     assert rig.connector.take_events() == ()
 
 

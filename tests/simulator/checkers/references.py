@@ -79,7 +79,7 @@ class ReferenceChecker:
             ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
-            "spills that no plan names": bool(planner.tiers and planner.tiers.spills.is_waiting),
+            "spills that no plan names": bool(core.stores and planner.tiers.spills.is_waiting),
             # A probe touches no slot, and goes on to its deadline when nobody waits for it.
             "operations of tiers": sum(
                 operation.task is not Task.PROBE
