@@ -37,7 +37,7 @@ from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
 from safe_offload.scheduler.tiers.reach import Reaches
-from safe_offload.sides import Side
+from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
 from safe_offload.start.last_words import telling
 from safe_offload.start.live_weights import MODEL_LOADS, Adapters, watch
@@ -112,8 +112,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_model_loads = MODEL_LOADS.count
         self._events: KvEvents | None = None
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
-        self.side = Side()
-        """What the connector does in its role."""
+        self.scheduler = SchedulerSide()
+        self.worker = WorkerSide()
+        self.side: Side = self.scheduler
+        """Of the two the one that does something: of the connector's role."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
         if not compat.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
             pass  # and take no memory
@@ -121,7 +123,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._make_planner = self._prepare_planner()
             watch()
         else:
-            self.side = self._make_worker()
+            self.side = self.worker = self._make_worker()
 
     def _prepare_planner(self) -> Callable[[GpuBlocks], Planner]:
         """Check everything, and return what makes the planner once vLLM has its blocks."""
@@ -156,7 +158,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
         return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)
 
-    def _make_worker(self) -> Side:
+    def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
         from safe_offload.tiers.namespace.namespace import meaning_of
         from safe_offload.worker.bridge import WorkerBridge
@@ -204,7 +206,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See KVConnectorBase_V1; before this nothing is matched or stored."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._make_planner is not None:
-            self.side = self._make_planner(GpuBlocks(kv_cache_manager))
+            self.side = self.scheduler = self._make_planner(GpuBlocks(kv_cache_manager))
 
     @contained(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -214,14 +216,16 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.weights_changed("the model was told to load weights")
         elif adapter is not None and self.adapters.is_other(adapter, request.request_id):
             self.weights_changed("a LoRA adapter is loaded in place")
-        self.side.see(request)
+        self.scheduler.on_new_request(request)
 
     @contained(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1; None while another loads the same, or a tier may have more."""
-        num_tokens = self.side.match(request, num_computed_tokens, self._clock())
+        num_tokens = self.scheduler.get_num_new_matched_tokens(
+            request, num_computed_tokens, self._clock()
+        )
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
@@ -229,7 +233,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """See KVConnectorBase_V1."""
         try:
-            self.side.allocated(request, blocks, num_external_tokens)
+            self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
         except Exception as error:
             self._contain("update_state_after_alloc", error)
             if num_external_tokens > 0:
@@ -238,14 +242,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def _owe_failure(self, request: Request) -> None:
         """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
-        self.side.owe_failure(request)
+        self.scheduler.owe_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See KVConnectorBase_V1."""
         try:
-            plan = self.side.plan(scheduler_output, self._clock())
+            plan = self.scheduler.build_connector_meta(scheduler_output, self._clock())
             if self._config.verify_invariants:
-                self.side.check_invariants()
+                self.scheduler.check_invariants()
             return plan
         except Exception as error:
             self._contain("build_connector_meta", error)
@@ -254,14 +258,14 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: EMPTY_PLAN)
     def _plan_nothing(self) -> StepPlan:
         """Return the plan of a step whose planning failed."""
-        return self.side.plan_nothing()
+        return self.scheduler.plan_nothing()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See KVConnectorBase_V1."""
         try:
-            self.side.settle(connector_output)
+            self.scheduler.update_connector_output(connector_output)
             if self._config.verify_invariants:
-                self.side.check_invariants()
+                self.scheduler.check_invariants()
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
@@ -271,7 +275,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See KVConnectorBase_V1; always (False, None): no block is kept (I2)."""
-        self.side.finish(request)
+        self.scheduler.request_finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -283,19 +287,19 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping until transfers have settled."""
-        return self.side.has_work
+        return self.scheduler.has_pending_push_work()
 
     @contained(lambda: True)
     def reset_cache(self) -> bool:
         """Forget everything; True, because nothing that was stored can be hit any more."""
-        self.side.reset()
+        self.scheduler.reset_cache()
         return True
 
     @contained(lambda: None)
     def weights_changed(self, cause: str) -> None:
         """The weights of the running engine may be others (see `live_weights`)."""
         self._num_model_loads = MODEL_LOADS.count
-        self.side.reset(cause)
+        self.scheduler.reset_cache(cause)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""
@@ -310,34 +314,34 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @telling
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See KVConnectorBase_V1; raises ConfigError, since the engine is only starting."""
-        self.side.register(kv_caches)
+        self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """Before vLLM 0.33 sleeps; raises TransferError if a copy would touch what is gone then."""
-        self.side.unregister()
+        self.worker.unregister_kv_caches()
 
     @contained(lambda: None)
     def restore_kv_caches(self) -> None:
         """See KVConnectorBase_V1 of vLLM 0.33."""
-        self.side.restore()
+        self.worker.restore_kv_caches()
 
     @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See KVConnectorBase_V1."""
         if isinstance(kv_connector_metadata, StepPlan):
-            self.side.before_step(kv_connector_metadata)
+            self.worker.handle_preemptions(kv_connector_metadata)
 
     @contained(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """See KVConnectorBase_V1."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepPlan):
-            self.side.begin(connector_metadata)
+            self.worker.bind_connector_metadata(connector_metadata)
 
     @contained(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See KVConnectorBase_V1."""
-        self.side.start_loads()
+        self.worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are asynchronous, a request is not scheduled before its load ends."""
@@ -350,29 +354,29 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: None)
     def wait_for_save(self) -> None:
         """See KVConnectorBase_V1; starts the stores, waits for nothing."""
-        self.side.start_stores()
+        self.worker.wait_for_save()
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See KVConnectorBase_V1; only loads that failed are named (see `scheduler.loads`)."""
-        failed = set(self.side.collect_failures())
+        failed = set(self.worker.get_transfer_results())
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
 
     @contained(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See KVConnectorBase_V1."""
-        return self.side.report()
+        return self.worker.build_connector_worker_meta()
 
     @contained(lambda: None)
     def clear_connector_metadata(self) -> None:
         """See KVConnectorBase_V1."""
         super().clear_connector_metadata()
-        self.side.end()
+        self.worker.clear_connector_metadata()
 
     @contained(lambda: None)
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
-        self.side.shutdown()
+        self.worker.shutdown()
 
     # ---- observation ---------------------------------------------------------------------------
 

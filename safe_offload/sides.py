@@ -1,4 +1,9 @@
-"""What the connector does in its role: beside the scheduler, in a worker, or nothing."""
+"""What the connector asks of its role: beside the scheduler, or in a worker.
+
+`scheduler.planner.Planner` and `worker.bridge.WorkerBridge` do the work. The classes here do
+nothing: they stand where nothing could be hit, in the other role, and until vLLM has bound its
+blocks. Methods of the names of vLLM's hooks answer these.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,7 @@ NO_LABELS: Mapping[str, str] = {}
 
 
 class Side:
-    """Does nothing: it stands where nothing could be hit, and until vLLM has bound its blocks.
-
-    `scheduler.planner.Planner` and `worker.bridge.WorkerBridge` do the work of their role.
+    """What both roles have: how they stand, and the end of all work after an error.
 
     Attributes:
         has_changed: a count, a gauge or a label may have changed since `changes_taken`.
@@ -24,51 +27,17 @@ class Side:
 
     has_changed = False
 
-    # ---- beside the scheduler: see `Planner` ---------------------------------------------------
-
-    def see(self, request: Any) -> Any:
-        """A request is new."""
-
-    def match(self, request: Any, num_computed_tokens: int, now_s: float) -> int | None:
-        """Return how many tokens more can be loaded."""
-        return 0
-
-    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was given blocks."""
-
-    def owe_failure(self, request: Any) -> None:
-        """A load that vLLM waits for was not planned."""
-
-    def plan(self, scheduler_output: Any, now_s: float) -> StepPlan:
-        """Return what the workers do in this step."""
-        return EMPTY_PLAN
-
-    def plan_nothing(self) -> StepPlan:
-        """Return the plan of a step whose planning failed."""
-        return EMPTY_PLAN
-
-    def settle(self, output: Any) -> None:
-        """The workers have reported."""
-
-    def finish(self, request: Any) -> None:
-        """A request ends."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the engine must keep stepping until transfers have settled."""
-        return False
-
-    def reset(self, cause: str | None = None) -> None:
-        """Forget what is stored."""
-
     def disable(self, report: object = None) -> None:
         """After an error inside: only finish what is in flight."""
 
-    def check_invariants(self) -> None:
-        """Compare all bookkeeping with itself."""
+    def changes_taken(self) -> None:
+        """What has changed was reported to vLLM."""
+
+    def count_into(self, counters: Counters) -> None:
+        """Count what happened since the last call and is not counted when it happens."""
 
     def gauges(self) -> dict[str, float]:
-        """Return how the host pool stands now."""
+        """Return how the host pool, or the tiers of a rank, stand now."""
         return {}
 
     @property
@@ -76,45 +45,84 @@ class Side:
         """How the ranks keep and copy; another object when that has changed."""
         return NO_LABELS
 
-    # ---- in a worker: see `WorkerBridge` -------------------------------------------------------
 
-    def register(self, kv_caches: dict[str, Any]) -> None:
+class SchedulerSide(Side):
+    """Beside the scheduler, without a host cache."""
+
+    def on_new_request(self, request: Any) -> Any:
+        """A request is new."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, now_s: float
+    ) -> int | None:
+        """Return how many tokens more can be loaded; None if that is not known yet."""
+        return 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request was given blocks."""
+
+    def owe_failure(self, request: Any) -> None:
+        """A load that vLLM waits for was not planned."""
+
+    def build_connector_meta(self, scheduler_output: Any, now_s: float) -> StepPlan:
+        """Return what the workers do in this step."""
+        return EMPTY_PLAN
+
+    def plan_nothing(self) -> StepPlan:
+        """Return the plan of a step whose planning failed."""
+        return EMPTY_PLAN
+
+    def update_connector_output(self, output: Any) -> None:
+        """The workers have reported."""
+
+    def request_finished(self, request: Any) -> None:
+        """A request ends."""
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping until transfers have settled."""
+        return False
+
+    def reset_cache(self, cause: str | None = None) -> None:
+        """Forget what is stored."""
+
+    def check_invariants(self) -> None:
+        """Compare all bookkeeping with itself."""
+
+
+class WorkerSide(Side):
+    """In a worker, without host memory."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """vLLM has allocated its KV cache."""
 
-    def unregister(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """vLLM is about to free its KV cache."""
 
-    def restore(self) -> None:
+    def restore_kv_caches(self) -> None:
         """vLLM has its KV cache again."""
 
-    def before_step(self, plan: StepPlan) -> None:
+    def handle_preemptions(self, plan: StepPlan) -> None:
         """Nothing of a step has been written."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
         """A step begins."""
 
-    def start_loads(self) -> None:
+    def start_load_kv(self) -> None:
         """The forward is about to begin."""
 
-    def start_stores(self) -> None:
+    def wait_for_save(self) -> None:
         """The forward has been launched."""
 
-    def collect_failures(self) -> Collection[str]:
+    def get_transfer_results(self) -> Collection[str]:
         """Return the requests whose load has failed."""
         return ()
 
-    def report(self) -> StepReport | None:
+    def build_connector_worker_meta(self) -> StepReport | None:
         """Return what has ended."""
         return None
 
-    def end(self) -> None:
+    def clear_connector_metadata(self) -> None:
         """A step has ended."""
 
     def shutdown(self) -> None:
         """The engine ends."""
-
-    def changes_taken(self) -> None:
-        """What has changed was reported to vLLM."""
-
-    def count_into(self, counters: Counters) -> None:
-        """Count what happened since the last call and is not counted when it happens."""

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from tests.worker.copies.fake_device import FakeGpu
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `make test` draw the same examples every time; `make test-nightly` draws others."""
+    if "not nightly" in config.option.markexpr:
+        from hypothesis import settings
+
+        settings.register_profile("the same", derandomize=True, database=None)
+        settings.load_profile("the same")
+
+
 def _engine_file(nodeid: str) -> str | None:
     """Return the name of a file of tests that run real engines."""
     path = nodeid.partition("::")[0]

@@ -26,7 +26,6 @@ from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
 from safe_offload.protocol import EMPTY_PLAN, Capacity, StepPlan, StepReport, Transfer
 from safe_offload.scheduler.planner import Planner
-from safe_offload.sides import Side
 from safe_offload.worker import bridge
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.opening import Opening
@@ -262,7 +261,7 @@ def test_states_that_earlier_stages_have_too_late_are_not_kept(
     shape = EngineShape(("full", "mamba"), pipeline_ranks=num_stages, num_draft_tokens=num_drafts)
     connector = SafeCPUOffloadConnector(make_config(shape), role, make_kv_cache_config(shape))
     connector.bind_kv_cache_manager(MANAGER)
-    is_idle = type(connector.side) is Side
+    is_idle = not isinstance(connector.side, Planner | WorkerBridge)
     assert is_idle is (num_stages > 1 and num_drafts > 0)
     told = [record.getMessage() for record in logged if "Mamba" in record.getMessage()]
     assert len(told) == (is_idle and role is KVConnectorRole.SCHEDULER)
@@ -304,35 +303,40 @@ def test_without_prefix_caching_every_hook_has_its_neutral_answer(idle, logged):
 # ---- scheduler side ----------------------------------------------------------------------------
 
 SCHEDULER_HOOKS = {
-    "on_new_request": ("see", (SimpleNamespace(lora_request=None),), None),
-    "get_num_new_matched_tokens": ("match", (None, 0), (0, False)),
-    "update_state_after_alloc": ("allocated", (None, None, 0), None),
-    "build_connector_meta": ("plan", (None,), EMPTY_PLAN),
-    "update_connector_output": ("settle", (KVConnectorOutput(),), None),
-    "request_finished": ("finish", (None, []), (False, None)),
-    "has_pending_push_work": ("has_work", (), False),
-    "reset_cache": ("reset", (), True),
-    "get_kv_connector_stats": ("gauges", (), None),
+    "on_new_request": ((SimpleNamespace(lora_request=None),), None),
+    "get_num_new_matched_tokens": ((None, 0), (0, False)),
+    "update_state_after_alloc": ((None, None, 0), None),
+    "build_connector_meta": ((None,), EMPTY_PLAN),
+    "update_connector_output": ((KVConnectorOutput(),), None),
+    "request_finished": ((None, []), (False, None)),
+    "has_pending_push_work": ((), False),
+    "reset_cache": ((), True),
 }
-"""Hook: the method of the planner that it calls, arguments, the answer if that raises."""
+"""Hook, and method of the planner: arguments, the answer if that raises."""
 
 
 @pytest.mark.parametrize("hook", SCHEDULER_HOOKS)
 def test_an_error_on_the_scheduler_side_ends_in_its_hook(make_connector, monkeypatch, logged, hook):
     connector = make_connector()
-    method, arguments, answer = SCHEDULER_HOOKS[hook]
-    broken = property(raise_error) if method == "has_work" else raise_error
-    monkeypatch.setattr(type(connector.side), method, broken)
+    arguments, answer = SCHEDULER_HOOKS[hook]
+    monkeypatch.setattr(connector.side, hook, raise_error)
     assert getattr(connector, hook)(*arguments) == answer
     check_logged(logged, hook)
-    if hook != "get_kv_connector_stats":  # which had taken the counts already
-        assert contained(connector) == 1
+    assert contained(connector) == 1
+    assert connector.side.statistics().is_disabled
+
+
+def test_an_error_of_the_statistics_ends_in_their_hook(make_connector, monkeypatch, logged):
+    connector = make_connector()
+    monkeypatch.setattr(connector.side, "gauges", raise_error)
+    assert connector.get_kv_connector_stats() is None
+    check_logged(logged, "get_kv_connector_stats")
     assert connector.side.statistics().is_disabled
 
 
 def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, logged):
     connector = make_connector()
-    monkeypatch.setattr(connector.side, "finish", raise_error)
+    monkeypatch.setattr(connector.side, "request_finished", raise_error)
     assert connector.request_finished_all_groups(None, ([1],)) == (False, None)
     check_logged(logged, "request_finished")
 
@@ -354,7 +358,9 @@ def raise_in_first_call(
     return calls
 
 
-@pytest.mark.parametrize("method", ["see", "match", "plan"])
+@pytest.mark.parametrize(
+    "method", ["on_new_request", "get_num_new_matched_tokens", "build_connector_meta"]
+)
 def test_after_an_error_nothing_is_matched_or_stored_any_more(
     make_rig, monkeypatch, method, logged
 ):
@@ -407,7 +413,7 @@ def test_a_request_whose_load_could_not_be_planned_is_recomputed(make_rig, monke
     prompt = rig.prompt(41, 1)
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))
-    monkeypatch.setattr(rig.planner, "allocated", raise_error)
+    monkeypatch.setattr(rig.planner, "update_state_after_alloc", raise_error)
     before = len(rig.plans)
     rig.run_alone("a2", prompt)  # checks the answer
     failures = [failure for plan in rig.plans[before:] for failure in plan.failures]
@@ -422,14 +428,14 @@ def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_
     rig.run_alone("a", prompt)
     rig.run_alone("b", rig.prompt(41, 2))
     planner = rig.planner
-    plan = planner.plan
+    plan = planner.build_connector_meta
 
     def raise_if_a_load_has_begun(scheduler_output: Any, now_s: float) -> StepPlan:
         if planner.loads.owners_of_new:
             raise RuntimeError("injected")
         return plan(scheduler_output, now_s)
 
-    monkeypatch.setattr(planner, "plan", raise_if_a_load_has_begun)
+    monkeypatch.setattr(planner, "build_connector_meta", raise_if_a_load_has_begun)
     before = len(rig.plans)
     rig.run_alone("a2", prompt)  # checks the answer
     assert [failure for p in rig.plans[before:] for failure in p.failures] == ["a2"]
@@ -443,11 +449,11 @@ def test_a_broken_promise_is_raised_in_tests_and_kept_from_the_engine_in_product
         raise InvariantError("I1", "a leased slot was evicted")
 
     tested = make_connector(check_invariants=True)
-    monkeypatch.setattr(tested.side, "match", break_promise)
+    monkeypatch.setattr(tested.side, "get_num_new_matched_tokens", break_promise)
     with pytest.raises(InvariantError, match="I1"):
         tested.get_num_new_matched_tokens(None, 0)
     served = make_connector()
-    monkeypatch.setattr(served.side, "match", break_promise)
+    monkeypatch.setattr(served.side, "get_num_new_matched_tokens", break_promise)
     assert served.get_num_new_matched_tokens(None, 0) == (0, False)
     assert contained(served) == 1
 
@@ -457,8 +463,10 @@ def test_invariants_are_checked_only_where_they_were_asked_for(make_connector, m
     for wanted in (False, True):
         connector = make_connector(check_invariants=wanted)
         planner = connector.side
-        monkeypatch.setattr(planner, "plan", lambda scheduler_output, now_s: EMPTY_PLAN)
-        monkeypatch.setattr(planner, "settle", lambda output: None)
+        monkeypatch.setattr(
+            planner, "build_connector_meta", lambda scheduler_output, now_s: EMPTY_PLAN
+        )
+        monkeypatch.setattr(planner, "update_connector_output", lambda output: None)
         monkeypatch.setattr(planner, "check_invariants", lambda: checks.append(1))
         connector.build_connector_meta(None)
         connector.update_connector_output(None)
@@ -476,23 +484,23 @@ PLAN = StepPlan(
 )
 
 WORKER_HOOKS = {
-    "handle_preemptions": ("before_step", (PLAN,), None),
-    "bind_connector_metadata": ("begin", (PLAN,), None),
-    "start_load_kv": ("start_loads", (None,), None),
-    "wait_for_save": ("start_stores", (), None),
-    "get_transfer_results": ("collect_failures", (set(),), KVConnectorTransferResults()),
-    "build_connector_worker_meta": ("report", (), None),
-    "clear_connector_metadata": ("end", (), None),
-    "shutdown": ("shutdown", (), None),
+    "handle_preemptions": ((PLAN,), None),
+    "bind_connector_metadata": ((PLAN,), None),
+    "start_load_kv": ((None,), None),
+    "wait_for_save": ((), None),
+    "get_transfer_results": ((set(),), KVConnectorTransferResults()),
+    "build_connector_worker_meta": ((), None),
+    "clear_connector_metadata": ((), None),
+    "shutdown": ((), None),
 }
-"""Hook: the method of the bridge that it calls, arguments, the answer if that raises."""
+"""Hook, and method of the bridge: arguments, the answer if that raises."""
 
 
 @pytest.mark.parametrize("hook", WORKER_HOOKS)
 def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logged, hook):
-    method, arguments, answer = WORKER_HOOKS[hook]
+    arguments, answer = WORKER_HOOKS[hook]
     with monkeypatch.context() as patch:
-        patch.setattr(worker.side, method, raise_error)
+        patch.setattr(worker.side, hook, raise_error)
         assert getattr(worker, hook)(*arguments) == answer
     check_logged(logged, hook)
     assert contained(worker) == 1
@@ -501,7 +509,7 @@ def test_an_error_on_the_worker_side_ends_in_its_hook(worker, monkeypatch, logge
 
 def test_a_step_of_hooks_reaches_the_bridge_in_vllm_s_order(worker, monkeypatch):
     called: list[str] = []
-    for method, _, _ in WORKER_HOOKS.values():
+    for method in WORKER_HOOKS:
         original = getattr(worker.side, method)
         monkeypatch.setattr(
             worker.side,
@@ -526,8 +534,7 @@ def test_a_step_of_hooks_reaches_the_bridge_in_vllm_s_order(worker, monkeypatch)
     assert report.capacities == (Capacity(0, SLOTS),)
     worker.clear_connector_metadata()
     assert not worker.has_connector_metadata()
-    expected = [method for method, _, _ in WORKER_HOOKS.values() if method != "shutdown"]
-    assert called == expected
+    assert called == [hook for hook in WORKER_HOOKS if hook != "shutdown"]
     monkeypatch.undo()
 
 

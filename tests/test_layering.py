@@ -57,8 +57,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "worker/copies",
         "worker/memory",
     ),
-    "worker/memory": ("config", "layout", "observe", "protocol", "worker/copies"),
-    "worker/copies": ("config", "layout", "protocol", "threads", "worker", "worker/memory"),
+    "worker/memory": ("config", "layout", "observe", "protocol"),
+    "worker/copies": ("config", "layout", "protocol", "threads", "worker/memory"),
     "tiers": ("config", "threads"),
     "tiers/namespace": ("compat", "config", "layout"),
 }

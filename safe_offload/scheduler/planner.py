@@ -1,7 +1,7 @@
 """The order of events: what vLLM's hooks tell goes in, a plan for the workers comes out.
 
-Each method answers one hook of vLLM. They take what vLLM knows and decide; there is no I/O, no
-clock and no callback in here.
+Methods are called as the hooks that they answer. They take what vLLM knows and decide; there is no
+I/O, no clock and no callback in here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
 from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, NO_TIERS, TierOptions, Tiers
-from safe_offload.sides import Side
+from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -128,7 +128,7 @@ class Statistics:
     spills: int = 0
 
 
-class Planner(Side):
+class Planner(SchedulerSide):
     """The scheduler side, complete once vLLM has told where it keeps its blocks.
 
     Its own state: whether it is disabled, whether a gauge may have changed, the steps left for the
@@ -206,8 +206,8 @@ class Planner(Side):
 
     # ---- vLLM asks about a request -------------------------------------------------------------
 
-    def see(self, request: Request) -> RequestState:
-        """on_new_request: remember the request, so that finished ids can be told from foreign."""
+    def on_new_request(self, request: Request) -> RequestState:
+        """Remember the request, so that finished ids can be told from foreign."""
         state = self.book.find(request)
         if state is None:
             if (namesake := self.book.get(request.request_id)) is not None:
@@ -227,8 +227,10 @@ class Planner(Side):
         if not (self._is_disabled or state.request.skip_reading_prefix_cache):
             self.tiers.see(state)
 
-    def match(self, request: Request, num_computed_tokens: int, now_s: float) -> int | None:
-        """get_num_new_matched_tokens: report and lease the longest host hit (I1).
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, now_s: float
+    ) -> int | None:
+        """Report and lease the longest host hit (I1).
 
         May be called any number of times for one request; each call replaces the last.
 
@@ -242,7 +244,7 @@ class Planner(Side):
             same blocks for another request is under way, which this one waits for, or a tier is
             asked for more.
         """
-        state = self.book.find(request) or self.see(request)
+        state = self.book.find(request) or self.on_new_request(request)
         phase = state.phase
         if phase is Phase.FINISHED or phase is Phase.LOADING:
             return 0
@@ -260,8 +262,10 @@ class Planner(Side):
                 self.tiers.matched(state)
         return num_tokens
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """update_state_after_alloc: turn the leased hit into a load, or give it up.
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Turn the leased hit into a load, or give it up.
 
         Args:
             request: the request that was given blocks.
@@ -269,7 +273,7 @@ class Planner(Side):
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
         self.has_changed = True
-        state = self.book.find(request) or self.see(request)
+        state = self.book.find(request) or self.on_new_request(request)
         state.allocated()
         if state.phase is Phase.FINISHED:
             return
@@ -291,17 +295,17 @@ class Planner(Side):
         self.stores.let_go_prefix(state)
 
     def owe_failure(self, request: Request) -> None:
-        """`allocated` failed although vLLM waits for a load: tell it to recompute."""
-        self.loads.owe_failure(self.see(request))
+        """vLLM waits for a load that could not be planned: tell it to recompute."""
+        self.loads.owe_failure(self.on_new_request(request))
 
-    def finish(self, request: Request) -> None:
-        """request_finished: store what is still unstored, give up all leases but those in flight.
+    def request_finished(self, request: Request) -> None:
+        """Store what is still unstored, give up all leases but those in flight.
 
         The request still holds its blocks. It holds none of them for us when this returns (I2), and
         a second call finds nothing to do (I4).
         """
         self.has_changed = True
-        state = self.book.find(request) or self.see(request)
+        state = self.book.find(request) or self.on_new_request(request)
         try:
             if state in self.outdated:
                 self._keep_out()  # vLLM may have hashed a block just now
@@ -332,8 +336,8 @@ class Planner(Side):
 
     # ---- a step is planned ---------------------------------------------------------------------
 
-    def plan(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
-        """build_connector_meta: what the workers do in this step.
+    def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
+        """Return what the workers do in this step.
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
@@ -407,7 +411,7 @@ class Planner(Side):
             state = self.book.get(request_id)
             if state is not None and not state.finished:
                 is_again = request_id in scheduler_output.num_scheduled_tokens
-                if state.phase is Phase.RUNNING and not is_again:  # else `match` has done this
+                if state.phase is Phase.RUNNING and not is_again:  # else the match did this
                     self._preempt(state)
                 preempted.append(state)
         given_out = allocated_block_ids(scheduler_output) | self.loads.new_targets
@@ -422,8 +426,8 @@ class Planner(Side):
 
     # ---- the workers have reported -------------------------------------------------------------
 
-    def settle(self, output: KVConnectorOutput) -> None:
-        """update_connector_output: settle transfers, complete loads, filter vLLM's finished ids."""
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Settle transfers, complete loads, filter vLLM's finished ids."""
         if output.invalid_block_ids:
             # Another connector's load failed: what was computed from it since is garbage too.
             self.stores.fail_all()
@@ -536,8 +540,8 @@ class Planner(Side):
         if self.events is not None:
             self.events.withdraw(keys)
 
-    def reset(self, cause: str | None = None) -> None:
-        """reset_cache: nothing stored so far is ever found again.
+    def reset_cache(self, cause: str | None = None) -> None:
+        """Nothing stored so far is ever found again.
 
         What is in flight keeps its lease until it settles. No store of it is published, and no load
         is used.
@@ -573,8 +577,7 @@ class Planner(Side):
 
     # ---- the rest ------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping.
 
         A transfer is planned or in flight, or the ranks have not reported how many slots they have,

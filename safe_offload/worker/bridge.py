@@ -4,12 +4,13 @@ The hooks are on vLLM's critical path: nothing here waits for a copy, except a f
 without streams.
 
 Order of the hooks in a step (vLLM 0.32.0, v1/worker/gpu_model_runner.py, gpu/kv_connector.py):
-`before_step` before the forward, `begin` with the same plan right before it, when vLLM has zeroed
-the new blocks of the step, then `start_loads` after the forward has been issued (before it if
-another connector loads synchronously), `start_stores` and `report` in either order, `end`. It is so
-on both runners of 0.31 to 0.33. With drafts, V1 calls neither `start_stores` nor `end` on any
-pipeline stage but the last: there the stores of a step are started by the `before_step` of the
-next.
+`handle_preemptions` before the forward, `bind_connector_metadata` with the same plan right before
+it, when vLLM has zeroed the new blocks of the step, then `start_load_kv` after the forward has been
+issued (before it if another connector loads synchronously), `wait_for_save` and
+`build_connector_worker_meta` in either order, `clear_connector_metadata`. It is so on both runners
+of 0.31 to 0.33. With drafts, V1 calls neither `wait_for_save` nor `clear_connector_metadata` on any
+pipeline stage but the last: there the stores of a step are started by the `handle_preemptions` of
+the next.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
-from safe_offload.sides import Side
+from safe_offload.sides import WorkerSide
 from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.opening import Opened, Opening, storage_of
 
@@ -63,7 +64,7 @@ _SERIES = {
 }
 
 
-class WorkerBridge(Side):
+class WorkerBridge(WorkerSide):
     """The worker side of one rank. All of it belongs to the thread that vLLM calls its hooks on.
 
     Args:
@@ -110,7 +111,9 @@ class WorkerBridge(Side):
 
     # ---- from start to end ---------------------------------------------------------------------
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]
+    ) -> None:
         """Open the transfers, once vLLM has allocated its KV cache; see `Opening.open`."""
         if not kv_caches:
             return
@@ -120,7 +123,7 @@ class WorkerBridge(Side):
             if opened is not None:
                 self.attach(opened)
         elif storage_of(kv_caches)[0].data_ptr() == self.opened.storage.data_ptr():
-            self.restore()
+            self.restore_kv_caches()
         else:
             # What the host holds is filed under blocks of the first storage, and copies in flight
             # know its addresses only.
@@ -137,10 +140,10 @@ class WorkerBridge(Side):
         opened.transfers.take_copied()  # of the self-test
         self.opened = opened
 
-    def unregister(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """Wait for the copies in flight: vLLM is about to take the KV cache's memory away (sleep).
 
-        What is stored stays, and nothing is started before `restore`.
+        Nothing is started before `restore_kv_caches`.
 
         Raises:
             TransferError: a copy does not end; the memory must not be taken from under it.
@@ -162,7 +165,7 @@ class WorkerBridge(Side):
                 )
             time.sleep(POLL_S)
 
-    def restore(self) -> None:
+    def restore_kv_caches(self) -> None:
         """Go on: the memory of the KV cache is back, at the same addresses (wake-up)."""
         self._is_asleep = False
 
@@ -182,17 +185,17 @@ class WorkerBridge(Side):
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def before_step(self, plan: StepPlan) -> None:
-        """handle_preemptions: rescue and fence what this step is about to overwrite."""
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """Rescue and fence what this step is about to overwrite."""
         if self._is_forward_issued:
-            self.start_stores()  # of the last step, if no hook has
+            self.wait_for_save()  # of the last step, if no hook has
         for transfer in plan.stores_before_forward:
             self._submit(Direction.STORE, transfer)
         if plan.fences and self.opened is not None:
             self.opened.transfers.fence(plan.fences)
 
-    def begin(self, plan: StepPlan) -> None:
-        """bind_connector_metadata: take the plan; of a step that did not end nothing is lost."""
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
+        """Take the plan; of a step that did not end nothing is lost."""
         self._cancel_unstarted()
         self._is_forward_issued = False
         self._may_wait = plan.is_idle
@@ -203,26 +206,26 @@ class WorkerBridge(Side):
         if plan.probes or plan.fetches or plan.spills:
             self._ask_tiers(plan)
 
-    def start_loads(self) -> None:
-        """start_load_kv."""
+    def start_load_kv(self) -> None:
+        """Start the loads of the plan."""
         loads, self._loads = self._loads, ()
         for transfer in loads:
             self._submit(Direction.LOAD, transfer, self._loads_mark)
         self._loads_mark = None
 
-    def start_stores(self) -> None:
-        """wait_for_save: the forward has been issued, its bytes can be stored."""
+    def wait_for_save(self) -> None:
+        """The forward has been issued, its bytes can be stored."""
         stores, self._stores = self._stores, ()
         for transfer in stores:
             self._submit(Direction.STORE, transfer)
 
-    def collect_failures(self) -> tuple[str, ...]:
-        """get_transfer_results: return the ids of requests whose load failed, each once."""
+    def get_transfer_results(self) -> tuple[str, ...]:
+        """Return the ids of requests whose load failed, each once."""
         failures, self._failures = self._failures, ()
         return failures
 
-    def report(self) -> StepReport | None:
-        """build_connector_worker_meta: return what is new since the last call, None for nothing."""
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """Return what is new since the last call, None for nothing."""
         self._is_forward_issued = True
         facts = self._new_facts()  # before the slots: memory that is all locked has all its slots
         capacities: tuple[Capacity, ...] = ()
@@ -245,8 +248,8 @@ class WorkerBridge(Side):
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
 
-        vLLM asks for it before it asks for the report. Both are of one moment: after the last
-        report there may be no step that would bring the counts.
+        vLLM asks for it before the report. Both are of one moment: after the last report there may
+        be no step that would bring the counts.
         """
         if self.opened is None:
             return
@@ -273,12 +276,11 @@ class WorkerBridge(Side):
         tiers = None if self.opened is None else self.opened.tiers
         return {} if tiers is None else tiers.gauges()
 
-    def end(self) -> None:
-        """clear_connector_metadata: give up what no hook has started."""
+    def clear_connector_metadata(self) -> None:
+        """Give up what no hook has started."""
         self._cancel_unstarted()
 
     def _new_facts(self) -> tuple[HostFacts, ...]:
-        """Return how this rank keeps and copies, if that has not been reported."""
         if self.opened is None:
             return ()
         tiers, backend = self.opened.tiers, self.opened.backend
@@ -291,7 +293,6 @@ class WorkerBridge(Side):
         return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
-        """Hand on what the tiers are to do: it has no order with the forward."""
         tiers = None if self.opened is None else self.opened.tiers
         if tiers is not None:
             for probe in plan.probes:
@@ -334,7 +335,7 @@ class WorkerBridge(Side):
     def _mark_loads(self, opened: Opened) -> None:
         """Let the loads of this step wait for what has been given to the compute stream so far.
 
-        That is all that may still use their blocks: earlier steps, fences, and vLLM's zeroing. The
+        That is all that may still use their blocks: earlier steps, fences, vLLM's zeroing. The
         forward that comes now does not, so they run beside it.
         """
         try:

@@ -64,6 +64,8 @@ def scraped(server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
         serve_load(server)
         total = f"{PREFIX}resets_total"
         found.wait_for(lambda: found.query(total) == [1.0], "a scrape after the load")
+        recorded = "safe_offload:evicted_age_seconds:mean1h"
+        found.wait_for(lambda: bool(found.query(recorded)), "an evaluation after the scrape")
         yield found
 
 

@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "a finished request's block is referenced until its store is done",
         _PLANNER,
-        "Planner.finish",
+        "Planner.request_finished",
         "if not self._is_disabled:\n    self.policy.finish(state)",
         "for b in self.gpu.tables_of(0)[0][request.request_id][:1]:\n    b.ref_cnt += 1",
         "I2",
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "ids are not filtered",
         _PLANNER,
-        "Planner.settle",
+        "Planner.update_connector_output",
         "for state in self.book.filter(output, self.gpu): ...",
         "pass",
         "I3",
@@ -360,7 +360,7 @@ MUTANTS = (
     Mutant(
         "the worker skips the fences",
         "worker/bridge.py",
-        "WorkerBridge.before_step",
+        "WorkerBridge.handle_preemptions",
         "self.opened.transfers.fence(plan.fences)",
         "pass",
         "I6",
@@ -369,9 +369,9 @@ MUTANTS = (
     Mutant(
         "stores that no hook has started are started behind the fences of the next plan",
         "worker/bridge.py",
-        "WorkerBridge.before_step",
+        "WorkerBridge.handle_preemptions",
         "if self._is_forward_issued:\n"
-        "    self.start_stores()\n"
+        "    self.wait_for_save()\n"
         "for transfer in plan.stores_before_forward:\n"
         "    self._submit(Direction.STORE, transfer)\n"
         "if plan.fences and self.opened is not None:\n"
@@ -381,15 +381,15 @@ MUTANTS = (
         "if plan.fences and self.opened is not None:\n"
         "    self.opened.transfers.fence(plan.fences)\n"
         "if self._is_forward_issued:\n"
-        "    self.start_stores()",
+        "    self.wait_for_save()",
         "I6",
         ("swarm",),
     ),
     Mutant(
         "stores that no hook has started are cancelled",
         "worker/bridge.py",
-        "WorkerBridge.before_step",
-        "self.start_stores()",
+        "WorkerBridge.handle_preemptions",
+        "self.wait_for_save()",
         "pass",
         "I7",
         ("swarm",),
@@ -489,7 +489,7 @@ MUTANTS = (
     Mutant(
         "a load waits for the forward of its own step",
         "worker/bridge.py",
-        "WorkerBridge.start_loads",
+        "WorkerBridge.start_load_kv",
         "self._submit(Direction.LOAD, transfer, self._loads_mark)",
         "self._submit(Direction.LOAD, transfer)",
         "I7",
@@ -774,7 +774,7 @@ MUTANTS = (
     Mutant(
         "what requests compute across a reset is kept",
         _PLANNER,
-        "Planner.reset",
+        "Planner.reset_cache",
         "self.outdated.begin(self.book)",
         "pass",
         "I6",
@@ -783,7 +783,7 @@ MUTANTS = (
     Mutant(
         "a load that is under way at a reset is used",
         _PLANNER,
-        "Planner.reset",
+        "Planner.reset_cache",
         "self.loads.fail_all()",
         "pass",
         "I6",
@@ -810,7 +810,7 @@ MUTANTS = (
     Mutant(
         "what a load that failed left is taken for what its request has computed",
         _PLANNER,
-        "Planner.settle",
+        "Planner.update_connector_output",
         "self.policy.forget_table(state)",
         "pass",
         "I6",
@@ -874,7 +874,7 @@ MUTANTS = (
     Mutant(
         "a failed load is not announced",
         _PLANNER,
-        "Planner.plan",
+        "Planner.build_connector_meta",
         "plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)",
         "plan = StepPlan(loads, *stores, (), *messages, is_idle)",
         "I7",
@@ -883,7 +883,7 @@ MUTANTS = (
     Mutant(
         "the workers do not echo a failure",
         "worker/bridge.py",
-        "WorkerBridge.begin",
+        "WorkerBridge.bind_connector_metadata",
         "self._failures += plan.failures",
         "pass",
         "I7",
@@ -928,8 +928,8 @@ MUTANTS = (
     ),
     Mutant(
         "bytes in flight are never given back",
-        "worker/turnstile.py",
-        "Turnstile.leave",
+        "worker/fifo_gate.py",
+        "FifoGate.leave",
         "self._bytes -= turn.size_bytes",
         "",
         "I7",
@@ -1020,7 +1020,7 @@ MUTANTS = (
     Mutant(
         "the engine never goes idle",
         _PLANNER,
-        "Planner.has_work",
+        "Planner.has_pending_push_work",
         "return self.tiers is not None and self.tiers.has_work",
         "return True",
         "I7",
@@ -1029,7 +1029,7 @@ MUTANTS = (
     Mutant(
         "the engine goes idle while stores are in flight",
         _PLANNER,
-        "Planner.has_work",
+        "Planner.has_pending_push_work",
         "self._start_steps_left or self.stores.has_work or self.loads.has_work",
         "self._start_steps_left or self.loads.has_work",
         "I8",
@@ -1156,7 +1156,7 @@ MUTANTS = (
     Mutant(
         "KV events: the engine goes idle before they are taken",
         _PLANNER,
-        "Planner.has_work",
+        "Planner.has_pending_push_work",
         "self.events.is_pending",
         "False",
         "I12",
@@ -1457,7 +1457,7 @@ MUTANTS = (
     Mutant(
         "new weights in a running engine are taken for the operator's",
         _PLANNER,
-        "Planner.reset",
+        "Planner.reset_cache",
         "self.tiers.reset(is_vouched_for=cause is None)",
         "self.tiers.reset()",
         "I10",
@@ -1586,8 +1586,8 @@ MUTANTS = (
         "a fetch that is late is not waited for",
         _CIRCUIT,
         "Circuit._outlast",
-        "while not task.done(): ...",
-        "while not (task.done() or is_late): ...",
+        "await outlast({task}, task.cancel)",
+        "pass",
         "I6",
         tests=("tests/worker/test_tier_runner.py", "-k", "hanging_tier_may_touch"),
     ),

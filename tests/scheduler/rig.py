@@ -127,7 +127,7 @@ class Rig(EngineCore):
         for name in ("leased_slots", "stores_in_flight", "loads_in_flight"):
             assert gauges[name] == 0, gauges
         assert not self.scheduler.requests
-        assert not self.planner.has_work
+        assert not self.planner.has_pending_push_work()
         assert len(self.planner.leases) == 0
 
     def check_no_block_is_held(self) -> None:

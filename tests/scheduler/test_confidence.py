@@ -44,7 +44,7 @@ def test_an_error_of_our_own_logs_no_token(
 ) -> None:
     rig = make_rig(num_blocks=30, extra={"check_invariants": False})
     prompt = rig.prompt(33, 1)
-    for method in ("match", "plan", "settle"):
+    for method in ("get_num_new_matched_tokens", "build_connector_meta", "update_connector_output"):
 
         def broken(*args: object) -> None:
             raise RuntimeError("injected")

@@ -57,12 +57,13 @@ RECOVERING = {
     "withdraw",
 }
 """What runs after an error."""
-ANSWER_IS_PASSED_ON = {"plan", "settle", "end_load"}
+ANSWER_IS_PASSED_ON = {"build_connector_meta", "update_connector_output", "settle", "end_load"}
 """Behind these there is nothing that could raise before vLLM has what they answer."""
 NOT_IN_SERVICE = {
     "check_invariants",
     "gauges",
     "reset",
+    "reset_cache",
     "forget_all",
     "poison_all",
     "forget_unsent",

@@ -59,7 +59,7 @@ def test_what_a_request_computes_across_a_reset_is_not_kept(
     rig = make_rig(**shape)
     prompt = rig.prompt(21, 2)
     run_to(rig, "runs on", prompt, 2, of=60)
-    rig.planner.reset()
+    rig.planner.reset_cache()
     assert len(rig.planner.outdated) == 1
     rig.step_until(lambda: not len(rig.planner.stores))
     new = rig.prompt(33, 3)
@@ -80,7 +80,7 @@ def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig: M
     rig = make_rig(num_blocks=60, num_slots=300)
     prompt = rig.prompt(41, 1)
     run_to(rig, "a", prompt, 2, of=40)
-    rig.planner.reset()
+    rig.planner.reset_cache()
     rig.step()
     assert len(rig.planner.outdated) == 1
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts it
@@ -106,7 +106,7 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(
     rig.hold_copies(True)
     rig.add("loads", prompt)
     rig.step_until(lambda: bool(rig.planner.loads.in_flight))
-    rig.planner.reset()
+    rig.planner.reset_cache()
     rig.hold_copies(False)
     rig.drain()
     rig.check_tokens("loads", 4)
@@ -121,7 +121,7 @@ def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
 ) -> None:
     rig = make_rig(num_blocks=60, num_slots=300)
     run_to(rig, "a", rig.prompt(21, 1), 2, of=60)
-    rig.planner.reset()
+    rig.planner.reset_cache()
     table = rig.planner.gpu.tables_of(0)[0]["a"]
     num_before = len(table)
     while "a" in rig.scheduler.requests:
@@ -136,7 +136,7 @@ def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -
     """In groups of larger blocks vLLM gives it one in every step, for its first part."""
     rig = make_rig(groups=("full", "full@16"), num_blocks=60, num_slots=300)
     run_to(rig, "a", rig.prompt(64, 1), 2, of=30)
-    rig.planner.reset()
+    rig.planner.reset_cache()
     rig.step()
     tables = [rig.planner.gpu.tables_of(group_idx)[0]["a"] for group_idx in (0, 1)]
     while "a" in rig.scheduler.requests:

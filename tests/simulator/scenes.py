@@ -144,7 +144,7 @@ def check_idle(engine: EngineCore) -> None:
     gauges = planner.gauges()
     assert gauges["slots"] == engine.shape.num_slots
     assert gauges["leased_slots"] == gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0
-    assert not planner.has_work
+    assert not planner.has_pending_push_work()
     assert len(planner.leases) == 0
     assert all(not worker.device.running for worker in engine.workers)
     assert engine.counts["contained_errors"] == 0

@@ -30,7 +30,7 @@ def said() -> Iterator[list[str]]:
             if record.levelname == "WARNING":
                 messages.append(record.getMessage())
 
-    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start_advice")
+    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start.advice")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
@@ -170,7 +170,7 @@ def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
     ],
 )
 def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, expected):
-    with caplog.at_level("INFO", "vllm.safe_offload.start_advice"):
+    with caplog.at_level("INFO", "vllm.safe_offload.start.advice"):
         config, cache = advise(
             num_slots, dataclasses.replace(FULL, groups=groups), eviction_policy="slru"
         )

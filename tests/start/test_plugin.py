@@ -321,7 +321,7 @@ def test_a_script_may_import_our_connector_before_all_else(tmp_path):
 
 ERROR_IN_OUR_HOOK = """
 import importlib.util
-from safe_offload import plugin
+from safe_offload.start import plugin
 
 def raise_error(*args):
     if args not in ((), ("vllm.config.kv_transfer",)):
@@ -403,7 +403,7 @@ def test_with_a_pydantic_that_cannot_do_it_the_rest_works_and_vllms_policy_stays
 MISTAKE_OF_OURS = """
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from safe_offload import plugin
+from safe_offload.start import plugin
 
 def fail(*args):
     raise TypeError("injected")

@@ -115,7 +115,7 @@ class Worker:
         return self.backend, rows
 
     def register(self) -> Worker:
-        self.bridge.register(self.caches)
+        self.bridge.register_kv_caches(self.caches)
         return self
 
     # ---- memory --------------------------------------------------------------------------------
@@ -143,28 +143,28 @@ class Worker:
         """All hooks of a step in one of the orders in which vLLM calls them.
 
         Returns:
-            What `collect_failures` answered.
+            What `get_transfer_results` answered.
         """
         bridge = self.bridge
-        bridge.before_step(plan)
-        bridge.begin(plan)
+        bridge.handle_preemptions(plan)
+        bridge.bind_connector_metadata(plan)
         if order == "synchronous loads of another connector":
-            bridge.start_loads()
+            bridge.start_load_kv()
         forward()
         if order != "synchronous loads of another connector":
-            bridge.start_loads()
+            bridge.start_load_kv()
         if order == "speculative decoding":
             failures = self._collect()
-            bridge.start_stores()
+            bridge.wait_for_save()
         else:
-            bridge.start_stores()
+            bridge.wait_for_save()
             failures = self._collect()
-        bridge.end()
+        bridge.clear_connector_metadata()
         return failures
 
     def _collect(self) -> tuple[str, ...]:
-        failures = self.bridge.collect_failures()
-        report = self.bridge.report()
+        failures = self.bridge.get_transfer_results()
+        report = self.bridge.build_connector_worker_meta()
         if report is not None:
             self.reports.append(report)
         return failures
@@ -375,10 +375,10 @@ def step_of_an_earlier_stage(
     `finalize_kv_connector` is called where tokens are sampled (vLLM 0.32.0,
     v1/worker/gpu_model_runner.py:4226 and :4509).
     """
-    worker.bridge.before_step(plan)
-    worker.bridge.begin(plan)
+    worker.bridge.handle_preemptions(plan)
+    worker.bridge.bind_connector_metadata(plan)
     forward()
-    worker.bridge.start_loads()
+    worker.bridge.start_load_kv()
     worker._collect()
 
 
@@ -408,15 +408,15 @@ def test_stores_that_no_hook_started_go_before_those_of_the_next_plan(make_worke
 
 def test_hooks_that_come_twice_start_nothing_twice(worker):
     plan = StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),), failures=("r",))
-    worker.bridge.before_step(plan)
-    worker.bridge.begin(plan)
+    worker.bridge.handle_preemptions(plan)
+    worker.bridge.bind_connector_metadata(plan)
     for _ in range(2):
-        worker.bridge.start_loads()
-        worker.bridge.start_stores()
-    assert worker.bridge.collect_failures() == ("r",)
-    assert worker.bridge.collect_failures() == ()
-    worker.bridge.end()
-    worker.bridge.end()
+        worker.bridge.start_load_kv()
+        worker.bridge.wait_for_save()
+    assert worker.bridge.get_transfer_results() == ("r",)
+    assert worker.bridge.get_transfer_results() == ()
+    worker.bridge.clear_connector_metadata()
+    worker.bridge.clear_connector_metadata()
     assert worker.settle() == {1: None, 2: None}
 
 
@@ -449,13 +449,13 @@ def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
     backend = faked(worker, monkeypatch)
     worker.step(EMPTY_PLAN)
     assert worker.reports[0].host_facts == (HostFacts(RANK, backend.memory, ("each",)),)
-    assert worker.bridge.report() is None
+    assert worker.bridge.build_connector_worker_meta() is None
     backend.memory = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
     locked = HostFacts(RANK, backend.memory, ("each",))
-    assert worker.bridge.report() == StepReport(host_facts=(locked,))
+    assert worker.bridge.build_connector_worker_meta() == StepReport(host_facts=(locked,))
     backend.paths = (CopyPath.BATCH, CopyPath.EACH)
-    assert worker.bridge.report().host_facts[0].copy_paths == ("batch", "each")
-    assert worker.bridge.report() is None
+    assert worker.bridge.build_connector_worker_meta().host_facts[0].copy_paths == ("batch", "each")
+    assert worker.bridge.build_connector_worker_meta() is None
 
 
 def test_on_the_cpu_host_memory_is_pageable(worker):
@@ -468,7 +468,7 @@ def test_on_the_cpu_host_memory_is_pageable(worker):
 
 def test_a_step_in_which_nothing_settled_has_no_report(worker):
     worker.step(EMPTY_PLAN)
-    assert worker.bridge.report() is None
+    assert worker.bridge.build_connector_worker_meta() is None
 
 
 def test_capacity_is_what_the_bytes_hold(make_worker):
@@ -484,9 +484,9 @@ def test_a_failed_load_is_named_once(worker):
 
 
 def test_a_failed_load_whose_step_collects_nothing_is_named_in_the_next(worker):
-    worker.bridge.before_step(StepPlan(failures=("x",)))
-    worker.bridge.begin(StepPlan(failures=("x",)))
-    worker.bridge.end()
+    worker.bridge.handle_preemptions(StepPlan(failures=("x",)))
+    worker.bridge.bind_connector_metadata(StepPlan(failures=("x",)))
+    worker.bridge.clear_connector_metadata()
     assert worker.step(StepPlan(failures=("y",))) == ("x", "y")
     assert worker.step(EMPTY_PLAN) == ()
 
@@ -497,15 +497,17 @@ def test_transfers_whose_hooks_never_come_are_cancelled_at_the_end_of_the_step(w
         stores_before_forward=(transfer(2),),
         stores_after_forward=(transfer(3), transfer(4)),
     )
-    worker.bridge.before_step(plan)
-    worker.bridge.begin(plan)
-    worker.bridge.end()
+    worker.bridge.handle_preemptions(plan)
+    worker.bridge.bind_connector_metadata(plan)
+    worker.bridge.clear_connector_metadata()
     cancelled = FailureReason.CANCELLED
     assert worker.settle() == {1: cancelled, 2: None, 3: cancelled, 4: cancelled}
 
 
 def test_transfers_of_a_step_that_told_nothing_are_cancelled_by_the_next(worker):
-    worker.bridge.begin(StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),)))
+    worker.bridge.bind_connector_metadata(
+        StepPlan(loads=(transfer(1),), stores_after_forward=(transfer(2),))
+    )
     worker.step(StepPlan(stores_after_forward=(transfer(3),)))
     cancelled = FailureReason.CANCELLED
     assert worker.settle() == {1: cancelled, 2: cancelled, 3: None}
@@ -538,7 +540,7 @@ def test_slots_that_changed_are_in_the_report_that_has_the_failure(make_worker, 
     assert worker.reports[-1] == StepReport(
         (Outcome(RANK, 5, FailureReason.CHECKSUM_MISMATCH),), (), (BadSlots(RANK, (2,)),)
     )
-    assert worker.bridge.report() is None
+    assert worker.bridge.build_connector_worker_meta() is None
 
 
 def looked_at(worker: Worker) -> None:
@@ -588,7 +590,7 @@ def test_registering_twice_keeps_the_first(worker):
 
 def test_a_worker_without_layers_has_no_capacity_and_refuses_transfers(make_worker):
     worker = make_worker()
-    worker.bridge.register({})
+    worker.bridge.register_kv_caches({})
     worker.step(StepPlan(loads=(transfer(1),), stores_before_forward=(transfer(2),), fences=(2,)))
     assert worker.outcomes() == dict.fromkeys((1, 2), FailureReason.NOT_RUNNING)
     assert all(not report.capacities for report in worker.reports)
@@ -598,7 +600,7 @@ def test_a_layer_may_have_several_tensors(make_worker):
     worker = make_worker()
     worker.caches = {"mamba": [worker.caches["a"], worker.caches["b"]], "c": worker.caches["c"]}
     worker.register()
-    assert worker.bridge.report() is not None
+    assert worker.bridge.build_connector_worker_meta() is not None
 
 
 def test_the_deadline_that_was_set_is_kept(make_worker, monkeypatch):
@@ -638,7 +640,7 @@ def test_a_pool_too_small_for_one_block_is_refused(make_worker):
     opening = dataclasses.replace(worker.opening, config=config, kv_cache_config=kv_cache_config)
     storage = torch.zeros(16384, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"cpu_bytes_to_use.*at least one block, 8.00 KiB"):
-        WorkerBridge(opening).register({"a": storage})
+        WorkerBridge(opening).register_kv_caches({"a": storage})
 
 
 def test_a_pool_larger_than_the_machine_is_refused(make_worker, monkeypatch):
@@ -681,7 +683,7 @@ def test_a_device_without_a_backend_is_refused_and_its_host_memory_given_back(
     )
     storage = torch.zeros(worker.storage.numel(), dtype=torch.uint8, device="meta")
     with pytest.raises(ConfigError, match="'meta'"):
-        worker.bridge.register({"a": storage})
+        worker.bridge.register_kv_caches({"a": storage})
     assert all(is_closed(memory) for memory in taken)
     worker.step(StepPlan(loads=(transfer(1),)))
     assert worker.outcomes() == {1: FailureReason.NOT_RUNNING}

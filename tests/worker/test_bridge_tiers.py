@@ -48,10 +48,7 @@ class TieredWorker(Worker):
         self.doubts: tuple[str, ...] = options.pop("doubts", ())
         extra = {"tiers": TIERS, **options.pop("extra", {})}
         super().__init__(
-            extra=extra,
-            open_tier=self._open_tier,
-            meaning_of=self._meaning_of,
-            **options,
+            extra=extra, open_tier=self._open_tier, meaning_of=self._meaning_of, **options
         )
 
     def _open_tier(self, config, slot_bytes, facts):
@@ -201,7 +198,7 @@ def test_a_presence_alone_is_a_report(make_worker):
 
 def test_tiers_go_on_while_vllm_sleeps(make_worker):
     worker = make_worker().register()
-    worker.bridge.unregister()
+    worker.bridge.unregister_kv_caches()
     worker.step(StepPlan(spills=moved(1, [0], A), probes=(Probe(2, keys(A)),)))
     assert worker.answered(1)[1] == ()
 
@@ -410,9 +407,9 @@ def test_what_is_reported_has_been_counted_in_its_own_step(make_worker):
     """vLLM asks what was counted first, and after the last report it may ask no more."""
     worker, _ = make_watched(make_worker)
     worker.near.holds = {"spill"}
-    worker.bridge.begin(StepPlan(spills=moved(1, [4], A), is_idle=True))
+    worker.bridge.bind_connector_metadata(StepPlan(spills=moved(1, [4], A), is_idle=True))
     counters = Counters()
     worker.bridge.count_into(counters)
-    report = worker.bridge.report()
+    report = worker.bridge.build_connector_worker_meta()
     assert [each.transfer_id for each in report.outcomes] == [1]
     assert counters.take()['tier_written_objects{tier="1"}'] == 1

@@ -40,7 +40,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> WatchedWorker:
         (Transfers, "submit"),
         (CpuBackend, "issue"),
         (GpuBackend, "issue"),
-        (WorkerBridge, "report"),
+        (WorkerBridge, "build_connector_worker_meta"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     found = WatchedWorker()

@@ -445,7 +445,10 @@ def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(
     measure(rig, 1000.0)
     rig.add("again", rig.prompt(41, 1))
     request = rig.scheduler.requests["again"]
-    asked = [rig.planner.match(request, 0, rig.clock.now_s) for _ in range(3 * PROBE_EVERY)]
+    asked = [
+        rig.planner.get_num_new_matched_tokens(request, 0, rig.clock.now_s)
+        for _ in range(3 * PROBE_EVERY)
+    ]
     assert set(asked) == {0}, "it is not for its asking that another is tried"
     rig.drain()
     assert rig.counts["unpaid_hits"] == 1

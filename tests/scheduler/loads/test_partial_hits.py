@@ -190,7 +190,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig: MakeR
     rig.start()
     request = rig.add("first", again.prompts[0], 2)
     rig.step_until(lambda: request.num_output_tokens > 0)
-    rig.planner.reset()
+    rig.planner.reset_cache()
     rig.drain()
     assert not rig.planner.hits.directory.kept()
 

@@ -237,7 +237,7 @@ def test_after_a_reset_everything_is_looked_at_anew_and_nothing_old_is_stored(
     watch = Watch(rig)
     watch.step()
     num_stored = watch.num_stored
-    rig.planner.reset()
+    rig.planner.reset_cache()
     watch.step()
     assert watch.num_looks == 2
     assert watch.num_stored == num_stored

@@ -143,7 +143,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
     )
     rig.start()
     hit_ends: list[int] = []
-    allocated = rig.planner.allocated
+    allocated = rig.planner.update_state_after_alloc
 
     def watch(request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = rig.planner.book.get(request.request_id)
@@ -153,7 +153,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
             hit_ends.append(end - request.num_prompt_tokens)
         allocated(request, blocks, num_external_tokens)
 
-    rig.planner.allocated = watch
+    rig.planner.update_state_after_alloc = watch
     for n in range(5):
         rig.add(f"r{n}", rig.prompt(9, n), max_tokens=50)
     rig.drain()

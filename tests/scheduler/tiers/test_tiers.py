@@ -403,7 +403,7 @@ def test_an_abort_leaves_nothing_behind(
     gauges = rig.planner.gauges()
     if moment == "fetching":
         assert gauges["leased_slots"] == NUM_BLOCKS, "a rank may still write to them"
-        assert rig.planner.has_work
+        assert rig.planner.has_pending_push_work()
     elif moment != "landed" or not shape:
         assert gauges["leased_slots"] == 0
     rig.tier.held.clear()
@@ -1032,7 +1032,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment
     num_messages = len(rig.probes) + len(rig.fetches) + len(rig.spills)
     rig.run_alone("b", prompt(rig, 2))
     assert len(rig.probes) + len(rig.fetches) + len(rig.spills) == num_messages
-    assert not rig.planner.has_work
+    assert not rig.planner.has_pending_push_work()
 
 
 @pytest.mark.parametrize(

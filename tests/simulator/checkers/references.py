@@ -87,6 +87,6 @@ class ReferenceChecker:
                 for operation in rank.running()
             ),
         }
-        if planner.has_work or any(left.values()):
+        if planner.has_pending_push_work() or any(left.values()):
             what_is_left = ", ".join(f"{count} {what}" for what, count in left.items() if count)
             raise Finding("I8", f"left when all work has drained: {what_is_left or 'pending work'}")

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from safe_offload.commands.bench.transfer_cases import Case, Traffic
 from safe_offload.errors import SafeOffloadError
 from safe_offload.protocol import MemoryKind
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
+from tests.benchmarks.transfer_cases import Case, Traffic
 
 OURS = "safe_offload"
 LIMIT = "one copy"  # all bytes in one contiguous copy: what the hardware gives
@@ -60,7 +60,6 @@ class Rig:
         raise NotImplementedError
 
     def time_ours(self, copies: Sequence[Copy]) -> float:
-        """Time our copies, as the others are timed."""
         raise NotImplementedError
 
     def ranges(self, copy: Copy) -> Ranges:
@@ -68,7 +67,6 @@ class Rig:
         return self.table.ranges(self.table.runs(copy))
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy by our backend, and wait."""
         completions = [self.backend.issue(copy, self.backend.mark()) for copy in copies]
         for completion in completions:
             completion.future.result(PATIENCE_S)
@@ -85,7 +83,6 @@ class Rig:
             raise SafeOffloadError(f"{self.case}: other bytes came back than were stored")
 
     def close(self) -> None:
-        """Give back threads and memory."""
         self.backend.close()
 
     def _large(self, direction: Direction, traffic: Traffic) -> Give:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
-    """The turn of one transfer. Its turnstile alone changes it, on the loop's thread.
+    """The turn of one transfer. Its gate alone changes it, on the loop's thread.
 
     Attributes:
         granted: done when its turn has come; None before it waits.
@@ -15,16 +17,13 @@ class Turn:
         is_counted: its bytes are in flight.
     """
 
-    __slots__ = ("granted", "is_counted", "is_urgent", "size_bytes")
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.granted: asyncio.Future[None] | None = None
-        self.is_urgent = False
-        self.is_counted = False
+    size_bytes: int
+    granted: asyncio.Future[None] | None = None
+    is_urgent: bool = False
+    is_counted: bool = False
 
 
-class Turnstile:
+class FifoGate:
     """Lets transfers through, in order, while their bytes are within bounds.
 
     One transfer is always let through, so that one larger than the bound still runs.
@@ -37,7 +36,7 @@ class Turnstile:
         self._waiting: deque[Turn] = deque()
 
     def __repr__(self) -> str:
-        return f"<Turnstile: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
+        return f"<FifoGate: {self._bytes} of {self._max_bytes} bytes, {len(self._waiting)} wait>"
 
     async def enter(self, turn: Turn) -> None:
         """Wait for a turn."""

@@ -1,4 +1,4 @@
-"""What `safe-offload bench transfer` copies: sizes, directions, and where the bytes lie."""
+"""What `python -m tests.benchmarks transfer` copies: sizes, directions, and where the bytes lie."""
 
 import enum
 import itertools
@@ -49,7 +49,6 @@ class Case:
         return tuple(Traffic) if self.num_blocks > 1 else (Traffic.STORE, Traffic.LOAD)
 
     def moved_bytes(self, traffic: Traffic) -> int:
-        """Return the bytes that one copy, or the two at once, move."""
         if traffic is Traffic.BOTH:
             return self.size_bytes // self.num_blocks * (self.num_blocks // 2 * 2)
         return self.size_bytes

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from safe_offload.commands.bench.transfer_cases import Case
-from safe_offload.commands.bench.transfer_rigs import GpuRig
+from tests.benchmarks.transfer_cases import Case
+from tests.benchmarks.transfer_rigs import GpuRig
 from tests.worker.copies.fake_device import FakeGpu, FakeStream
 
 MakeGpuRig = Callable[..., GpuRig]
