@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import allocated_block_ids, early_written_block_ids
+from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -71,7 +71,7 @@ class PlannerOptions:
         slot_bytes: of one slot, on all ranks together.
         is_lazy: store only what is about to be evicted, not everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
-            (see `compat.early_written_block_ids`).
+            (see `block_ids.early_written_block_ids`).
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: the most tokens of a step of a request that has computed its prompt.
         transfer_timeout_s: no request waits longer for loads of others.

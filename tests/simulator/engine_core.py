@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from safe_offload.compat import ranks_per_copy
+from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.worker.memory.shared_memory import Share
@@ -104,7 +104,7 @@ class EngineCore(Stepper):
         self._aborts: list[str] = []
 
     def _make_worker(self, rank: int, copy_ticks_max: int) -> Worker:
-        from safe_offload.compat import KVConnectorRole
+        from safe_offload.compat.base import KVConnectorRole
         from safe_offload.connector import SafeCPUOffloadConnector
         from safe_offload.worker.bridge import WorkerBridge
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,12 +167,6 @@ def test_leaving_an_event_out_leaves_the_others_as_they_are():
     assert len(set(names)) == len(names)
     without = run("all-faults", 3, only=set(names[1:])).events
     assert without == events[1:]
-
-
-def test_every_profile_is_documented():
-    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
-    for name, profile in PROFILES.items():
-        assert f"| `{name}` | {profile.about} |" in text
 
 
 def test_a_run_is_shrunk_and_its_events_repeat_it(monkeypatch):

@@ -219,7 +219,7 @@ def hits_overwritten_states(shape: EngineShape) -> bool:
     is computed. With asynchronous scheduling it does so again when the next token is scheduled,
     in the block that the token writes over. 0.32 caches no state at a prompt's very end.
     """
-    from safe_offload.compat import installed_version
+    from safe_offload.compat.versions import installed_version
 
     has_states_inside_blocks = any(
         group.kind == "mamba" and group.block_tokens > shape.hash_tokens

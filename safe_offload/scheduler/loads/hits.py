@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,11 +147,11 @@ class FullAttentionInRuns(FullAttentionManager):
 
 def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
-    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     # It makes a pool of its own, which has no use: one block is the least.
     config = replace(kv_cache_config, num_blocks=1)
-    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
-    compat.replace_full_attention(coordinator, FullAttentionInRuns)
+    coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
+    cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
     coordinator.block_pool = pool
     for manager in coordinator.single_type_managers:
         manager.block_pool = pool
@@ -177,7 +177,7 @@ class HostHits:
         is_plain: there is nothing but one group of full attention.
         has_states: there are Mamba states.
         ends_inside_blocks: hits may end inside a block.
-        retention_interval: see `compat.retention_interval`.
+        retention_interval: see `cache_hits.retention_interval`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class HostHits:
     ) -> None:
         self.slots = slots
         self.directory = slots.directory
-        block_size, self.hash_block_size = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+        block_size, self.hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
         chunk_sizes = [
             group.kv_cache_spec.attention_chunk_size
             for group in kv_cache_config.kv_cache_groups
@@ -194,17 +194,17 @@ class HostHits:
         # A chunked-local group counts its chunks from the first token, so a search that starts
         # after the GPU's hit is right only at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
-        self.group_ids = compat.cacheable_group_ids(kv_cache_config)
+        self.group_ids = specs.cacheable_group_ids(kv_cache_config)
         coordinator = coordinator_over(
             FoundAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
         )
         self._coordinator = coordinator
-        self._full_group = compat.full_attention_group(coordinator, self.hash_block_size)
+        self._full_group = cache_hits.full_attention_group(coordinator, self.hash_block_size)
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
-        self.is_plain = compat.has_plain_hits(coordinator, self.hash_block_size)
-        self.has_states = bool(compat.state_group_ids(kv_cache_config))
-        self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
-        self.retention_interval = compat.retention_interval(coordinator)
+        self.is_plain = cache_hits.has_plain_hits(coordinator, self.hash_block_size)
+        self.has_states = bool(specs.state_group_ids(kv_cache_config))
+        self.ends_inside_blocks = cache_hits.ends_inside_blocks(coordinator)
+        self.retention_interval = cache_hits.retention_interval(coordinator)
 
     # ---- hits ----------------------------------------------------------------------------------
 

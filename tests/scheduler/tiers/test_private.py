@@ -43,7 +43,7 @@ EVICTED_ONLY = replace(TIER, stores_evicted=True)
 @pytest.fixture(autouse=True)
 def _ids_are_told() -> Iterator[None]:
     """Requests come from processes that tell ids of content from others."""
-    with mock.patch("safe_offload.compat.tells_media_ids", return_value=True):
+    with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=True):
         yield
 
 
@@ -141,7 +141,7 @@ def test_what_comes_before_such_an_image_is_shared(make_tiers):
 
 
 def test_ids_of_images_are_trusted_only_where_they_are_told(make_tiers):
-    with mock.patch("safe_offload.compat.tells_media_ids", return_value=False):
+    with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=False):
         rig = make_tiers()
     serve(rig, "a", {"image": CONTENT_ID})
     assert not rig.tier.objects
