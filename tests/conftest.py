@@ -90,6 +90,15 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 
 @pytest.fixture
+def forked_engines() -> Iterator[None]:
+    """Engines that the test starts are forks of a process that has imported vLLM."""
+    from tests.fresh_process import engine_server
+
+    with engine_server():
+        yield
+
+
+@pytest.fixture
 def make_rig() -> Iterator[MakeRig]:
     """Engines of the simulator to step by hand; see `tests.scheduler.rig`."""
     from tests.scheduler.rig import Rig

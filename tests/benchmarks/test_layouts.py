@@ -21,7 +21,8 @@ FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_engines")
+@pytest.mark.timeout(3600)
 def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:
     sizes = ["--prompt-tokens", "500", "--answer-tokens", "4", "--rounds", "1", *FEW]
     figures = tmp_path / "figures.json"
