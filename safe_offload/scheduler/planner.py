@@ -179,7 +179,7 @@ class Planner(SchedulerSide):
         )
         self.policy: StorePolicy
         if options.is_lazy:
-            num_step_blocks = hits.num_blocks_in_step(options.num_step_tokens_max)
+            num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
@@ -195,7 +195,7 @@ class Planner(SchedulerSide):
             self.tiers = Tiers(
                 reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
             )
-        self.outdated = Outdated(gpu, has_states=hits.has_states)
+        self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX

@@ -79,19 +79,20 @@ class EagerStores:
         num_decode_tokens_max: int,
     ) -> None:
         self._hits = hits
+        self._geometry = hits.geometry
         self._directory = hits.directory
-        self._hash_block_size = hits.hash_block_size
-        self._block_sizes = hits.group_block_sizes
+        self._hash_block_size = hits.geometry.hash_block_size
+        self._block_sizes = hits.geometry.group_block_sizes
         self._gpu = gpu
         self._stores = stores
-        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
+        self._group_ids = [g for g in hits.geometry.group_ids if gpu.is_positional(g)]
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
         self.agenda = Agenda(
-            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.group_ids)
+            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.geometry.group_ids)
         )
-        self._camera = Camera(hits, gpu)
+        self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
         begin = [0] * len(self._block_sizes)
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
@@ -161,7 +162,7 @@ class EagerStores:
         due = self.agenda.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
-        if self._hits.has_states:
+        if self._geometry.has_states:
             self._store_boundary_states(output, book)
         if self._short_of_slots:
             self._drop_given_away()

@@ -56,10 +56,11 @@ class LazyStores:
         num_step_blocks: int,
     ) -> None:
         self._hits = hits
+        self._geometry = hits.geometry
         self._gpu = gpu
         self._stores = stores
-        self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
-        self._camera = Camera(hits, gpu)
+        self.agenda = Agenda(hits.geometry.group_block_sizes, num_decode_tokens_max, is_lazy=True)
+        self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
@@ -85,7 +86,7 @@ class LazyStores:
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
-        num_blocks = self._hits.num_blocks_spanned(num_tokens)
+        num_blocks = self._geometry.num_blocks_spanned(num_tokens)
         if self._expected is not None and self._expected.stands():
             seen = self._expected.block
         else:
@@ -116,7 +117,7 @@ class LazyStores:
         if state.phase is not Phase.RUNNING or num_at_risk <= 0:
             return
         request_id = state.request.request_id
-        for group_idx in self._hits.group_ids:
+        for group_idx in self._geometry.group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
             first = max(0, end - 1 - num_at_risk)
@@ -139,7 +140,7 @@ class LazyStores:
                 num_computed = request.num_tokens - 1
             else:
                 num_computed = self._camera.num_tokens_computed(request, taken)
-            uncomputed = request.block_hashes[num_computed // self._hits.hash_block_size :]
+            uncomputed = request.block_hashes[num_computed // self._geometry.hash_block_size :]
             self._avoid(set(uncomputed))
             for snapshot in taken:
                 lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)

@@ -143,7 +143,7 @@ class Tiers:
             vouches_for_adapters=bool(configs[0].model_version),
         )
         self.private_requests = self.private.noted
-        self.probes = Probes(options.num_ranks, len(hits.group_block_sizes), counters)
+        self.probes = Probes(options.num_ranks, len(hits.geometry.group_block_sizes), counters)
         what = hits, leases, transfer_ids, options.num_ranks, options.slot_bytes, counters
         self.fetches = Fetches(*what)
         self.spills = Spills(
@@ -190,7 +190,7 @@ class Tiers:
         num_tokens = end_max - first_token
         offer = Offer(num_tokens, request.num_tokens - end_max)
         is_trial = False
-        if not self.costs.probe_pays(offer, hits.num_blocks_held(num_tokens)):
+        if not self.costs.probe_pays(offer, hits.geometry.num_blocks_held(num_tokens)):
             is_trial = self.costs.tries_all_the_same()
             if not is_trial:
                 lookup.end()
@@ -212,14 +212,17 @@ class Tiers:
         Of a span of tokens; what is being stored or fetched is not missing.
         """
         hits, private = self._hits, self.private.hashes
-        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
+        wanted: list[list[bytes]] = [[] for _ in hits.geometry.group_block_sizes]
         is_fetched = False
         if num_computed_tokens >= end_max:
             return wanted, is_fetched
-        for group_idx in hits.group_ids:
-            size, table = hits.group_block_sizes[group_idx], hits.directory.tables[group_idx]
+        for group_idx in hits.geometry.group_ids:
+            size, table = (
+                hits.geometry.group_block_sizes[group_idx],
+                hits.directory.tables[group_idx],
+            )
             span = slice(num_computed_tokens // size, end_max // size)
-            hashes = hits.hashes_of(request, group_idx)[span]
+            hashes = hits.geometry.hashes_of(request, group_idx)[span]
             wanted[group_idx] = [h for h in hashes if h not in table and h not in private]
             if self.fetches and not is_fetched:
                 slots = [table[h] for h in hashes if h in table]
@@ -419,7 +422,7 @@ class Tiers:
         fetches: list[Fetch] = []
         if reach.far:
             legs = [Leg(first_token, reach.far)]
-            if not (self._hits.is_plain or shared):
+            if not (self._hits.geometry.is_plain or shared):
                 legs = self._legs(lookup, reach, first_token, tier, present)
             fetches = self.fetches.begin(legs, state, self.word)
         if shared:
@@ -432,7 +435,7 @@ class Tiers:
         span = first_token, lookup.num_computed_tokens + reach.num_tokens
         self.probes.let_go(lookup.questions, state)
         starts = [fetch.first_token for fetch in fetches]
-        if shared and not self._hits.is_plain:
+        if shared and not self._hits.geometry.is_plain:
             starts = [first_token] * len(fetches)  # others' legs need not be its own
         lookup.fetch(fetches, starts, span, max(c.wait_s for c in self._options.configs[:tier]))
 
@@ -457,7 +460,7 @@ class Tiers:
 
     def _present(self, lookup: LookUp) -> Present:
         """Return what the tiers have of a request's blocks, as they have answered."""
-        present: Present = tuple({} for _ in self._hits.group_block_sizes)
+        present: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         for question in lookup.questions:
             for group_idx, block_hash, tier in question.present():
                 present[group_idx][block_hash] = tier

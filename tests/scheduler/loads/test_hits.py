@@ -119,9 +119,9 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
     if is_aligned:
         num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
     wanted = hashes[:num_hashes], num_computed_tokens, end_max
-    assert PLAIN.is_plain
-    assert not BY_COORDINATOR.is_plain
-    assert PLAIN.hash_block_size == BLOCK_TOKENS
+    assert PLAIN.geometry.is_plain
+    assert not BY_COORDINATOR.geometry.is_plain
+    assert PLAIN.geometry.hash_block_size == BLOCK_TOKENS
     assert found(PLAIN.find_hit(*wanted)) == found(BY_COORDINATOR.find_hit(*wanted))
     hits.slots.forget(unfinished)
     hits.slots.release(unfinished)
@@ -131,7 +131,7 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
 def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups: tuple[str, ...]) -> None:
     plain = {("mla",): 4, ("full@8",): 8}.get(groups)
     hits = hits_of(*groups)
-    assert (hits.hash_block_size if hits.is_plain else None) == plain
+    assert (hits.geometry.hash_block_size if hits.geometry.is_plain else None) == plain
 
 
 def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
@@ -217,7 +217,7 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
             kept = [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing]
             fill(hits, group_idx, kept)
         unfinished = store(hits, storing[0], hashes[storing[1] : storing[1] + 1])
-        wanted = hashes[:num_hashes], num_computed * hits.alignment_tokens, end_max
+        wanted = hashes[:num_hashes], num_computed * hits.geometry.alignment_tokens, end_max
         with attention_groups(coordinator, use_eagle=drops_eagle_block):
             ours = found(hits.find_hit(*wanted))
             with attention_groups(coordinator, manager_cls=FullAttentionManager):
@@ -371,7 +371,7 @@ class Asker:
         elif what == "grow":
             self.num_tokens += how[0]
         elif what == "compute":
-            self.num_computed_tokens = how[0] * self.hits.alignment_tokens
+            self.num_computed_tokens = how[0] * self.hits.geometry.alignment_tokens
 
     def ask(self) -> None:
         """As `Loads.match` does; whenever the hit is kept a search would find the same."""
@@ -507,8 +507,9 @@ def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end() -> None:
 
 
 def test_a_window_needs_fewer_blocks_than_its_table_spans() -> None:
-    assert hits_of("full").num_blocks_held(41) == hits_of("full").num_blocks_spanned(41) == 11
-    hybrid = hits_of("window:8", "full")
+    full = hits_of("full").geometry
+    assert full.num_blocks_held(41) == full.num_blocks_spanned(41) == 11
+    hybrid = hits_of("window:8", "full").geometry
     assert hybrid.num_blocks_held(41) == 3 + 11
     assert hybrid.num_blocks_spanned(41) == 22
     assert hybrid.num_blocks_in_step(9) == 2 * 4
