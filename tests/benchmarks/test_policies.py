@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.cache.eviction import POLICIES, Lru
+from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.plots import save_plot
@@ -81,7 +81,7 @@ def test_a_key_stands_for_all_before_it(name: str) -> None:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_a_cache_of_the_working_set_misses_each_block_once(name: str) -> None:
     trace = trace_of(name)
-    found = replay(trace, Lru, trace.working_set, 0)
+    found = replay(trace, EvictionPolicy, trace.working_set, 0)
     assert found.num_hit_blocks == trace.num_blocks - trace.working_set
 
 
@@ -106,26 +106,26 @@ def test_another_format_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_only_an_unbroken_run_is_a_hit() -> None:
-    model = HostModel(Lru, num_slots=8, num_gpu_blocks=0)
+    model = HostModel(EvictionPolicy, num_slots=8, num_gpu_blocks=0)
     assert model.add(keys_of("abcd")) == (0, 0)
     assert model.add(keys_of("abxd")) == (0, 2)
 
 
 def test_the_host_delivers_what_is_behind_the_run_of_the_gpu() -> None:
-    model = HostModel(Lru, num_slots=8, num_gpu_blocks=3)
+    model = HostModel(EvictionPolicy, num_slots=8, num_gpu_blocks=3)
     model.add(keys_of("abcde"))
     assert model.add(keys_of("abcdx")) == (3, 1)
 
 
 def test_a_prompt_that_is_too_long_keeps_its_head() -> None:
-    model = HostModel(Lru, num_slots=3, num_gpu_blocks=0)
+    model = HostModel(EvictionPolicy, num_slots=3, num_gpu_blocks=0)
     model.add(keys_of("abcde"))
     for _ in range(5):
         assert model.add(keys_of("abcde")) == (0, 3)
 
 
 def test_what_running_prompts_lease_is_not_evicted() -> None:
-    model = HostModel(Lru, num_slots=4, num_gpu_blocks=0)
+    model = HostModel(EvictionPolicy, num_slots=4, num_gpu_blocks=0)
     model.add(keys_of("ab"))
     model.add(keys_of("cd"))
     model.add(keys_of("ef"))  # finds no slot

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key
-from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy, Lru
+from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool, SlotStatistics
 
 
@@ -300,7 +300,7 @@ def test_a_spoilt_pool_is_seen(
     leases: list[list[int]],
     invariant_id: str,
 ) -> None:
-    policy = Lru(4)
+    policy = EvictionPolicy(4)
     pool = SlotPool(4, Directory(4, 1), policy, Counters())
     pool.open(4)
     fill(pool, "a", "b")
@@ -317,7 +317,7 @@ def fill_unleased(pool: SlotPool, slot: int) -> None:
 
 def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -> None:
     counters = Counters()
-    pool = SlotPool(3, Directory(3, 1), Lru(3), counters)
+    pool = SlotPool(3, Directory(3, 1), EvictionPolicy(3), counters)
     pool.open(3)
     pool.set_time(10.0)
     slots = fill(pool, "a", "b", "c")

@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from safe_offload import compat
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import NO_SLOT, FullAttentionInRuns, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
@@ -49,7 +49,9 @@ def rules_of(*groups: str, slots: SlotPool) -> Rules:
 
 
 def slots_of(num_groups: int, num_slots: int = 40) -> SlotPool:
-    slots = SlotPool(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
+    slots = SlotPool(
+        num_slots, Directory(num_slots, num_groups), EvictionPolicy(num_slots), Counters()
+    )
     slots.open(num_slots)
     return slots
 
