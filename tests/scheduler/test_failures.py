@@ -19,7 +19,6 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler import ranks
-from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.loads import FAILED_LOADS_MAX
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig
@@ -50,9 +49,7 @@ def test_with_recompute_a_failed_load_costs_nothing_but_time(
     make_rig: MakeRig, groups: tuple[str, ...]
 ) -> None:
     rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="recompute")
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     rig.run_alone("a2", a)
     assert num_failed(rig.counts, "load") == 1
@@ -65,9 +62,7 @@ def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else
     make_rig: MakeRig, groups: tuple[str, ...]
 ) -> None:
     rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="fail")
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     rig.add("a2", a)
     rig.add("b", rig.prompt(30, 2))
@@ -162,9 +157,7 @@ def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
     report = StepReport(bad_slots=(BadSlots(0, (store.slot_ids[3],)),))
     rig.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
@@ -172,35 +165,10 @@ def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
     rig.check_idle()
 
 
-def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
-    rig = make_rig(num_slots=20)
-    rig.start()
-    slots = rig.planner.hits.slots
-    assert slots.retire((-1, 20, 3, 3)) == [3]
-    assert slots.retire((3,)) == []
-    assert slots.statistics().num_free == 19
-    assert len(slots.grant(100)) == 19
-
-
-def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None:
-    rig = make_rig(num_slots=20)
-    rig.start()
-    slots = rig.planner.hits.slots
-    lease = rig.planner.leases.grant(LeaseKind.STORE, 3)
-    assert slots.retire([lease.slots[0]]) == [lease.slots[0]]
-    rig.planner.check_invariants()
-    lease.release()
-    rig.planner.check_invariants()
-    assert slots.statistics().num_free == 19
-    assert slots.statistics().num_leased == 0
-
-
 def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> None:
     """What the test above would see if nothing were compared."""
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
     flip(rig, store.slot_ids[3])
     with pytest.raises(Exception, match="I6"):
@@ -294,9 +262,7 @@ def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(ranks, "FAILED_IN_A_ROW_MAX", 3)
     rig = make_rig(num_blocks=30, tensor_ranks=2)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.planner.gauges()["is_disabled"] == 0
     death(rig)
     for index in range(6):

@@ -61,9 +61,7 @@ def test_a_limited_hit_of_a_hybrid_model_ends_where_its_groups_allow(
 
 def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.forget_gpu_cache()
+    prompt = rig.warm()
     rig.run_alone("head", prompt[:17])  # 16 tokens of it are on the GPU now
     assert ask(rig, "a2", prompt, {"max_load_tokens": 8}) == 8
     rig.check_idle()
@@ -78,8 +76,7 @@ def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig: MakeRig)
     answers = [rig.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)]
     assert answers == [(12, True)] * 3
     assert rig.planner.gauges()["leased_slots"] == 3
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- max_offload_tokens ------------------------------------------------------------------------

@@ -28,18 +28,14 @@ def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
 
 def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
 
 def test_a_chunked_local_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=60, groups=("chunk:16", "full"), num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
@@ -214,8 +210,7 @@ def test_an_aborted_load_frees_its_blocks_once(make_rig: MakeRig) -> None:
     rig.step()
     assert rig.planner.gauges()["loads_in_flight"] == 1
     rig.abort("a2")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 def test_ids_of_another_connector_pass(make_rig: MakeRig) -> None:
@@ -281,9 +276,7 @@ def test_a_failed_load_is_recomputed_and_not_offered_again(
     make_rig: MakeRig, groups: tuple[str, ...]
 ) -> None:
     rig = make_rig(num_blocks=60, groups=groups, tensor_ranks=2, num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     assert rig.run_alone("a2", a) == 40  # offered, and failed on both ranks
     assert num_failed(rig.counts, "load") == 1
@@ -323,8 +316,7 @@ def test_finishing_twice_has_one_effect(make_rig: MakeRig) -> None:
     assert rig.planner.gauges() == gauges
     rig.hold_copies(False)
     rig.abort("a")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 @pytest.mark.parametrize("num_steps", range(12))
@@ -337,8 +329,7 @@ def test_an_abort_in_any_state_leaves_nothing_behind(make_rig: MakeRig, num_step
     for _ in range(num_steps):
         rig.step()
     rig.abort("a2")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 def test_an_id_that_is_used_again_starts_a_new_life(make_rig: MakeRig) -> None:
@@ -351,9 +342,7 @@ def test_an_id_that_is_used_again_starts_a_new_life(make_rig: MakeRig) -> None:
         rig.abort("same")
     prompt = rig.prompt(41, 99)
     rig.add("same", prompt, max_tokens=5)
-    rig.drain()
-    rig.check_tokens("same", 5)
-    rig.check_idle()
+    rig.finish(same=5)
 
 
 # ---- I5: full is normal ------------------------------------------------------------------------
@@ -504,9 +493,7 @@ def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig: Ma
 
 def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.planner.loads.pair = lambda *_: ([], [])
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["unusable_hits"] == 1
@@ -586,9 +573,7 @@ def test_workers_may_wait_in_a_step_only_if_none_computes(
 ) -> None:
     """With steps in flight together, only if all of them compute nothing."""
     rig = make_rig(num_slots=200, is_async=is_async)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     num_in_flight = rig.planner.options.num_steps_in_flight
     assert num_in_flight == 1 + is_async
     rig.hold_copies(True)
@@ -604,8 +589,7 @@ def test_workers_may_wait_in_a_step_only_if_none_computes(
     assert [is_idle for _, is_idle in seen] == [not any_computed for any_computed in recent]
     assert {True, False} == set(recent)
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig: MakeRig) -> None:

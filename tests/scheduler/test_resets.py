@@ -128,8 +128,7 @@ def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
         assert all(block.block_hash is None for block in table)
         rig.step()
     assert len(table) > num_before + 40 // BLOCK_TOKENS
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -> None:
@@ -142,5 +141,4 @@ def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -
     while "a" in rig.scheduler.requests:
         rig.step()
         assert all(block.block_hash is None for table in tables for block in table)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()

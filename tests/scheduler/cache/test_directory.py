@@ -47,24 +47,6 @@ def test_a_run_ends_at_the_first_that_is_missing() -> None:
     assert directory.find_run(0, []) == []
 
 
-def test_groups_do_not_see_each_other() -> None:
-    directory = Directory(4, 2)
-    filled(directory, "ab", group_idx=1)
-    assert directory.find(0, b"a") is None
-    assert directory.find(1, b"a") == 0
-    assert directory.kept() == {0: Key(1, b"a"), 1: Key(1, b"b")}
-
-
-def test_what_is_forgotten_while_it_is_stored_is_not_found_when_it_is_published() -> None:
-    directory = Directory(2, 1)
-    directory.begin_store([0], 0, hashes_of("a"), {})
-    num_forgets = directory.num_forgets
-    assert directory.forget([0, 1]) == [0], "the other held nothing"
-    directory.publish([0])
-    assert directory.find(0, b"a") is None
-    assert directory.num_forgets > num_forgets
-
-
 def test_what_is_overwritten_is_not_found_and_was_not_forgotten_under_a_lease() -> None:
     directory = Directory(2, 1)
     filled(directory, "ab")

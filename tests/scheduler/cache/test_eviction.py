@@ -32,55 +32,6 @@ def take_all(policy: EvictionPolicy, now_s: float = 0.0) -> list[int]:
 # ---- what every policy promises ----------------------------------------------------------------
 
 
-def test_nothing_is_evictable_at_first(policy: EvictionPolicy) -> None:
-    assert len(policy) == 0
-    assert policy.evict(3, 0.0) == []
-
-
-def test_a_released_slot_is_evicted_once(policy: EvictionPolicy) -> None:
-    policy.release([3, 1, 2], 0.0)
-    assert len(policy) == 3
-    assert sorted(policy.evict(9, 0.0)) == [1, 2, 3]
-    assert len(policy) == 0
-    assert policy.evict(9, 0.0) == []
-
-
-def test_no_more_is_evicted_than_asked_for(policy: EvictionPolicy) -> None:
-    policy.release([3, 1, 2], 0.0)
-    assert policy.evict(0, 0.0) == []
-    assert len(policy.evict(2, 0.0)) == 2
-    assert len(policy) == 1
-
-
-def test_a_leased_slot_is_not_evicted(policy: EvictionPolicy) -> None:
-    policy.release([0, 1, 2, 3], 0.0)
-    policy.lease([1, 2])
-    assert len(policy) == 2
-    assert sorted(take_all(policy)) == [0, 3]
-
-
-def test_what_is_not_evictable_may_be_leased_and_forgotten(policy: EvictionPolicy) -> None:
-    policy.release([0, 1], 0.0)
-    policy.lease([1, 5, 5, 1])
-    policy.forget([7, 5])
-    assert len(policy) == 1
-    assert take_all(policy) == [0]
-
-
-def test_a_forgotten_slot_is_not_evicted(policy: EvictionPolicy) -> None:
-    policy.release([0, 1, 2, 3], 0.0)
-    policy.forget(iter([0, 3, 3]))
-    assert len(policy) == 2
-    assert take_all(policy) == [1, 2]
-
-
-def test_a_forgotten_slot_can_be_released_again(policy: EvictionPolicy) -> None:
-    policy.release([0, 1, 2], 0.0)
-    policy.forget([0])
-    policy.release([0], 0.0)
-    assert take_all(policy) == [1, 2, 0]
-
-
 def test_the_tail_goes_before_the_head(policy: EvictionPolicy) -> None:
     policy.release([9, 8, 7, 6, 5, 4], 0.0)
     assert [policy.evict(1, 0.0)[0] for _ in range(6)] == [9, 8, 7, 6, 5, 4]
@@ -95,13 +46,6 @@ def test_the_tail_goes_before_the_head_that_others_use_too(policy: EvictionPolic
     evicted = take_all(policy)
     for prefix in ([5, 4, *head], [7, 6, *head], [9, 8, *head], [11, 10, *head]):
         assert [slot for slot in evicted if slot in prefix] == prefix
-
-
-def test_a_lease_gives_another_place(policy: EvictionPolicy) -> None:
-    policy.release([0, 1, 2, 3], 0.0)
-    policy.lease([0])
-    policy.release([0], 0.0)
-    assert take_all(policy) == [1, 2, 3, 0]
 
 
 def run_randomly(policy: EvictionPolicy, num_steps: int, num_slots: int) -> list[list[int]]:
@@ -298,16 +242,6 @@ TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 
 
 # ---- the order of each -------------------------------------------------------------------------
-
-
-def test_lru_evicts_what_was_released_longest_ago() -> None:
-    policy = EvictionPolicy(NUM_SLOTS)
-    policy.release([4, 3], 0.0)
-    policy.release([2, 1], 0.0)
-    policy.lease([3])
-    policy.release([0], 0.0)
-    policy.release([3], 0.0)
-    assert [policy.evict(2, 0.0), policy.evict(3, 0.0)] == [[4, 2], [1, 0, 3]]
 
 
 def test_slru_evicts_what_was_never_hit_before_what_was() -> None:

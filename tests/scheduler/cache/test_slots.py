@@ -47,25 +47,6 @@ def test_empty_slots_are_granted_from_the_first_on() -> None:
     assert [pool.grant(2), pool.grant(3), pool.grant(1)] == [[0, 1], [2, 3, 4], [5]]
 
 
-def test_no_slot_is_granted_before_the_ranks_have_said_how_many_they_have() -> None:
-    pool = pool_of(6, num_usable=0)
-    assert pool.grant(1) == []
-    pool.check_invariants([])
-
-
-def test_a_grant_of_nothing_changes_nothing() -> None:
-    pool = pool_of(3)
-    assert pool.grant(0) == pool.grant(-1) == []
-    assert pool.statistics().num_free == 3
-
-
-def test_full_is_a_smaller_grant_or_none() -> None:
-    pool = pool_of(3)
-    leases = [pool.grant(2), pool.grant(2), pool.grant(1)]
-    assert leases == [[0, 1], [2], []]
-    pool.check_invariants(leases)
-
-
 def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
     pool = pool_of(5)
     pool.release(fill(pool, "a", "b", "c"))
@@ -75,23 +56,6 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
     assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
     assert pool.directory.version > version
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
-
-
-def test_one_grant_takes_what_is_empty_and_evicts_the_rest() -> None:
-    pool = pool_of(4)
-    pool.release(fill(pool, "a", "b"))
-    assert pool.grant(9) == [2, 3, 1, 0]
-    assert pool.directory.find(0, b"a") is None
-    assert pool.directory.kept() == {}
-
-
-def test_a_leased_slot_is_not_evicted() -> None:
-    pool = pool_of(3)
-    slots = fill(pool, "a", "b", "c")
-    pool.release(slots)
-    pool.lease([1])
-    assert pool.grant(3) == [2, 0]
-    assert pool.directory.find(0, b"b") == 1
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
@@ -108,21 +72,6 @@ def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
 
 
 # ---- leases ------------------------------------------------------------------------------------
-
-
-def test_a_slot_is_free_when_the_last_of_its_leases_is_released() -> None:
-    pool = pool_of(3)
-    slots = fill(pool, "a", "b")
-    pool.lease([0])
-    pool.lease([1, 0])
-    pool.check_invariants([slots, [0], [1, 0]])
-    pool.release(slots)
-    assert pool.statistics().num_leased == 2
-    pool.release([0])
-    assert pool.statistics().num_leased == 2
-    pool.release([1, 0])
-    assert pool.statistics().num_leased == 0
-    pool.check_invariants([])
 
 
 def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
@@ -159,20 +108,6 @@ def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
 # ---- what they hold ----------------------------------------------------------------------------
 
 
-def test_what_is_being_stored_is_neither_found_nor_given_away() -> None:
-    pool = pool_of(3)
-    pool.release(fill(pool, "a"))
-    slots = pool.grant(2)
-    pool.directory.begin_store(slots, 0, hashes_of("b", "c"), {})
-    assert pool.directory.find(0, b"b") is None
-    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0]
-    assert pool.directory.filled([0, *slots]) == [0]
-    assert pool.directory.kept() == {0: Key(0, b"a")}
-    assert b"b" in pool.directory.tables[0], "nobody need store it twice"
-    assert pool.grant(3) == [0]
-    pool.check_invariants([slots, [0]])
-
-
 def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
     pool = pool_of(3)
     slots = fill(pool, "a", "b")
@@ -186,30 +121,6 @@ def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
     pool.release(slots)
     pool.check_invariants([])
     assert pool.grant(2) == [0, 2], "one that holds nothing is empty"
-
-
-def test_the_same_can_be_stored_again_when_it_was_forgotten_on_the_way() -> None:
-    pool = pool_of(2)
-    first = pool.grant(1)
-    pool.directory.begin_store(first, 0, hashes_of("a"), {})
-    pool.forget_all()
-    second = fill(pool, "a")
-    pool.directory.publish(first)
-    pool.release(first)
-    assert pool.directory.find(0, b"a") == second[0]
-    pool.check_invariants([second])
-
-
-def test_forgetting_all_leaves_nothing_to_find() -> None:
-    pool = pool_of(6, num_groups=2)
-    leased = fill(pool, "a", "b")
-    pool.release(leased[1:])
-    storing = pool.grant(2)
-    pool.directory.begin_store(storing, 1, hashes_of("a", "b"), {})
-    pool.forget_all()
-    assert pool.directory.kept() == {}
-    assert not any(pool.directory.tables)
-    pool.check_invariants([leased[:1], storing])
 
 
 # ---- bad memory, and errors --------------------------------------------------------------------
@@ -377,12 +288,12 @@ class SlotMachine(RuleBasedStateMachine):
         self.pool.open(count)
         self.num_usable = max(self.num_usable, min(count, NUM_SLOTS))
 
-    @rule(count=st.integers(0, 5))
+    @rule(count=st.integers(-1, 5))
     def grant(self, count: int) -> None:
         free = set(range(self.num_usable)) - self.leased()
         empty = free - self.keys.keys()
         slots = self.pool.grant(count)
-        assert len(slots) == len(set(slots)) == min(count, len(free))
+        assert len(slots) == len(set(slots)) == max(0, min(count, len(free)))
         assert set(slots) <= free
         assert set(slots[: len(empty)]) <= empty, "evicted although others were empty"
         self.drop(slots)

@@ -202,8 +202,7 @@ def test_who_waits_holds_no_block_and_no_slot(make_rig: MakeRig) -> None:
     rig.planned_step()
     assert (rig.pool.get_num_free_blocks(), rig.planner.gauges()["leased_slots"]) == before
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- when the load does not bring it -----------------------------------------------------------

@@ -200,8 +200,7 @@ def test_no_gpu_block_is_held_for_a_store(make_rig: MakeRig) -> None:
     assert rig.planner.gauges()["stores_in_flight"] > 0
     rig.check_no_block_is_held()
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- full --------------------------------------------------------------------------------------
@@ -224,8 +223,7 @@ def test_what_finds_no_slot_is_tried_again(make_rig: MakeRig) -> None:
     assert NUM_AHEAD - 3 <= watch.num_stored <= NUM_AHEAD + 2, "two looks, four steps apart"
     assert watch.num_looks == 5, "and then it is content"
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 def test_after_a_reset_everything_is_looked_at_anew_and_nothing_old_is_stored(
@@ -241,8 +239,7 @@ def test_after_a_reset_everything_is_looked_at_anew_and_nothing_old_is_stored(
     watch.step()
     assert watch.num_looks == 2
     assert watch.num_stored == num_stored
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- nothing is lost ---------------------------------------------------------------------------
