@@ -15,8 +15,8 @@ from safe_offload.scheduler.blocks import (
     missing_blocks,
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.schedule import Agenda
-from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.stores.stores import Stores
 
 
-class LazyStores:
+class LazyStores(StorePolicy):
     """A policy that stores what is about to be evicted. See `StorePolicy`.
 
     What is about to be evicted is the head of vLLM's queue of free blocks. The queue is not walked
@@ -37,12 +37,10 @@ class LazyStores:
     step goes on after the last block that was seen, up to a distance from the head that no step can
     use up, and begins again at the head when half of that is gone.
 
-    Its state: the snapshots, the agenda, and what follows `_watched` in `__init__`.
+    Its own state is what follows `_watched` in `__init__`.
 
     Args:
-        hits: to skip what the host has or is about to have.
-        gpu: the free queue.
-        stores: takes what is found.
+        hits, gpu, stores: see `StorePolicy`.
         num_decode_tokens_max: see `Agenda`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
@@ -55,13 +53,8 @@ class LazyStores:
         num_decode_tokens_max: int,
         num_step_blocks: int,
     ) -> None:
-        self._hits = hits
-        self._geometry = hits.geometry
-        self._gpu = gpu
-        self._stores = stores
-        self.agenda = Agenda(hits.geometry.group_block_sizes, num_decode_tokens_max, is_lazy=True)
-        self._camera = Camera(hits.geometry, gpu)
-        self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        sizes = hits.geometry.group_block_sizes
+        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, is_lazy=True))
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
@@ -97,17 +90,6 @@ class LazyStores:
             self._expected = Place.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
-    def run(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self.agenda.add(state)
-
-    def preempt(self, state: RequestState) -> None:
-        """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
-
-    def forget_table(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self._snapshots.pop(state, None)
-
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
 
@@ -124,11 +106,6 @@ class LazyStores:
             blocks = tables.get(request_id, ())[first:end]
             if blocks:
                 self._watched.append((blocks, hashes_of(blocks)))
-
-    def end(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self.agenda.decoding.discard(state)
-        self._snapshots.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -222,7 +199,6 @@ class LazyStores:
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
-        for state in states:
-            self._snapshots.pop(state, None)
+        super().pass_over(states)
         self._watched, self._expected = [], None
         self._begin_again()
