@@ -250,9 +250,8 @@ class Planner(SchedulerSide):
             return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
-            num_expected = num_computed_tokens + num_tokens
-            if num_expected and self.options.is_lazy:
-                self.policy.expect(num_expected)
+            if self.options.is_lazy and (num_computed_tokens or num_tokens):
+                self.policy.expect(num_computed_tokens + num_tokens)
             self.tiers.matched(state)
         return num_tokens
 

@@ -327,12 +327,14 @@ class Loads:
 
     def new_transfers(self) -> tuple[Transfer, ...]:
         """Return the loads that have begun since the last `sent`."""
-        return tuple(load.transfer for load in self.ledger.new)
+        new = self.ledger.new
+        return tuple([load.transfer for load in new]) if new else ()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Ids of requests whose load failed since the last `sent`."""
-        return tuple(state.request.request_id for state in self.unannounced)
+        failed = self.unannounced
+        return tuple([state.request.request_id for state in failed]) if failed else ()
 
     def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
