@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from safe_offload.errors import InvariantError
@@ -23,7 +21,7 @@ def filled(directory: Directory, names: str, first: int = 0, group_idx: int = 0)
     return slots
 
 
-def test_what_is_published_is_found_and_changes_the_version() -> None:
+def test_what_is_published_is_found_and_changes_the_version():
     directory = Directory(3, 1)
     slots = [0, 1, 2]
     directory.begin_store(slots, 0, hashes_of("abc"), {})
@@ -39,7 +37,7 @@ def test_what_is_published_is_found_and_changes_the_version() -> None:
     assert directory.statistics() == DirectoryStatistics(num_held=3, num_being_stored=1)
 
 
-def test_a_run_ends_at_the_first_that_is_missing() -> None:
+def test_a_run_ends_at_the_first_that_is_missing():
     directory = Directory(4, 1)
     filled(directory, "abd")
     assert directory.find_run(0, hashes_of("abcd")) == [0, 1]
@@ -47,7 +45,7 @@ def test_a_run_ends_at_the_first_that_is_missing() -> None:
     assert directory.find_run(0, []) == []
 
 
-def test_what_is_overwritten_is_not_found_and_was_not_forgotten_under_a_lease() -> None:
+def test_what_is_overwritten_is_not_found_and_was_not_forgotten_under_a_lease():
     directory = Directory(2, 1)
     filled(directory, "ab")
     version, num_forgets = directory.version, directory.num_forgets
@@ -57,7 +55,7 @@ def test_what_is_overwritten_is_not_found_and_was_not_forgotten_under_a_lease() 
     assert directory.num_forgets == num_forgets
 
 
-def test_forgetting_all_begins_another_epoch() -> None:
+def test_forgetting_all_begins_another_epoch():
     directory = Directory(4, 2)
     filled(directory, "a")
     directory.begin_store([1], 1, hashes_of("a"), {})
@@ -71,7 +69,7 @@ def test_forgetting_all_begins_another_epoch() -> None:
 # ---- blocks that are known under several keys --------------------------------------------------
 
 
-def test_a_block_is_found_under_each_of_its_keys_and_forgotten_under_all() -> None:
+def test_a_block_is_found_under_each_of_its_keys_and_forgotten_under_all():
     directory = Directory(4, 2)
     more = [Key(0, b"a2"), Key(1, b"a3")]
     directory.begin_store([0], 0, hashes_of("a"), {b"a": more})
@@ -83,7 +81,7 @@ def test_a_block_is_found_under_each_of_its_keys_and_forgotten_under_all() -> No
     assert not any(directory.tables)
 
 
-def test_a_key_that_another_slot_has_stays_with_it() -> None:
+def test_a_key_that_another_slot_has_stays_with_it():
     directory = Directory(4, 1)
     filled(directory, "b")
     more = {b"a": [Key(0, b"b"), Key(0, b"c"), Key(0, b"d")]}
@@ -106,9 +104,7 @@ def test_a_key_that_another_slot_has_stays_with_it() -> None:
         (lambda directory: directory.tables[0].update(a=1, b=0), "I6"),
     ],
 )
-def test_a_spoilt_directory_is_seen(
-    spoil: Callable[[Directory], object], invariant_id: str
-) -> None:
+def test_a_spoilt_directory_is_seen(spoil, invariant_id):
     directory = Directory(4, 1)
     directory.begin_store([0], 0, [b"a"], {})
     filled(directory, "b", first=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -42,12 +42,12 @@ def fill(pool: SlotPool, *names: str) -> list[int]:
 # ---- grants ------------------------------------------------------------------------------------
 
 
-def test_empty_slots_are_granted_from_the_first_on() -> None:
+def test_empty_slots_are_granted_from_the_first_on():
     pool = pool_of(6)
     assert [pool.grant(2), pool.grant(3), pool.grant(1)] == [[0, 1], [2, 3, 4], [5]]
 
 
-def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
+def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     pool = pool_of(5)
     pool.release(fill(pool, "a", "b", "c"))
     version = pool.directory.version
@@ -59,7 +59,7 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
+def test_opening_more_keeps_the_order_and_what_is_leased(policy):
     pool = pool_of(8, policy=policy, num_usable=3)
     leased = pool.grant(1)
     pool.open(5)
@@ -74,7 +74,7 @@ def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
 # ---- leases ------------------------------------------------------------------------------------
 
 
-def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
+def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased():
     pool = pool_of(3)
     pool.release(fill(pool, "a", "b", "c"))
     pool.lease([0, 1])
@@ -88,7 +88,7 @@ def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
 
 
 @pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])
-def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots: list[int]) -> None:
+def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots):
     pool = pool_of(3)
     pool.lease(pool.grant(2))
     with pytest.raises(InvariantError, match=r"I8.*\[2\] released more often than leased"):
@@ -96,7 +96,7 @@ def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots: 
     pool.check_invariants([[0, 1], [0, 1]])
 
 
-def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
+def test_what_holds_nothing_is_empty_again_when_it_is_released():
     pool = pool_of(4)
     filled = fill(pool, "a")
     unfilled = pool.grant(2)
@@ -108,7 +108,7 @@ def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
 # ---- what they hold ----------------------------------------------------------------------------
 
 
-def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
+def test_what_is_forgotten_while_it_is_leased_stays_leased():
     pool = pool_of(3)
     slots = fill(pool, "a", "b")
     version, num_forgets = pool.directory.version, pool.directory.num_forgets
@@ -126,7 +126,7 @@ def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
 # ---- bad memory, and errors --------------------------------------------------------------------
 
 
-def test_a_retired_slot_is_never_granted_again() -> None:
+def test_a_retired_slot_is_never_granted_again():
     pool = pool_of(6)
     leased, evictable = fill(pool, "a"), fill(pool, "b")
     pool.release(evictable)
@@ -141,7 +141,7 @@ def test_a_retired_slot_is_never_granted_again() -> None:
     pool.check_invariants([[3, 4]])
 
 
-def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores() -> None:
+def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores():
     pool = pool_of(6)
     kept, gone = fill(pool, "a"), fill(pool, "b")
     storing, lost = pool.grant(1), pool.grant(1)
@@ -171,9 +171,7 @@ class FailingAfter(dict[bytes, int]):
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 2])
-def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
-    num_items: int,
-) -> None:
+def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(num_items):
     pool = pool_of(6)
     pool.directory.tables = (FailingAfter(num_items),)
     slots = pool.grant(2)
@@ -185,7 +183,7 @@ def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
     assert not pool.directory.tables[0]
 
 
-def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
+def test_a_grant_whose_taker_was_lost_is_free_when_mended():
     pool = pool_of(4)
     pool.release(fill(pool, "a", "b", "c", "d"))
     pool.grant(3)
@@ -206,11 +204,7 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
         (lambda pool, policy: pool.directory.tables[0].update(c=0), [[0, 1]], "I6"),
     ],
 )
-def test_a_spoilt_pool_is_seen(
-    spoil: Callable[[SlotPool, EvictionPolicy], object],
-    leases: list[list[int]],
-    invariant_id: str,
-) -> None:
+def test_a_spoilt_pool_is_seen(spoil, leases, invariant_id):
     policy = EvictionPolicy(4)
     pool = SlotPool(4, Directory(4, 1), policy, Counters())
     pool.open(4)
@@ -226,7 +220,7 @@ def fill_unleased(pool: SlotPool, slot: int) -> None:
     pool.directory.publish([slot])
 
 
-def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -> None:
+def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age():
     counters = Counters()
     pool = SlotPool(3, Directory(3, 1), EvictionPolicy(3), counters)
     pool.open(3)
@@ -242,7 +236,7 @@ def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -
     assert counters[Count.EVICTED_AGE_SECONDS] == 2 * 7
 
 
-def test_the_statistics_tell_what_each_slot_is() -> None:
+def test_the_statistics_tell_what_each_slot_is():
     pool = pool_of(9, num_usable=8)
     pool.release(fill(pool, "a", "b", "c"))
     pool.grant(1)
