@@ -40,7 +40,7 @@ COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
 COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/tiers/namespace/test_engine_facts.py \
-	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/start/test_whole_blocks.py
+	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/compat/test_whole_blocks.py
 
 # What matters most, within two minutes on two cores.
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/test_connector.py \
@@ -55,7 +55,7 @@ IN_TWO := -n 2
 SITE_VENV := .venv-site
 SITE_READY := $(SITE_VENV)/.ready
 
-.PHONY: help venv servers demo demo-fleet site test test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
+.PHONY: help venv servers demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
 	needs-model soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -84,17 +84,20 @@ $(SITE_READY): .ci/requirements-site.txt
 	@$(SITE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -r $<
 	@touch $@
 
-test: venv ## all tests
+test: venv ## the tests, without the longest
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not nightly' $(PYTEST_ARGS)
+
+test-nightly: venv ## all tests, the longest too: before a release or the end of an issue
 	$(BIN)/python -m pytest $(IN_TWO) $(PYTEST_ARGS)
 
 test-quick: venv ## the tests that find most, in less than two minutes
-	$(BIN)/python -m pytest $(IN_TWO) -m 'not slow' $(QUICK_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not slow and not nightly' $(QUICK_TESTS) $(PYTEST_ARGS)
 
 test-unit: venv ## the tests that need no engine
-	$(BIN)/python -m pytest $(IN_TWO) -m 'not engine and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) -m 'not engine and not gpu and not nightly' $(PYTEST_ARGS)
 
 test-engine: venv ## the tests that run a real vLLM engine
-	$(BIN)/python -m pytest -m engine $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'engine and not nightly' $(PYTEST_ARGS)
 
 test-gpu: needs-gpu ## the tests that need a GPU
 	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
@@ -109,7 +112,7 @@ gpu-report: needs-model ## the tests and benchmarks on a GPU, as one file to att
 
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
-	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest $(IN_TWO) -m 'not engine and not gpu' $(COMPAT_TESTS) $(PYTEST_ARGS)
+	$(COMPAT_VENVS)/$(VLLM)/bin/python -m pytest $(IN_TWO) -m 'not engine and not gpu and not nightly' $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 soak: venv ## a real server for twenty minutes, with aborts, resets and failing copies: nothing may grow
 	$(BIN)/python -m tests.engine.soak

@@ -38,12 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Every byte of a block, once.
-
-    Attributes:
-        segments: disjoint.
-        num_blocks: GPU blocks in the storage.
-    """
+    """Every byte of a block, once: disjoint segments of so many GPU blocks."""
 
     segments: tuple[Segment, ...]
     num_blocks: int
@@ -59,12 +54,8 @@ class HostLayout:
     """Where the bytes of a slot lie in host memory.
 
     Slots come in consecutive slabs, so that memory can be made ready slab by slab. In a slab each
-    segment of the geometry has an array with one row for each slot.
-
-    Attributes:
-        geometry: of the blocks that the slots take.
-        num_slots: of all slabs; the last one may be partly used, with arrays as in a full one.
-        slots_per_slab: slots of every other slab.
+    segment of the geometry has an array with one row for each slot. The last slab may be partly
+    used, with arrays as in a full one.
     """
 
     geometry: Geometry
@@ -117,11 +108,9 @@ class HostLayout:
 
 
 def make_geometry(segments: Iterable[Segment], num_blocks: int, storage_bytes: int) -> Geometry:
-    """Join segments that touch or repeat one another.
+    """Join segments, of any order and number, that touch or repeat one another.
 
     Args:
-        segments: in any order, any number of times.
-        num_blocks: GPU blocks in the storage.
         storage_bytes: size of the storage that all offsets point into.
 
     Raises:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from safe_offload.errors import ConfigError
-from safe_offload.worker.copies.base import Direction
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -45,43 +40,12 @@ def on_other_cores() -> Iterator[None]:
             os.sched_setaffinity(0, own)
 
 
-class DirectionThreads:
-    """Threads for each direction, so that no load waits for a store.
-
-    All run before the first work comes: `ThreadPoolExecutor.submit` queues the work before it
-    starts a thread (CPython 3.11, Lib/concurrent/futures/thread.py). If the system refuses one,
-    `submit` raises, and another does the work later: a copy that was reported as failed would write
-    to blocks of another request.
-
-    Raises:
-        ConfigError: the system refuses one of them.
-    """
-
-    def __init__(self, name: str, num_threads: int = 1) -> None:
-        self._executors = {
-            direction: start_threads(num_threads, f"{name}-{direction.value}")
-            for direction in Direction
-        }
-
-    def submit(self, direction: Direction, function: Callable[..., T], *args: object) -> Future[T]:
-        """Queue a function for the threads of a direction; raises RuntimeError once closed."""
-        return self._executors[direction].submit(function, *args)
-
-    async def run(self, direction: Direction, function: Callable[..., T], *args: object) -> T:
-        """Return what a function returns, run by a thread of a direction."""
-        return await asyncio.wrap_future(self.submit(direction, function, *args))
-
-    def close(self) -> None:
-        """Cancel what is queued, wait for what runs; a second call does nothing."""
-        # All queues first: one direction must not go on while the other is waited for.
-        for executor in self._executors.values():
-            executor.shutdown(wait=False, cancel_futures=True)
-        for executor in self._executors.values():
-            executor.shutdown(wait=True)
-
-
 def start_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return threads that all run already; see `DirectionThreads`.
+    """Return threads that all run before the first work comes.
+
+    `ThreadPoolExecutor.submit` queues the work before it starts a thread (CPython 3.11,
+    Lib/concurrent/futures/thread.py). If the system refuses one, `submit` raises, and another does
+    the work later: a copy that was reported as failed would write to blocks of another request.
 
     Raises:
         ConfigError: the system refuses one of them.

@@ -44,7 +44,7 @@ class BucketServer:
     Attributes:
         endpoint: what the tier's setting of that name gets.
         access_key, secret_key: of an administrator.
-        reader_key, reader_secret: of somebody who may read the bucket, and not write.
+        reader_key, reader_secret: of a user who may read the bucket, and not write.
 
     Raises:
         RuntimeError: it is not installed, or did not start.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,15 @@ import pytest
 if TYPE_CHECKING:
     from tests.scheduler.rig import MakeRig, Rig
     from tests.worker.copies.fake_device import FakeGpu
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `make test` draw the same examples every time; `make test-nightly` draws others."""
+    if "not nightly" in config.option.markexpr:
+        from hypothesis import settings
+
+        settings.register_profile("the same", derandomize=True, database=None)
+        settings.load_profile("the same")
 
 
 def _engine_file(nodeid: str) -> str | None:
@@ -44,9 +54,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.fixture
-def package_log() -> Iterator[list[logging.LogRecord]]:
-    """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
+@contextlib.contextmanager
+def _records(level: int) -> Iterator[list[logging.LogRecord]]:
+    """What the package logs from this level on, whatever vLLM does with its loggers."""
     from tests.simulator.vllm_setup import EngineShape, make_config
 
     make_config(EngineShape())  # vLLM's first one takes away all handlers below its own logger
@@ -57,12 +67,35 @@ def package_log() -> Iterator[list[logging.LogRecord]]:
             records.append(record)
 
     handler, logger = Keep(), logging.getLogger("vllm.safe_offload")
-    level = logger.level
+    level_before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    yield records
     logger.setLevel(level)
+    yield records
+    logger.setLevel(level_before)
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def package_log() -> Iterator[list[logging.LogRecord]]:
+    """All that the package logs, DEBUG included."""
+    with _records(logging.DEBUG) as records:
+        yield records
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What the package warns of, and its errors."""
+    with _records(logging.WARNING) as records:
+        yield records
+
+
+@pytest.fixture
+def forked_engines() -> Iterator[None]:
+    """Engines that the test starts are forks of a process that has imported vLLM."""
+    from tests.fresh_process import engine_server
+
+    with engine_server():
+        yield
 
 
 @pytest.fixture

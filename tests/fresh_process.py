@@ -1,15 +1,18 @@
-"""Processes that have not imported vLLM yet, without waiting seconds for what vLLM itself imports.
+"""Processes of their own, without waiting seconds for what they import.
 
-One process imports that once, and each of these is a fork of it.
+One process imports it once, and each of these is a fork of it. There are two such servers: those of
+`start` have imported most of what vLLM imports, but neither vLLM nor this package; those of
+`start_engine` have imported all that an engine needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,21 @@ PRELOADED = [
 ]
 """Most of what `import vllm` takes. Those that do not exist are left out."""
 
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Bound to cores of its own choice an engine starves beside another one.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+"""Of engines: with one thread each, two of them can run beside each other on two cores."""
+
 SCRIPT_TIMEOUT_S = 240.0
+
+_engine_server = forkserver.ForkServer()
+_engine_server.set_forkserver_preload(["tests.engine.preloaded"])
 
 
 def start(
@@ -43,6 +60,31 @@ def start(
     process: Any = context.Process(target=_run, args=(function, arguments, log, dict(environment)))
     process.start()
     return process
+
+
+def start_engine(
+    function: Callable[..., object], *arguments: Any, log: Path, environment: Mapping[str, str]
+) -> Any:
+    """Do as `start` does; vLLM is imported, and the processes that it starts are forks, too."""
+    context = multiprocessing.get_context("forkserver")
+    process: Any = context.Process(target=_run, args=(function, arguments, log, dict(environment)))
+    with engine_server():
+        process.start()
+    return process
+
+
+@contextlib.contextmanager
+def engine_server() -> Iterator[None]:
+    """Let whatever multiprocessing starts, by any method, be such a process."""
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        _engine_server.ensure_running()
+    context = multiprocessing.get_context("forkserver")
+    connect = _engine_server.connect_to_new_process
+    with (
+        mock.patch.object(forkserver, "connect_to_new_process", connect),
+        mock.patch.object(multiprocessing, "get_context", return_value=context),
+    ):
+        yield
 
 
 def run_script(script: str, folder: Path, environment: Mapping[str, str]) -> str:

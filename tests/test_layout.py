@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.errors import ConfigError
 from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_geometry
 
@@ -30,7 +30,7 @@ def config_of(*tensors: KVCacheTensor, num_blocks: int = BLOCKS) -> KVCacheConfi
 
 def geometry_of(config: KVCacheConfig, storage_bytes: int | None = None) -> Geometry:
     size = max(tensor.size for tensor in config.kv_cache_tensors)
-    return make_geometry(compat.segments(config), config.num_blocks, storage_bytes or size)
+    return make_geometry(specs.segments(config), config.num_blocks, storage_bytes or size)
 
 
 def bytes_of_block(segments: tuple[Segment, ...] | list[Segment], block: int) -> Counter[int]:
@@ -45,80 +45,68 @@ def bytes_of_block(segments: tuple[Segment, ...] | list[Segment], block: int) ->
 # ---- vLLM's placements -------------------------------------------------------------------------
 
 
-def test_layers_that_lie_one_behind_the_other_are_one_segment_each():
-    region = PAGE * BLOCKS
-    config = config_of(KVCacheTensor(3 * region, ["a", "b", "c"], region, PAGE))
-    assert geometry_of(config) == Geometry(
-        (
-            Segment(PAGE, 0, PAGE),
-            Segment(PAGE, region, PAGE),
-            Segment(PAGE, 2 * region, PAGE),
+REGION = PAGE * BLOCKS
+STRIDE = 4 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("tensors", "segments"),
+    [
+        pytest.param(
+            [KVCacheTensor(3 * REGION, ["a", "b", "c"], REGION, PAGE)],
+            [Segment(PAGE, index * REGION, PAGE) for index in range(3)],
+            id="layers one behind the other",
         ),
-        BLOCKS,
-    )
-
-
-def test_cache_groups_that_overlay_one_another_are_copied_once():
-    region = PAGE * BLOCKS
-    tensors = [
-        KVCacheTensor(2 * region, [f"{group}.0", f"{group}.1"], region, PAGE) for group in "abc"
-    ]
-    tensors.append(KVCacheTensor(2 * region, ["d.0"], region, PAGE))  # a group with fewer layers
-    geometry = geometry_of(config_of(*tensors))
-    assert geometry.slot_bytes == 2 * PAGE
-    assert len(geometry.segments) == 2
-
-
-def test_blocks_outermost_are_one_segment_if_their_layers_touch():
-    size = 3 * PAGE * BLOCKS
-    config = config_of(KVCacheTensor(size, ["a", "b", "c"], PAGE, 3 * PAGE))
-    assert geometry_of(config).segments == (Segment(3 * PAGE, 0, 3 * PAGE),)
-
-
-def test_blocks_outermost_keep_their_padding_out():
-    stride = 3 * PAGE
-    config = config_of(
-        KVCacheTensor(stride * BLOCKS, ["a"], PAGE, stride),
-        KVCacheTensor(stride * BLOCKS, ["b"], PAGE // 2, stride, offset=2 * PAGE),
-    )
-    assert geometry_of(config).segments == (
-        Segment(stride, 0, PAGE),
-        Segment(stride, 2 * PAGE, PAGE // 2),
-    )
-
-
-def test_groups_with_different_page_sizes_overlay_inside_a_block():
-    stride = 4 * PAGE
-    config = config_of(
-        KVCacheTensor(stride * BLOCKS, ["a", "b"], PAGE, stride),
-        KVCacheTensor(stride * BLOCKS, ["c"], 3 * PAGE, stride),
-        KVCacheTensor(stride * BLOCKS, ["d"], PAGE // 4, stride, offset=3 * PAGE),
-    )
-    assert geometry_of(config).segments == (Segment(stride, 0, 3 * PAGE + PAGE // 4),)
-
-
-def test_layers_with_different_page_sizes_have_a_region_each():
-    first, second = PAGE * BLOCKS, 2 * PAGE * BLOCKS
-    config = config_of(
-        KVCacheTensor(first + second, ["a"], first, PAGE),
-        KVCacheTensor(first + second, ["b"], second, 2 * PAGE, offset=first),
-    )
-    geometry = geometry_of(config)
-    assert geometry.segments == (Segment(PAGE, 0, PAGE), Segment(2 * PAGE, first, 2 * PAGE))
-    assert geometry.slot_bytes == 3 * PAGE
-
-
-def test_split_heads_are_a_region_each():
-    """A layer of `layer_stride` bytes holds several regions of `num_blocks * block_stride`."""
-    region = PAGE * BLOCKS
-    config = config_of(KVCacheTensor(4 * region, ["a", "b"], 2 * region, PAGE))
-    assert geometry_of(config).segments == tuple(
-        Segment(PAGE, index * region, PAGE) for index in range(4)
-    )
+        pytest.param(
+            [KVCacheTensor(2 * REGION, list(group), REGION, PAGE) for group in ("ab", "cd", "ef")]
+            + [KVCacheTensor(2 * REGION, ["g"], REGION, PAGE)],  # a group with fewer layers
+            [Segment(PAGE, 0, PAGE), Segment(PAGE, REGION, PAGE)],
+            id="cache groups that overlay one another",
+        ),
+        pytest.param(
+            [KVCacheTensor(3 * REGION, ["a", "b", "c"], PAGE, 3 * PAGE)],
+            [Segment(3 * PAGE, 0, 3 * PAGE)],
+            id="blocks outermost whose layers touch",
+        ),
+        pytest.param(
+            [
+                KVCacheTensor(STRIDE * BLOCKS, ["a"], PAGE, STRIDE),
+                KVCacheTensor(STRIDE * BLOCKS, ["b"], PAGE // 2, STRIDE, offset=2 * PAGE),
+            ],
+            [Segment(STRIDE, 0, PAGE), Segment(STRIDE, 2 * PAGE, PAGE // 2)],
+            id="blocks outermost with padding",
+        ),
+        pytest.param(
+            [
+                KVCacheTensor(STRIDE * BLOCKS, ["a", "b"], PAGE, STRIDE),
+                KVCacheTensor(STRIDE * BLOCKS, ["c"], 3 * PAGE, STRIDE),
+                KVCacheTensor(STRIDE * BLOCKS, ["d"], PAGE // 4, STRIDE, offset=3 * PAGE),
+            ],
+            [Segment(STRIDE, 0, 3 * PAGE + PAGE // 4)],
+            id="groups with different page sizes inside a block",
+        ),
+        pytest.param(
+            [
+                KVCacheTensor(3 * REGION, ["a"], REGION, PAGE),
+                KVCacheTensor(3 * REGION, ["b"], 2 * REGION, 2 * PAGE, offset=REGION),
+            ],
+            [Segment(PAGE, 0, PAGE), Segment(2 * PAGE, REGION, 2 * PAGE)],
+            id="layers with different page sizes",
+        ),
+        # A layer of `layer_stride` bytes holds several regions of `num_blocks * block_stride`.
+        pytest.param(
+            [KVCacheTensor(4 * REGION, ["a", "b"], 2 * REGION, PAGE)],
+            [Segment(PAGE, index * REGION, PAGE) for index in range(4)],
+            id="split heads",
+        ),
+    ],
+)
+def test_what_vllm_places_is_every_byte_once(tensors, segments):
+    assert geometry_of(config_of(*tensors)) == Geometry(tuple(segments), BLOCKS)
 
 
 def test_a_storage_may_be_larger_than_its_blocks():
-    config = config_of(KVCacheTensor(PAGE * BLOCKS, ["a"], PAGE * BLOCKS, PAGE))
+    config = config_of(KVCacheTensor(REGION, ["a"], REGION, PAGE))
     assert geometry_of(config, storage_bytes=8192).slot_bytes == PAGE
 
 
@@ -151,14 +139,16 @@ def test_every_layout_of_vllm_is_covered_to_the_last_byte(layout):
 # ---- joining -----------------------------------------------------------------------------------
 
 
-def test_order_and_repetition_do_not_matter():
-    segments = [Segment(64, 32, 16), Segment(64, 0, 16), Segment(64, 16, 16), Segment(64, 0, 16)]
-    assert make_geometry(segments, 5, 320).segments == (Segment(64, 0, 48),)
-
-
-def test_a_segment_inside_another_adds_nothing():
-    segments = [Segment(64, 0, 64), Segment(64, 8, 4), Segment(64, 60, 4)]
-    assert make_geometry(segments, 5, 320).segments == (Segment(64, 0, 64),)
+@pytest.mark.parametrize(
+    ("places", "joined"),
+    [
+        pytest.param([(32, 16), (0, 16), (16, 16), (0, 16)], 48, id="any order, repeated"),
+        pytest.param([(0, 64), (8, 4), (60, 4)], 64, id="inside another"),
+    ],
+)
+def test_segments_that_touch_or_overlap_are_one(places, joined):
+    segments = [Segment(64, *place) for place in places]
+    assert make_geometry(segments, 5, 320).segments == (Segment(64, 0, joined),)
 
 
 def test_one_block_may_have_layers_one_behind_the_other():
@@ -251,14 +241,15 @@ def test_a_cache_without_blocks_or_layers_is_refused_as_such(segments, num_block
         make_geometry(segments, num_blocks, 320)
 
 
-def test_segments_may_lie_between_one_another():
-    """A segment that starts behind the stride's end but in the others' gaps is no conflict."""
-    segments = [Segment(64, 0, 32), Segment(64, 64 + 32, 32)]
+@pytest.mark.parametrize(
+    "segments",
+    [
+        pytest.param([Segment(64, 0, 32), Segment(64, 64 + 32, 32)], id="in the gaps of another"),
+        pytest.param([Segment(64, 0, 32), Segment(64, 320, 32)], id="behind another's last block"),
+    ],
+)
+def test_segments_beside_one_another_are_no_conflict(segments):
     assert make_geometry(segments, 5, 4096).slot_bytes == 64
-
-
-def test_a_segment_behind_the_last_block_of_another_is_no_conflict():
-    assert make_geometry([Segment(64, 0, 64), Segment(64, 320, 64)], 5, 640).slot_bytes == 128
 
 
 def test_a_refusal_names_the_layout_and_the_fix_is_to_report_it():

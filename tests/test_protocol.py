@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
 from safe_offload.protocol import (
     EMPTY_PLAN,

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from safe_offload import threads
-from safe_offload.threads import DirectionThreads, on_other_cores
+from safe_offload.threads import on_other_cores, start_threads
 
 OWN, PARENT = 0, os.getppid()
 
@@ -74,16 +74,15 @@ def test_a_system_that_does_not_tell_or_allow_is_no_error(monkeypatch, make_core
 
 
 SCRIPT = """
-import os, threading
-from safe_offload.worker.copies.base import Direction
-from safe_offload.worker.threads import DirectionThreads, on_other_cores
+import os
+from safe_offload.threads import on_other_cores, start_threads
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 ask = lambda: os.sched_getaffinity(0)
-bound = DirectionThreads("bound")
+bound = start_threads(1, "bound")
 with on_other_cores():
-    free = DirectionThreads("free")
+    free = start_threads(1, "free")
 for threads in bound, free:
-    print(threads.submit(Direction.LOAD, ask).result())
+    print(threads.submit(ask).result())
 print(ask())
 """
 
@@ -100,8 +99,7 @@ def test_threads_of_a_bound_child_run_on_its_parents_other_cores():
 
 def test_all_threads_of_a_pool_run_when_it_is_given_out():
     before = {thread.ident for thread in threading.enumerate()}
-    pool = DirectionThreads("pool", 2)
+    pool = start_threads(3, "pool")
     new = [thread for thread in threading.enumerate() if thread.ident not in before]
-    names = ["pool-load_0", "pool-load_1", "pool-store_0", "pool-store_1"]
-    assert sorted(thread.name for thread in new) == names
-    pool.close()
+    assert sorted(thread.name for thread in new) == ["pool_0", "pool_1", "pool_2"]
+    pool.shutdown()

@@ -18,14 +18,7 @@ _ERROR_LENGTH_MAX: Final = 4000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status.
-
-    Args:
-        argv: the arguments without the program's name, `sys.argv[1:]` if not given.
-
-    Returns:
-        0 if all is well, 1 if what was asked for failed or showed a defect.
-    """
+    """Run the command; return 0 if all is well, 1 if it failed or showed a defect."""
     return run(_make_parser(), argv)
 
 
@@ -73,20 +66,13 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Subcommand)
-    commands.add_parser(
-        "config", help="every setting; check a configuration", module="safe_offload.commands.config"
-    )
-    commands.add_parser(
-        "doctor",
-        help="what would go wrong on this machine",
-        module="safe_offload.commands.doctor.command",
-    )
-    commands.add_parser(
-        "cache",
-        help="what a tier holds; check it, delete some of it",
-        module="safe_offload.commands.cache.command",
-    )
-    commands.add_parser("top", help="watch a server's metrics", module="safe_offload.commands.top")
+    for name, module, what in (
+        ("config", "config", "every setting; check a configuration"),
+        ("doctor", "doctor.command", "what would go wrong on this machine"),
+        ("cache", "cache.command", "what a tier holds; check it, delete some of it"),
+        ("top", "top", "watch a server's metrics"),
+    ):
+        commands.add_parser(name, help=what, module=f"safe_offload.commands.{module}")
     bench = commands.add_parser("bench", help="measure")
     benchmarks = bench.add_subparsers(required=True, metavar="BENCHMARK")
     benchmarks.add_parser(

@@ -10,7 +10,7 @@ import json
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -53,11 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Print the settings; return the exit status.
-
-    Raises:
-        ConfigError: `--kv-transfer-config` cannot be used.
-    """
+    """Print the settings; return the exit status."""
     if arguments.kv_transfer_config is None:
         lines = _all_settings(explain=arguments.explain)
     else:
@@ -69,21 +65,19 @@ def run_command(arguments: Namespace) -> int:
 def _all_settings(*, explain: bool) -> Iterator[str]:
     yield f"Settings of {CONNECTOR_NAME}, in {_EXTRA_KEY}. Each may be left out.\n"
     yield _row("key", "default", "allowed")
-    for row in SETTINGS.values():
-        default = "" if row.default is None else json.dumps(row.default)
-        yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
+    yield from _defaults(SETTINGS.values(), explain=explain)
     yield '\nSettings of each mapping in "tiers":\n'
-    for row in (URL, *TIER_SETTINGS.values()):
+    yield from _defaults((URL, *TIER_SETTINGS.values()), explain=explain)
+
+
+def _defaults(rows: Iterable[Any], *, explain: bool) -> Iterator[str]:
+    for row in rows:
         default = "" if row.default is None else json.dumps(row.default)
         yield _row(row.key, default, row.kind.allowed, row.help if explain else "")
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return what `--kv-transfer-config` says.
-
-    Raises:
-        ConfigError: it is not an object in JSON.
-    """
+    """Return what `--kv-transfer-config` says, an object in JSON."""
     try:
         written = json.loads(text)
     except ValueError as error:
@@ -102,12 +96,8 @@ def parse(text: str) -> dict[str, Any]:
 def check(written: dict[str, Any]) -> tuple[Any, dict[str, Mapping[str, Any]]]:
     """Check what `--kv-transfer-config` says, as the start of an engine does.
 
-    Returns:
-        Its fields with what is filled in, as attributes; and every configuration of our connector
-        in it, by its place.
-
-    Raises:
-        ConfigError: it cannot be used.
+    Return its fields with what is filled in, as attributes, and every configuration of our
+    connector in it, by its place.
     """
     config = SimpleNamespace(**{**_OUTER_DEFAULTS, **complete(written)})
     settle(config)

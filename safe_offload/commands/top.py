@@ -62,18 +62,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Show the metrics until the user presses q or interrupts; return the exit status.
+    """Show the metrics until the user presses q or interrupts; return the exit status."""
+    if find_spec("rich") is None or find_spec("prometheus_client") is None:
+        raise TopError("`top` needs two more packages. Fix: pip install 'safe-offload[top]'.")
+    from rich.console import Console
 
-    Raises:
-        TopError: nothing can be shown: there is no server, or it has no metrics of ours.
-    """
-    _require_rich()
     if arguments.interval <= 0:
         raise TopError(f"--interval {arguments.interval:g}: expected more than 0 seconds.")
     watch = Watch(metrics_url(arguments.url))
     watch.read()
     try:
-        console = _console()
+        console = Console(highlight=False)
         if arguments.once or not console.is_terminal:
             time.sleep(arguments.interval)
             watch.read()
@@ -85,17 +84,8 @@ def run_command(arguments: Namespace) -> int:
     return 0
 
 
-def _require_rich() -> None:
-    if find_spec("rich") is None or find_spec("prometheus_client") is None:
-        raise TopError("`top` needs two more packages. Fix: pip install 'safe-offload[top]'.")
-
-
 def metrics_url(url: str) -> str:
-    """Return the address of the metrics of a server.
-
-    Raises:
-        TopError: it is no address of a web server.
-    """
+    """Return the address of the metrics of a server."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise TopError(
@@ -113,30 +103,27 @@ class Reading:
     """The metrics at a moment.
 
     Attributes:
-        at_s: of a clock that never goes back.
         samples: by name and labels, of every engine of the server.
-        info: labels of the set-up in force.
     """
 
-    at_s: float
+    at_s: float  # of a clock that never goes back
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    info: Labels
+    info: Labels  # labels of the set-up in force
+
+    def _series(self, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
+        """Yield the series of a name that have these labels."""
+        full = name if name == PROMPT_TOKENS else PREFIX + name
+        for (key, has), value in self.samples.items():
+            if key == full and labels.items() <= has:
+                yield dict(has), value
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of the series of a name that have these labels."""
-        wanted = set(labels.items())
-        full = name if name == PROMPT_TOKENS else PREFIX + name
-        return sum(
-            value for (key, has), value in self.samples.items() if key == full and wanted <= has
-        )
+        return sum(value for _, value in self._series(name, labels))
 
     def largest(self, name: str, **labels: str) -> float:
         """Return the largest of such series: engines that share something all report it."""
-        wanted = set(labels.items())
-        return max(
-            (v for (key, has), v in self.samples.items() if key == PREFIX + name and wanted <= has),
-            default=0.0,
-        )
+        return max((value for _, value in self._series(name, labels)), default=0.0)
 
     def values_of(self, label: str) -> list[str]:
         """Return the values that a label has."""
@@ -144,20 +131,15 @@ class Reading:
 
     def by(self, name: str, *labels: str, **having: str) -> dict[str, float]:
         """Return the series of a name that are not 0, by the values of some labels."""
-        wanted = set(having.items())
         found: dict[str, float] = defaultdict(float)
-        for (key, has), value in self.samples.items():
-            if key == PREFIX + name and value and wanted <= has:
-                found[" ".join(dict(has).get(label, "") for label in labels)] += value
+        for has, value in self._series(name, having):
+            if value:
+                found[" ".join(has.get(label, "") for label in labels)] += value
         return dict(found)
 
 
 def read(url: str) -> Reading:
-    """Read the metrics of a server.
-
-    Raises:
-        TopError: what is wrong, and how to fix it.
-    """
+    """Read the metrics of a server; a TopError says what is wrong, and how to fix it."""
     label = without_secrets(url)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
@@ -180,11 +162,7 @@ def read(url: str) -> Reading:
 
 
 def parse(text: str, url: str) -> Reading:
-    """Return what a server's metrics say.
-
-    Raises:
-        TopError: they are none, or none of ours is among them.
-    """
+    """Return what a server's metrics say; a TopError if none of ours is among them."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
@@ -224,23 +202,18 @@ class Watch:
     """Reads a server again and again; `read` alone changes it.
 
     Attributes:
-        last, before: the last two readings; None if there are not so many of this server's start.
-        problem: why the last attempt failed; empty if it did not.
+        last, before: the last two readings since the server's start; None if there is none.
         problem_since_s: when the first of the attempts failed that have failed since.
     """
 
     url: str
     last: Reading | None = None
     before: Reading | None = None
-    problem: str = ""
+    problem: str = ""  # why the last attempt failed; empty if it did not
     problem_since_s: float = field(default=0.0)
 
     def read(self) -> None:
-        """Read once.
-
-        Raises:
-            TopError: the first reading failed; later ones are noted in `problem`.
-        """
+        """Read once; only the first failure is raised, later ones are noted in `problem`."""
         try:
             reading = read(self.url)
         except TopError as problem:
@@ -268,12 +241,7 @@ def _has_restarted(before: Reading, after: Reading) -> bool:
 
 
 class View:
-    """Two readings, and what follows from them.
-
-    Args:
-        now: the last reading.
-        before: the one before it, or None.
-    """
+    """The last reading and the one before it, if there is one, and what follows from them."""
 
     def __init__(self, now: Reading, before: Reading | None) -> None:
         self.now = now
@@ -294,11 +262,8 @@ class View:
 
     def counter(self, title: str, name: str, **labels: str) -> Row:
         """Return the row of a counter."""
-        return (
-            title,
-            _number(self.now.total(name, **labels)),
-            _per_second(self.rate(name, **labels)),
-        )
+        rate = _unless(self.rate(name, **labels), lambda number: f"{_number(number)}/s")
+        return title, _number(self.now.total(name, **labels)), rate
 
     def bytes(self, title: str, name: str, **labels: str) -> Row:
         """Return the row of a counter of bytes."""
@@ -307,18 +272,22 @@ class View:
 
     def mean(self, title: str, name: str, show: Show, **labels: str) -> Row:
         """Return the row of the mean of a histogram."""
+        return self.share(title, f"{name}_sum", f"{name}_count", show, **labels)
+
+    def share(self, title: str, part: str, whole: str, show: Show, **labels: str) -> Row:
+        """Return the row of one counter divided by another."""
         since_start, now = (
-            _quotient(total(f"{name}_sum", **labels), total(f"{name}_count", **labels), show)
+            _quotient(total(part, **labels), total(whole, **labels), show)
             for total in (self.now.total, self.grown)
         )
         return title, since_start, now
 
-    def share(self, title: str, part: str, whole: str, show: Show) -> Row:
-        """Return the row of one counter divided by another."""
-        since_start, now = (
-            _quotient(total(part), total(whole), show) for total in (self.now.total, self.grown)
-        )
-        return title, since_start, now
+    def reasons(self, title: str, name: str, *by: str, **having: str) -> list[Row]:
+        """Return the row of a counter, and below it one for each of its reasons that occurred."""
+        indent = " " * (len(title) - len(title.lstrip()) + 2)
+        series = self.now.by(name, *by, **having)
+        rows = [(f"{indent}{what}", _number(count), "") for what, count in series.items()]
+        return [self.counter(title, name, **having), *rows]
 
 
 def worth(view: View) -> list[Row]:
@@ -345,20 +314,15 @@ def worth(view: View) -> list[Row]:
 def health(view: View) -> list[Row]:
     """Is it healthy?"""
     is_disabled = bool(view.now.total("is_disabled"))
-    rows = [("state", "SWITCHED OFF: the log says why" if is_disabled else "working", "")]
-    rows += [
+    return [
+        ("state", "SWITCHED OFF: the log says why" if is_disabled else "working", ""),
         view.counter("errors contained", "contained_errors_total"),
         view.counter("copies overdue", "overdue_transfers_total"),
         view.counter("checksums that did not match", "checksum_mismatches_total"),
         view.counter("ways to copy given up", "copy_path_demotions_total"),
-        view.counter("transfers failed", "transfer_failures_total"),
+        *view.reasons("transfers failed", "transfer_failures_total", "direction", "reason"),
+        *view.reasons("ids dropped", "dropped_ids_total", "reason"),
     ]
-    for what, count in view.now.by("transfer_failures_total", "direction", "reason").items():
-        rows.append((f"  {what}", _number(count), ""))
-    rows.append(view.counter("ids dropped", "dropped_ids_total"))
-    for what, count in view.now.by("dropped_ids_total", "reason").items():
-        rows.append((f"  {what}", _number(count), ""))
-    return rows
 
 
 def size(view: View) -> list[Row]:
@@ -422,9 +386,7 @@ def tiers(view: View) -> list[Row]:
             ),
         ]
         for title, name in (("blocks missed", "misses"), ("blocks not written", "dropped_spills")):
-            rows.append(view.counter(f"  {title}", f"tier_{name}_total", tier=tier))
-            for what, count in view.now.by(f"tier_{name}_total", "reason", tier=tier).items():
-                rows.append((f"    {what}", _number(count), ""))
+            rows += view.reasons(f"  {title}", f"tier_{name}_total", "reason", tier=tier)
     if rows:
         rows.append(view.mean("a request waits for tiers", "tier_wait_seconds", _seconds))
     return rows
@@ -485,12 +447,6 @@ def _table(rows: Iterable[Row]) -> Any:
     return grid
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
 def _show(console: Any, watch: Watch, interval_s: float) -> None:
     from rich.live import Live
 
@@ -519,7 +475,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _is_ended(keyboard: int | None, wait_s: float) -> bool:
-    """Wait so long; return whether the user has pressed q meanwhile, or the terminal is gone."""
+    """Wait; return whether the user has pressed q meanwhile, or the terminal is gone."""
     if keyboard is None:
         time.sleep(wait_s)
         return False
@@ -536,10 +492,6 @@ def _is_ended(keyboard: int | None, wait_s: float) -> bool:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _per_second(value: float | None) -> str:
-    return _unless(value, lambda number: f"{_number(number)}/s")
 
 
 def _percent(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 
 HIDDEN: Final = "***"
 SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file")
-"""Settings that somebody may have written the secret itself into."""
+"""Settings that may hold the secret itself by mistake."""
 NOT_SHOWN: Final = object()
 """Stands in the place of a value that may hold anything."""
 LENGTH_MAX: Final = 80
@@ -107,7 +107,7 @@ def masked(value: object, key: object = "") -> object:
 def secret_file(path: str) -> str:
     """Return the path of a file with a secret; hidden if no such folder is there.
 
-    Somebody may have written the secret where its path belongs.
+    The secret may have been written where its path belongs.
     """
     folder = os.path.dirname(path)
     is_path = os.path.isfile(path) or (folder.strip("/") and os.path.isdir(folder))

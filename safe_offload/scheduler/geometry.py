@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,13 +33,13 @@ class Geometry:
         is_plain: there is nothing but one group of full attention.
         has_states: there are Mamba states.
         ends_inside_blocks: hits may end inside a block.
-        retention_interval: see `compat.retention_interval`.
+        retention_interval: see `cache_hits.retention_interval`.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinator: Any
     ) -> None:
-        block_size, self.hash_block_size = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+        block_size, self.hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
         chunk_sizes = [
             group.kv_cache_spec.attention_chunk_size
             for group in kv_cache_config.kv_cache_groups
@@ -48,13 +48,13 @@ class Geometry:
         # A chunked-local group counts its chunks from the first token, so a search that starts
         # after the GPU's hit is right only at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
-        self.group_ids = compat.cacheable_group_ids(kv_cache_config)
+        self.group_ids = specs.cacheable_group_ids(kv_cache_config)
         self._managers = coordinator.single_type_managers
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
-        self.is_plain = compat.has_plain_hits(coordinator, self.hash_block_size)
-        self.has_states = bool(compat.state_group_ids(kv_cache_config))
-        self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
-        self.retention_interval = compat.retention_interval(coordinator)
+        self.is_plain = cache_hits.has_plain_hits(coordinator, self.hash_block_size)
+        self.has_states = bool(specs.state_group_ids(kv_cache_config))
+        self.ends_inside_blocks = cache_hits.ends_inside_blocks(coordinator)
+        self.retention_interval = cache_hits.retention_interval(coordinator)
 
     def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
         """Return the hash of each block of a request, as large as the blocks of a group are."""

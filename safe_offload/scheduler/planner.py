@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import allocated_block_ids, early_written_block_ids
+from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -35,7 +35,8 @@ from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, TierOptions, Tiers
+from safe_offload.scheduler.tiers.context import TierContext
+from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, Tiers
 from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.stores.policy import StorePolicy
-    from safe_offload.scheduler.tiers.reach import Reaches
+    from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -70,7 +71,7 @@ class PlannerOptions:
         slot_bytes: of one slot, on all ranks together.
         is_lazy: store only what is about to be evicted, not everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
-            (see `compat.early_written_block_ids`).
+            (see `block_ids.early_written_block_ids`).
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: the most tokens of a step of a request that has computed its prompt.
         transfer_timeout_s: no request waits longer for loads of others.
@@ -78,7 +79,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        tells_media_ids, new_word: see `tiers.TierOptions`.
+        tells_media_ids, new_word: see `TierContext`.
     """
 
     num_ranks: int
@@ -141,7 +142,7 @@ class Planner(SchedulerSide):
         gpu: vLLM's blocks.
         options: see `PlannerOptions`.
         counters: what it does is counted here.
-        reaches: needed where there are tiers.
+        tiered_hits: needed where there are tiers.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Planner(SchedulerSide):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
-        reaches: Reaches | None = None,
+        tiered_hits: TieredHits | None = None,
     ) -> None:
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
@@ -184,17 +185,12 @@ class Planner(SchedulerSide):
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | NoTiers = NoTiers()
-        if reaches is not None and options.tiers:
-            what = TierOptions(
-                options.tiers,
-                num_ranks,
-                options.slot_bytes,
-                options.new_word,
-                tells_media_ids=options.tells_media_ids,
+        if tiered_hits is not None and options.tiers:
+            what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
+            context = TierContext(
+                *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
             )
-            self.tiers = Tiers(
-                reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
-            )
+            self.tiers = Tiers(tiered_hits, context)
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False

@@ -67,11 +67,11 @@ def _has_tiers(written: Mapping[str, Any]) -> bool:
 
 
 def _settle_hashes(config: Any) -> None:
-    """Let vLLM's default algorithm, which nobody has to have written, be one that tiers can use.
+    """Replace vLLM's default algorithm, which need not be written, by one that tiers can use.
 
     Nothing has been hashed yet: the engine's own processes get this configuration.
     """
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
 
     cache_config = config.cache_config
     if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
@@ -82,21 +82,21 @@ def _settle_hashes(config: Any) -> None:
             SHARED_HASH,
             DEFAULT_HASH,
         )
-    compat.require_shared_hashes(config)
+    engine_config.require_shared_hashes(config)
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
     from safe_offload.worker.memory.host_memory import available_host_bytes, check_host_bytes
 
     config = OffloadConfig.from_extra_config(
         written.get("kv_connector_extra_config"), world_size=parallel.world_size
     )
-    if config.num_slots is not None or not compat.are_workers_here(parallel):
+    if config.num_slots is not None or not engine_config.are_workers_here(parallel):
         return  # only a worker knows how many bytes that is, or which machine has them
     check_host_bytes(
         config,
         pool_bytes_per_rank=config.cpu_bytes_per_rank,
-        num_ranks_on_host=compat.num_ranks_on_host(parallel),
+        num_ranks_on_host=engine_config.num_ranks_on_host(parallel),
         available_bytes=available_host_bytes(),
     )

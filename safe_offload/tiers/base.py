@@ -16,8 +16,8 @@ Buffers = tuple[memoryview, ...]
 """The byte ranges of one host slot, in the order of its segments; writable."""
 
 SINK: Final = memoryview(bytearray(4096))
-"""Where a connection that was given up receives what still comes; nobody reads it. Its own memory
-is freed at once: it may be part of a cycle, and a bad server ends many."""
+"""Where a connection that was given up receives what still comes. Its own memory is freed at once:
+it may be part of a cycle, and a bad server ends many."""
 
 
 class Result(enum.Enum):
@@ -45,13 +45,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What an object is found under.
-
-    Attributes:
-        namespace: digest of everything that gives the bytes their meaning, of the rank too.
-        group_idx: KV cache group of the block.
-        block_hash: as vLLM computes it.
-    """
+    """What an object is found under; its hash is as vLLM computes it."""
 
     namespace: bytes
     group_idx: int
@@ -62,8 +56,8 @@ class Tier(Protocol):
     """A place for objects.
 
     Attributes:
-        label: what the log and the metrics call it; no secret is in it.
-        used_bytes: what it holds, as far as is known; -1 where it is not.
+        label: for the log and the metrics; no secret is in it.
+        used_bytes: what it holds; -1 where that is not known.
         num_evicted: objects that this process has deleted to keep its capacity.
     """
 

@@ -13,17 +13,15 @@ if TYPE_CHECKING:
     from safe_offload.tiers.base import Tier
 
 Facts = MutableMapping[str, str]
-"""What gives the bytes of a rank's objects their meaning; all of it is there when a namespace is
-asked for."""
+"""What the bytes of a rank's objects depend on; complete when a namespace is asked for."""
 
 
 def open_tier(
     config: TierConfig, slot_bytes: int, facts: Facts
 ) -> tuple[Tier, Callable[[str], bytes]]:
-    """Return the tier of a place, and from the word of a message to the namespace.
+    """Return the tier of a place, and what makes a namespace of the word of a message.
 
-    Nothing is read or written yet, but the file with the key of its objects. The code of a tier is
-    loaded only where there is one.
+    Only the file with its key is read yet. The code of a tier is loaded only where there is one.
 
     Raises:
         ConfigError: a package is missing, or a file that is named cannot be used.

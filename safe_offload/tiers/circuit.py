@@ -1,7 +1,6 @@
-"""What stands around a tier: a deadline for every call, and a breaker for each kind of call.
+"""What stands around a tier: a deadline for every call, a circuit breaker for each kind of call.
 
-A tier that fails some times in a row is left alone for a while, then tried again. Reading and
-writing are judged apart: a file system that has become read-only still serves.
+Reading and writing are judged apart: a file system that has become read-only still serves.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from typing import Any
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.naming import NAMESPACE_BYTES
+from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 FAILURES_MAX = 3
-"""In a row; then a tier is left alone."""
+"""In a row, before a tier is left alone."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
-"""How long, at first and at most; each pause is twice as long as the one before, and between half
-and one and a half times that, so that engines do not come back together."""
+"""At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
+engines do not come back together."""
 GRACE_S = 1.0
-"""After its deadline a call is cancelled. If it has not returned by then, it hangs."""
+"""For which a call that is cancelled at its deadline may go on, before it is said to hang."""
 CLOSE_TIMEOUT_S = 2.0
 """A tier that does not close by then is left behind."""
 NUM_FETCHES, NUM_SPILLS = 2, 1
-"""At a time, in a tier. The next fetch is there when one ends; the deadline of those that wait has
-not begun."""
+"""At a time, in a tier. With two the next fetch is there when one ends."""
 CALLS_MAX = 10_000
 """Calls that are kept until they are taken; vLLM asks after every step."""
 
@@ -46,7 +45,7 @@ class Operation(enum.Enum):
 
 
 class State(enum.Enum):
-    """Where a breaker is."""
+    """Of a circuit breaker: in between it is half open."""
 
     CLOSED = "closed"
     """Calls go through."""
@@ -67,12 +66,7 @@ _NEXT = {
 
 
 class Breaker:
-    """Whether one kind of call to a tier goes through. It belongs to the loop's thread.
-
-    Args:
-        name: of the tier and the kind of call, for the log.
-        chance: from 0 to 1, for the lengths of pauses.
-    """
+    """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread."""
 
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self._name = name
@@ -92,7 +86,7 @@ class Breaker:
         return self.state is State.CLOSED
 
     def withdraw(self) -> None:
-        """The call that was the trial was given up, and tells nothing: the next one is."""
+        """Let the next call be the trial, if the one that was has been given up."""
         if self.state is State.TRYING:
             self._become(State.READY)
 
@@ -112,10 +106,7 @@ class Breaker:
                 "%s has failed %d times in a row, last because %s. It is left alone and tried "
                 "again in about %g s, then after longer pauses. Requests are served without it "
                 "meanwhile.",
-                self._name,
-                self._num_failures,
-                problem,
-                self._pause_s,
+                *(self._name, self._num_failures, problem, self._pause_s),
             )
         elif self.state is not State.TRYING:
             return
@@ -135,11 +126,10 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call to a tier did.
+    """What one call to a tier did; 0.0 seconds if it was not made.
 
     Attributes:
-        seconds: what it took; 0.0 if it was not made because the tier is left alone.
-        results: how many objects came out how; `LEFT_ALONE` for those not asked for.
+        results: how many objects came out how; `LEFT_ALONE` if the call was not made.
         size_bytes: of the objects that were read or written.
     """
 
@@ -157,7 +147,6 @@ class Circuit:
 
     Args:
         tier: is closed by `close`.
-        config: of the tier.
         namespace_of: from the word of a message to the namespace of this rank's objects.
         slot_bytes: of an object.
         write_bytes_per_s: of this rank; None for no limit.
@@ -200,23 +189,23 @@ class Circuit:
 
     @property
     def is_out(self) -> bool:
-        """Return whether nothing has been read from the tier since it failed."""
+        """Return whether the tier is left alone by reads."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
         return any(breaker.state is not State.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
-        """Return whether nothing has been written to the tier since it failed."""
+        """Return whether the tier is left alone by writes."""
         return self._breakers[Operation.SPILL].state is not State.CLOSED
 
     def namespace(self, word: str) -> bytes:
-        """Return the namespace of this rank's objects, from the word of a message."""
+        """Return the namespace for the word of a message."""
         if word not in self._namespaces:
             self._namespaces[word] = self._namespace_of(word)
         return self._namespaces[word]
 
     def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
-        """Return what the blocks of these groups and hashes are called in the tier."""
+        """Return the names of blocks by group and hash."""
         namespace = self.namespace(word)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 
@@ -230,20 +219,16 @@ class Circuit:
         return self._num_evicted - before
 
     async def try_out(self) -> None:
-        """Ask for what is not there until there is an answer, or the tier is left alone.
-
-        So the log says that it cannot work before the first request comes.
-        """
+        """Probe until there is an answer, or the log says that the tier cannot work."""
         name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
         while self._breakers[Operation.PROBE].state is State.CLOSED:
             if await self.probe([name]) is not None:
                 return
 
     async def probe(self, names: Sequence[Name]) -> list[bool] | None:
-        """Ask which objects there are; cancelled, it counts as neither success nor failure.
+        """Return which objects there are; None if it did not say in time, or is left alone.
 
-        Returns:
-            None if it did not say in time, or is left alone.
+        Cancelled, it counts as neither success nor failure.
         """
         breaker = self._breakers[Operation.PROBE]
         is_trial = breaker.state is State.READY
@@ -278,7 +263,7 @@ class Circuit:
     async def fetch(
         self, names: Sequence[Name], slots: Sequence[Buffers]
     ) -> Sequence[Result] | None:
-        """Read objects into slots; None if the tier is left alone. See `Tier.fetch`.
+        """Call `Tier.fetch`, and return None if the tier is left alone.
 
         However often it is cancelled, nothing writes to the slots when it returns or raises.
         """
@@ -287,10 +272,7 @@ class Circuit:
     async def spill(
         self, names: Sequence[Name], slots: Sequence[Buffers]
     ) -> Sequence[Result] | None:
-        """Write slots to objects; None if the tier is left alone. See `Tier.spill`.
-
-        However often it is cancelled, nothing reads the slots when it returns or raises.
-        """
+        """Call `Tier.spill` as `fetch` does `Tier.fetch`."""
         if not self.is_out_for_writing:
             await self._wait_to_write(len(names) * self._slot_bytes)
         return await self._move(Operation.SPILL, self.tier.spill, names, slots)
@@ -307,8 +289,7 @@ class Circuit:
             logger.warning(
                 "Tier %s did not close within %g s and is left behind. If this repeats, look for "
                 "a hanging device or mount.",
-                self.tier.label,
-                CLOSE_TIMEOUT_S,
+                *(self.tier.label, CLOSE_TIMEOUT_S),
             )
         elif not closing.cancelled() and (error := closing.exception()) is not None:
             logger.warning("Tier %s did not close cleanly: %r", self.tier.label, error)
@@ -362,42 +343,26 @@ class Circuit:
     ) -> tuple[bool, bool]:
         """Wait for a call to return, however long it takes; return whether it was late, and hung.
 
-        It is cancelled at its deadline, or when whoever waits for it is cancelled.
+        It is cancelled at its deadline, or when the caller is.
         """
-        loop = asyncio.get_running_loop()
-        late_s = loop.time() + self.config.timeout_s
-        hung_s = late_s + GRACE_S
-        is_late = is_hung = False
-        while not task.done():
-            due_s = hung_s if is_late else late_s
-            left_s = None if is_hung else max(0.0, due_s - loop.time())
-            try:
-                await asyncio.wait({task}, timeout=left_s)
-            except asyncio.CancelledError:
-                task.cancel()
-                continue
-            if task.done() or loop.time() < due_s:
-                continue
-            if not is_late:
-                is_late = True
-                task.cancel()
-            elif not is_hung:
-                is_hung = True
-                self._lanes[operation].release()  # one that hangs must not hold up all others
-                self._breakers[operation].fail(f"a {operation.value} hangs")
-                logger.error(
-                    "A %s of %d objects in tier %s has not returned %g s after its deadline. Until "
-                    "it does, its host slots are not used. Look for a hanging device or mount "
-                    "(dmesg), and restart the server if it does not come back.",
-                    operation.value,
-                    num_objects,
-                    self.tier.label,
-                    GRACE_S,
-                )
-        return is_late, is_hung
+        late_s = asyncio.get_running_loop().time() + self.config.timeout_s
+        if await outlast({task}, task.cancel, late_s):
+            return False, False
+        task.cancel()
+        if await outlast({task}, task.cancel, late_s + GRACE_S):
+            return True, False
+        self._lanes[operation].release()  # one that hangs must not hold up all others
+        self._breakers[operation].fail(f"a {operation.value} hangs")
+        logger.error(
+            "A %s of %d objects in tier %s has not returned %g s after its deadline. Until it "
+            "does, its host slots are not used. Look for a hanging device or mount (dmesg), and "
+            "restart the server if it does not come back.",
+            *(operation.value, num_objects, self.tier.label, GRACE_S),
+        )
+        await outlast({task}, task.cancel)
+        return True, True
 
     async def _wait_to_write(self, size_bytes: int) -> None:
-        """Wait until as much may be written."""
         if self._write_bytes_per_s is None:
             return
         now_s = asyncio.get_running_loop().time()
@@ -409,12 +374,13 @@ class Circuit:
         """Let a probe end by itself: it touches no slot."""
         probe.cancel()
         self._late_probes.add(probe)
-        probe.add_done_callback(self._forget)
 
-    def _forget(self, probe: asyncio.Task[list[bool]]) -> None:
-        self._late_probes.discard(probe)
-        if not probe.cancelled():
-            probe.exception()  # seen, so that asyncio does not complain
+        def forget(_: object) -> None:
+            self._late_probes.discard(probe)
+            if not probe.cancelled():
+                probe.exception()  # seen, so that asyncio does not complain
+
+        probe.add_done_callback(forget)
 
     def _note(
         self, operation: Operation, seconds: float, results: dict[str, int], size_bytes: int = 0

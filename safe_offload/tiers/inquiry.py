@@ -1,8 +1,7 @@
 """One probe of several tiers: all at once, but for a head start of the nearer ones.
 
-Far tiers are slow, and each question to an object store is paid for. So the next tier is asked as
-soon as a nearer one has answered and lacks something, and when it has not answered within its head
-start. Then the far answer is under way already if the near one lacks much, is late, or hangs.
+Far tiers are slow, and each request to an object store is paid for. So the next tier is asked only
+when a nearer one lacks something, or has not answered within its head start.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ if TYPE_CHECKING:
     from safe_offload.tiers.circuit import Circuit
 
 HEAD_START_S = 0.02
-"""In which a tier in order has answered for 5,600 blocks, if it is on this machine or near it."""
+"""Within it a tier on this machine or near it answers for 5,600 blocks."""
 WAIT_SHARE = 2
-"""Once something is found, others are waited for at most one in so many parts of their `wait_s`:
-there must be time left to fetch it."""
+"""Once something is found, others are waited for at most this part of their `wait_s`: there must be
+time left to fetch it."""
 
 
 class Inquiry:
-    """Which of these blocks are in which tier.
-
-    Its state, which belongs to the loop's thread: the tasks that ask, with the numbers of their
-    tiers, and after how long each tier has answered.
+    """Finds out which blocks are in which tier; it belongs to the loop's thread.
 
     Args:
         circuits: the tiers, nearest first.
@@ -77,10 +73,8 @@ class Inquiry:
                 left_s = self._until_s() - loop.time()
                 if left_s <= 0:
                     return
-                timeout_s = left_s if left_s < math.inf else None
-                await asyncio.wait(
-                    self._asking, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                timeout_s, first = left_s if left_s < math.inf else None, asyncio.FIRST_COMPLETED
+                await asyncio.wait(self._asking, timeout=timeout_s, return_when=first)
                 self._take_answers()
         except asyncio.CancelledError:
             for task in self._asking:
@@ -90,11 +84,9 @@ class Inquiry:
             self._let_go()
 
     def _missing(self) -> list[int]:
-        """Return the places of what no tier is known to have."""
         return [place for place, number in enumerate(self.tiers) if not number]
 
     async def _ask(self, number: int) -> None:
-        """Ask one tier for what is not found by now."""
         circuit, places = self._circuits[number - 1], self._missing()
         names = circuit.names([self._keys[place] for place in places], self._word)
         found = await circuit.probe(names)
@@ -106,7 +98,7 @@ class Inquiry:
                 self.tiers[place] = number
 
     def _take_answers(self) -> None:
-        """Forget those that have answered; a defect in one of them is raised here."""
+        """Forget the tasks that have ended; what one of them raised is raised here."""
         for task in [task for task in self._asking if task.done()]:
             del self._asking[task]
             task.result()
@@ -118,14 +110,14 @@ class Inquiry:
         numbers = self._asking.values()
         wait_s = max(self._circuits[number - 1].config.wait_s for number in numbers) / WAIT_SHARE
         beyond = [s for number, s in self._answered_s.items() if number > max(numbers)]
-        if beyond:  # who is nearer and later than that gets as long again
+        if beyond:  # a nearer tier that is later than that gets as long again
             wait_s = min(wait_s, 2 * min(beyond))
         return self._begin_s + wait_s
 
     def _let_go(self) -> None:
-        """Ask those beyond what was needed no more; the others are judged at their own deadlines.
+        """Cancel the tasks of tiers that are not needed, and let the others go on.
 
-        A tier that hangs would not be noticed else.
+        They are judged at their own deadlines, or a tier that hangs would not be noticed.
         """
         is_all_found = not self._missing()
         farthest = max(self.tiers, default=0)

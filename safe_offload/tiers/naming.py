@@ -1,13 +1,12 @@
 """What objects are called, and the header that says what an object is.
 
-A *namespace* is a digest of everything that gives the bytes of a block their meaning, of the rank
-too: whoever computes the same namespace may use the object. Within it an object is found by its
-group and its key. Names of folders and files are hexadecimal digits only, so no key is ever a path.
+A *namespace* is a digest of all that the bytes of a block depend on, of the rank too: an engine
+with the same namespace may use the object. Within it an object is found by its group and its key.
+Names of folders and files are hexadecimal digits only, so no key is ever a path.
 
-An object begins with a header of 4 KiB, so that its bytes lie on a page. All of it is compared
-whenever an object is read: the header that is expected of a name and of the bytes that came, with
-their checksum, must be the one that was read. Headers of objects that are sealed with a key have a
-version of their own; seal.py makes them.
+An object begins with a header of 4 KiB, so that its bytes lie on a page. When it is read, all of
+the header must be the one that is expected of its name and bytes. Objects that are sealed with a
+key have a version of their own (seal.py).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _OBJECT: Final = re.compile(rf"[0-9a-f]{{6,{4 + 2 * HASH_BYTES_MAX}}}")
 
 
 def namespace(facts: Mapping[str, object], word: str = "") -> bytes:
-    """Return the digest of everything that gives bytes their meaning.
+    """Return the digest of all that the bytes depend on.
 
     Args:
         facts: by name; values are what JSON knows. The order does not matter.
@@ -100,10 +99,7 @@ def path_of(name: Name) -> tuple[str, str]:
 
 
 def name_of(folder: str, file: str) -> Name | None:
-    """Return the name of the object in a file, by the names of its namespace's folder and its own.
-
-    None if an object is never called that.
-    """
+    """Return the object in a file of a namespace's folder; None if no object is called that."""
     if not is_namespace_folder(folder) or not _OBJECT.fullmatch(file) or len(file) % 2:
         return None
     return Name(bytes.fromhex(folder), int(file[:4], 16), bytes.fromhex(file[4:]))
@@ -124,11 +120,8 @@ def is_object_folder(name: str) -> bool:
 
 def header(name: Name, length_bytes: int, digest: int, *, version: int = FORMAT_VERSION) -> bytes:
     """Return the header of an object, HEADER_BYTES long."""
-    key = name.block_hash
-    fields = _FIELDS.pack(
-        *(_MAGIC, version, name.group_idx, len(name.namespace), len(key)),
-        *(length_bytes, digest),
-    )
+    key, lengths = name.block_hash, (len(name.namespace), len(name.block_hash))
+    fields = _FIELDS.pack(_MAGIC, version, name.group_idx, *lengths, length_bytes, digest)
     return (fields + name.namespace + key).ljust(HEADER_BYTES, b"\0")
 
 
@@ -153,13 +146,7 @@ def is_sealed(found: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says.
-
-    Attributes:
-        name: of the object.
-        length_bytes: of its bytes, without the header.
-        digest: their checksum.
-    """
+    """What a header says: of which object, and how long its bytes are without the header."""
 
     name: Name
     length_bytes: int
@@ -182,10 +169,8 @@ class Header:
 def compare(found: bytes, expected: bytes, name: Name) -> Result:
     """Return what an object is worth, from its header and the one that would be right.
 
-    How long it takes does not tell how much of the header is right.
-
-    Returns:
-        DONE, FOREIGN if it says that it is another object, or CORRUPT.
+    DONE, FOREIGN if it says that it is another object, or CORRUPT. How long it takes does not tell
+    how much of the header is right.
     """
     if hmac.compare_digest(found, expected):
         return Result.DONE

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable
 from typing import Final
+
+from safe_offload.tiers.base import Result
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 LOG_EVERY_S: Final = 60.0
 KINDS_MAX: Final = 100
@@ -25,3 +30,10 @@ class RareLog:
             self._said_at_s.clear()
         self._said_at_s[kind] = now_s
         return True
+
+    def bad_object(self, label: str, result: Result, name: str) -> None:
+        """Say that an object of a tier is not what it should be."""
+        if self.is_due(result):
+            logger.warning(
+                "An object of tier %s cannot be used, it is %s: %s", label, result.value, name
+            )

@@ -1,9 +1,8 @@
-"""What is written ahead of the bytes of an object, and what they are worth when they come back.
+"""What is written before the bytes of an object, and what they are worth when they come back.
 
-Without a key a header has the XXH3 of the bytes: it finds damage, and whoever can write can compute
-it as well. With a key the last 64 bytes of the header are the BLAKE3 of the bytes, and the
-HMAC-SHA256 of all of the header before it. Name, length and bytes are what somebody with the same
-key has written, or the object is refused.
+Without a key a header has the XXH3 of the bytes: it finds damage, but an attacker can compute it.
+With a key the last 64 bytes of the header are the BLAKE3 of the bytes, and the HMAC-SHA256 of all
+of the header before it: without the key nothing can be written that is accepted.
 
 Engines with different keys, or none, have namespaces of their own, and do not see or delete each
 other's objects.
@@ -30,6 +29,7 @@ from safe_offload.errors import ConfigError
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.naming import HEADER_BYTES, SEALED_VERSION
+from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 KEY_BYTES_MIN: Final = 32
 FACT: Final = "seal"
-"""Name of the fact of a namespace that says which key its objects are sealed with."""
+"""Name of the fact that says which key the objects of a namespace are sealed with."""
 NOT_CHECKED: Final = "it is sealed with a key: not checked"
 
 _KEY_FILE_BYTES_MAX: Final = 4096
@@ -59,18 +59,17 @@ class Digest(Protocol):
         """Add the next bytes."""
 
     def digest(self) -> bytes:
-        """Return what it is by now."""
+        """Return the digest of the bytes so far."""
 
 
 class Seal:
     """Makes and checks headers, with the digest of the bytes; any thread may use it.
 
     Args:
-        key: what objects are authenticated with, KEY_BYTES_MIN random bytes or more; none if empty.
+        key: KEY_BYTES_MIN random bytes or more; none if empty.
 
     Attributes:
-        facts: what it adds to the facts of a namespace. They help to guess the key no more than any
-            object does; of a random key that is not at all.
+        facts: added to those of a namespace. They help to guess the key no more than any object.
     """
 
     def __init__(self, key: bytes = b"") -> None:
@@ -85,24 +84,18 @@ class Seal:
         return self._header(name, *self._digest(buffers))
 
     def judge(self, found: bytes, name: Name, buffers: Sequence[memoryview]) -> Result:
-        """Return what an object is worth: DONE, CORRUPT or FOREIGN.
-
-        Args:
-            found: the header that was read.
-            name: what was asked for.
-            buffers: the bytes that came, as many as were asked for.
-        """
+        """Return what an object is worth, from the header and bytes that came: see `compare`."""
         return naming.compare(found, self.header(name, buffers), name)
 
     async def header_async(self, name: Name, buffers: Sequence[memoryview]) -> bytes:
-        """Return what `header` does, without keeping an event loop for long.
+        """Return what `header` does, on another thread if it takes long.
 
         When this returns or raises, nothing reads the buffers any more.
         """
         return await self._off_loop(buffers, self.header, name, buffers)
 
     def begin_digest(self) -> Digest | None:
-        """Return what takes the bytes of an object as they come: the processor's cache has them.
+        """Return what takes the bytes of an object while they are in the processor's cache.
 
         None with a key: its digest takes longer, and is made in another thread.
         """
@@ -115,29 +108,16 @@ class Seal:
         buffers: Sequence[memoryview],
         digest: Digest | None = None,
     ) -> Result:
-        """Return what `judge` does, as `header_async`.
-
-        Args:
-            found: the header that was read.
-            name: what was asked for.
-            buffers: the bytes that came.
-            digest: of them, by `begin_digest`; made here if there is none.
-        """
+        """Return what `judge` does, as `header_async`; `digest` is that of the bytes, if made."""
         if digest is not None:
             length_bytes = sum(buffer.nbytes for buffer in buffers)
             return naming.compare(found, self._header(name, length_bytes, digest.digest()), name)
         return await self._off_loop(buffers, self.judge, found, name, buffers)
 
     def problem_of(self, found: bytes, name: Name, pieces: Iterable[memoryview]) -> str:
-        """Return what is wrong with an object, for people to read.
+        """Return what is wrong with an object, for people to read; empty if all is well.
 
-        Args:
-            found: its header.
-            name: what it is called by the place where it lies.
-            pieces: its bytes, one piece after the other.
-
-        Returns:
-            NOT_CHECKED if only a key could tell; empty if all is well.
+        NOT_CHECKED if only a key could tell.
         """
         if naming.is_sealed(found) and not self._key:
             return NOT_CHECKED
@@ -156,7 +136,6 @@ class Seal:
         return "its seal is wrong" if self._key else "its checksum is wrong"
 
     def _digest(self, pieces: Iterable[memoryview]) -> tuple[int, bytes]:
-        """Return the length of bytes, and their digest, without joining them."""
         state = self._new_digest()
         length_bytes = 0
         for piece in pieces:
@@ -190,11 +169,7 @@ class Seal:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             job.cancel()
-            while not job.done():
-                try:
-                    await asyncio.wait([future])
-                except asyncio.CancelledError:
-                    continue
+            await outlast([future], job.cancel)
             raise
 
 
@@ -202,19 +177,15 @@ PLAIN: Final = Seal()
 
 
 def seal_of(facts: Mapping[str, object], *seals: Seal) -> Seal | None:
-    """Return the seal of the objects of a namespace, by its facts: PLAIN or one of `seals`.
-
-    None if none of them has its key.
-    """
+    """Return the seal with the key that facts name: PLAIN, one of `seals`, or None."""
     found = facts.get(FACT)
     return next((each for each in (PLAIN, *seals) if each.facts.get(FACT) == found), None)
 
 
 def open_seal(path: str | None) -> Seal:
-    """Return the seal with the key in a file; PLAIN without a file.
+    """Return the seal with the key in a file, in hexadecimal digits or as it is; PLAIN without one.
 
-    The key is written in hexadecimal digits, or it is the content of the file; whitespace around
-    what is text is not part of it.
+    Whitespace around text is not part of the key.
 
     Raises:
         ConfigError: there is no key in the file, or one that can be guessed.
@@ -257,7 +228,7 @@ def _problem_of_key(key: bytes, num_content_bytes: int) -> str:
 
 
 def _read(path: str) -> tuple[bytes, int]:
-    """Return the content of a file, as far as a key may be long and a byte more, and its mode."""
+    """Return the content of a file, up to a byte more than a key may have, and its mode."""
     file_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return os.read(file_fd, _KEY_FILE_BYTES_MAX + 1), os.fstat(file_fd).st_mode
@@ -267,11 +238,7 @@ def _read(path: str) -> tuple[bytes, int]:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the threads of all seals of this process; they end with it.
-
-    Raises:
-        ConfigError: the system refuses one.
-    """
+    """Return the threads of all seals of this process; raise ConfigError if there are none."""
     from safe_offload.threads import start_threads  # not without torch
 
     return start_threads(_NUM_THREADS, "safe-offload-seal")

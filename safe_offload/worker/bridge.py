@@ -143,7 +143,7 @@ class WorkerBridge(WorkerSide):
     def unregister_kv_caches(self) -> None:
         """Wait for the copies in flight: vLLM is about to take the KV cache's memory away (sleep).
 
-        What is stored stays, and nothing is started before `restore_kv_caches`.
+        Nothing is started before `restore_kv_caches`.
 
         Raises:
             TransferError: a copy does not end; the memory must not be taken from under it.
@@ -248,8 +248,8 @@ class WorkerBridge(WorkerSide):
     def count_into(self, counters: Counters) -> None:
         """Count what happened on this rank since the last call and what its copies took.
 
-        vLLM asks for it before it asks for the report. Both are of one moment: after the last
-        report there may be no step that would bring the counts.
+        vLLM asks for it before the report. Both are of one moment: after the last report there may
+        be no step that would bring the counts.
         """
         if self.opened is None:
             return
@@ -281,7 +281,6 @@ class WorkerBridge(WorkerSide):
         self._cancel_unstarted()
 
     def _new_facts(self) -> tuple[HostFacts, ...]:
-        """Return how this rank keeps and copies, if that has not been reported."""
         if self.opened is None:
             return ()
         tiers, backend = self.opened.tiers, self.opened.backend
@@ -294,7 +293,6 @@ class WorkerBridge(WorkerSide):
         return (HostFacts(self._rank, memory, copy_paths, num_sharing, doubts),)
 
     def _ask_tiers(self, plan: StepPlan) -> None:
-        """Hand on what the tiers are to do: it has no order with the forward."""
         tiers = None if self.opened is None else self.opened.tiers
         if tiers is not None:
             for probe in plan.probes:
@@ -337,7 +335,7 @@ class WorkerBridge(WorkerSide):
     def _mark_loads(self, opened: Opened) -> None:
         """Let the loads of this step wait for what has been given to the compute stream so far.
 
-        That is all that may still use their blocks: earlier steps, fences, and vLLM's zeroing. The
+        That is all that may still use their blocks: earlier steps, fences, vLLM's zeroing. The
         forward that comes now does not, so they run beside it.
         """
         try:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
-from safe_offload.threads import DirectionThreads, on_other_cores
+from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.tiers.namespace.namespace import Meaning
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.loop_thread import Loop, LoopThread
 from safe_offload.worker.memory.host_memory import (
     HostMemory,
@@ -57,11 +58,9 @@ class Opened:
     """What a rank copies with.
 
     Attributes:
-        transfers: run.
-        backend: theirs.
         share: which part of each store is this rank's.
         storage: of the KV cache; it must stay for as long as something may be copied.
-        tiers: below the host memory; None if there are none.
+        tiers: below the host memory.
     """
 
     transfers: Transfers
@@ -76,13 +75,9 @@ class Opening:
     """What is known of a rank before vLLM has allocated its KV cache.
 
     Attributes:
-        config: of the connector.
-        kv_cache_config: of this rank.
         rank: from 0 to the number of ranks of this engine.
         num_ranks_on_host: whose memory is compared with this machine's.
         is_child: vLLM has started this process for the worker.
-        open_backend: makes the copies for a KV cache.
-        make_loop: makes the event loop of the transfers.
         meaning_of: returns what the bytes of blocks mean, from their geometry and the first of the
             ranks that hold the same; asked for only if there are tiers.
         open_tier: makes a tier, and what names its objects.
@@ -109,9 +104,7 @@ class Opening:
         """
         storage, device = storage_of(kv_caches)
         geometry = make_geometry(
-            compat.segments(self.kv_cache_config),
-            self.kv_cache_config.num_blocks,
-            storage.nbytes(),
+            specs.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
         )
         share, layout, host = self._take_host_memory(geometry, device)
         is_bound = device.type == "cpu" and self.is_child

@@ -14,22 +14,18 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from safe_offload.errors import SafeOffloadError, TransferError
-from safe_offload.layout import Geometry, HostLayout
+from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, Transfer, ids_of
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction, ProvableBackend, TimedCopy
+from safe_offload.worker.copies.rows import Bytes, Rows
 from safe_offload.worker.transfers import Transfers
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-Bytes = npt.NDArray[np.uint8]
 
 TIMEOUT_S = 30.0  # a device that has not copied a few blocks by then hangs
 STEP_TIMEOUT_S = 5.0  # a step that has not ended by then hangs in the driver
@@ -40,63 +36,6 @@ TIMED_RANGES = 1024  # about what a timed copy has at most; one block at least
 TIMED_ROUNDS = 3  # of which the shortest counts: others share the machine
 TIMING_S = 0.3  # after so long no other copy is timed, and nothing is learnt
 STORES_BEFORE_FENCE = 4  # keep the device busy, so that an overwrite without a fence comes first
-
-
-class Rows(Protocol):
-    """The blocks of a KV cache as rows of bytes, in the order of the calling thread's work."""
-
-    def bind_thread(self) -> None:
-        """Let the calling thread use the memory, after all that was done to it so far."""
-
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """Return the bytes of blocks; shape (n, slot_bytes)."""
-
-    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
-        """Return what overwrites blocks, without waiting, when it is called."""
-
-
-class TorchRows:
-    """See `Rows`: blocks of a KV cache's storage; `bind_thread` is None for host memory."""
-
-    def __init__(
-        self,
-        storage: Any,
-        device: torch.device,
-        geometry: Geometry,
-        bind_thread: Callable[[], None] | None = None,
-    ) -> None:
-        self._device = device
-        self._bind_thread = bind_thread
-        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        self._rows = [
-            flat.as_strided(
-                (geometry.num_blocks, s.length_bytes), (s.stride_bytes, 1), s.offset_bytes
-            )
-            for s in geometry.segments
-        ]
-
-    def bind_thread(self) -> None:
-        """See `Rows`."""
-        if self._bind_thread is not None:
-            self._bind_thread()
-            torch.cuda.synchronize(self._device)
-
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """See `Rows`."""
-        ids = torch.tensor(block_ids, device=self._device)
-        return np.concatenate([rows[ids].cpu().numpy() for rows in self._rows], axis=1)
-
-    def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
-        """See `Rows`."""
-        ids = torch.tensor(block_ids, device=self._device)
-        lengths = [rows.shape[1] for rows in self._rows]
-        parts = torch.from_numpy(content).to(self._device).split(lengths, dim=1)
-
-        def write() -> None:
-            for rows, part in zip(self._rows, parts, strict=True):
-                rows[ids] = part
-
-        return write
 
 
 class GivenUpError(SafeOffloadError):
@@ -111,10 +50,7 @@ class SelfTest:
 
     Args:
         transfers: there are none.
-        backend: theirs.
-        rows: the blocks.
         host: the host memory, shape (size_bytes,), uint8.
-        layout: where blocks and slots lie.
 
     Attributes:
         problems: what is wrong with the ways that failed.
@@ -300,7 +236,6 @@ class SelfTest:
                 yield f"{direction.value} by {path.value} {gbps:.1f} GB/s"
 
     def _problem(self) -> str | None:
-        """Try the way in use; return what is wrong with it."""
         try:
             self._try()
         except GivenUpError:
@@ -378,7 +313,6 @@ class SelfTest:
             time.sleep(POLL_S)
 
     def _views(self) -> list[list[Bytes]]:
-        """Return every part of every watched slot."""
         ranges = map(self._layout.ranges_of, self._watched_slots)
         return [[self._host[at : at + length] for at, length in parts] for parts in ranges]
 

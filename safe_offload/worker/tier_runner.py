@@ -1,19 +1,20 @@
 """Probes, fetches and spills of a rank, from vLLM's hooks to its tiers and back.
 
-Each message is a coroutine on the loop of the transfers, and is answered exactly once, however it
-ends. A tier that fails, lies or hangs is a miss. A fetch or a spill is not answered before the
-tiers have let go of its slots.
+Each message is a coroutine on the loop of the transfers, and is answered exactly once. A tier that
+fails, lies or hangs is a miss. A fetch or a spill is not answered before the tiers have let go of
+its slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol, TypeVar
 
@@ -21,18 +22,12 @@ import numpy as np
 
 from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
-from safe_offload.protocol import (
-    FailureReason,
-    Keys,
-    Outcome,
-    Presence,
-    Probe,
-    TierTransfer,
-)
-from safe_offload.tiers.base import Buffers, Result
+from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
+from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
 from safe_offload.tiers.inquiry import Inquiry
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import ALONE, Share
@@ -43,16 +38,12 @@ logger = logging.getLogger(f"vllm.{__name__}")
 T = TypeVar("T")
 
 
-class Usable(Protocol):
-    """What knows how many slots are ready."""
+class Slots(Protocol):
+    """The host slots of a rank."""
 
     @property
     def num_usable_slots(self) -> int:
-        """How many slots, from the first, may be used."""
-
-
-class Slots(Usable, Protocol):
-    """The host slots of a rank."""
+        """See `Backend.num_usable_slots`."""
 
     def buffers(self, slot_id: int) -> Buffers:
         """Return the bytes of a slot. Not called after `let_go`."""
@@ -62,17 +53,17 @@ class Slots(Usable, Protocol):
 
 
 class HostSlots:
-    """See `Slots`: those of a host memory. `usable` is the backend that copies to them."""
+    """See `Slots`: those of a host memory, of which a backend knows how many are ready."""
 
-    def __init__(self, host: HostMemory, layout: HostLayout, usable: Usable) -> None:
+    def __init__(self, host: HostMemory, layout: HostLayout, backend: Backend) -> None:
         self._memory: memoryview | None = host.tensor.numpy().data
         self._layout = layout
-        self._usable = usable
+        self._backend = backend
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Usable.num_usable_slots`."""
-        return self._usable.num_usable_slots
+        """See `Slots.num_usable_slots`."""
+        return self._backend.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
         """See `Slots.buffers`."""
@@ -85,39 +76,38 @@ class HostSlots:
         self._memory = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pending:
     """A message that has been taken and not answered.
 
     The loop's thread changes it; vLLM's settles it if the loop has ended.
 
     Attributes:
-        operation: what is asked for.
         number: id of the probe or of the transfer.
-        tiers: of a probe, see `Presence.tiers`.
         origins: of a fetch or a spill, see `TierTransfer.origins`; never empty.
+        slot_ids: of a fetch or a spill, one for each key.
         places: of a fetch or a spill, those in its keys that are this rank's.
-        missing: of these, what is not in place.
+        tiers: of a probe, see `Presence.tiers`.
+        missing: of the places, what has not been moved.
         task: that answers it; None before the loop has taken it.
     """
 
-    __slots__ = (
-        *("failure", "is_settled", "keys", "missing", "number", "operation", "origins"),
-        *("places", "slot_ids", "task", "tiers", "word"),
-    )
+    operation: Operation
+    number: int
+    keys: Keys
+    word: str
+    origins: bytes = b""
+    slot_ids: Sequence[int] = ()
+    places: Sequence[int] = ()
+    tiers: bytes = field(init=False)
+    missing: Sequence[int] = ()
+    failure: FailureReason | None = None
+    is_settled: bool = False
+    task: asyncio.Task[None] | None = None
 
-    def __init__(self, operation: Operation, number: int, keys: Keys, word: str) -> None:
-        self.operation = operation
-        self.number = number
-        self.keys = keys
-        self.word = word
-        self.tiers = bytes(len(keys))
-        self.origins = bytes(len(keys))
-        self.slot_ids: Sequence[int] = ()
-        self.places: Sequence[int] = ()
-        self.missing: Sequence[int] = ()
-        self.failure: FailureReason | None = None
-        self.is_settled = False
-        self.task: asyncio.Task[None] | None = None
+    def __post_init__(self) -> None:
+        self.tiers = bytes(len(self.keys))
+        self.origins = self.origins or bytes(len(self.keys))
 
     def __repr__(self) -> str:
         return f"<{self.operation.value} {self.number} of {len(self.keys)} keys>"
@@ -139,13 +129,11 @@ class Answers:
 class TierRunner:
     """The tiers of one rank, nearest first.
 
-    `probe`, `fetch`, `spill`, `drain`, `count_into`, `gauges` and `statistics` belong to the thread
-    that vLLM calls its hooks on; `run`, `close` and `end` to the loop's.
+    `run`, `close` and `end` belong to the loop's thread; all other public methods to the one that
+    vLLM calls its hooks on.
 
     Args:
-        rank: named in every answer.
         circuits: the tiers, at most 255.
-        slots: host memory.
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
@@ -254,11 +242,10 @@ class TierRunner:
         return tuple(self._pending.values())
 
     def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
-        pending = Pending(operation, transfer.transfer_id, transfer.keys, transfer.word)
-        pending.slot_ids = transfer.slot_ids
-        pending.origins = transfer.origins or pending.origins
-        pending.places = self._share.part(len(transfer.keys), transfer.transfer_id)
-        return pending
+        number, keys = transfer.transfer_id, transfer.keys
+        places = self._share.part(len(keys), number)
+        more = transfer.origins, transfer.slot_ids, places
+        return Pending(operation, number, keys, transfer.word, *more)
 
     def _take(self, pending: Pending) -> None:
         key = pending.operation, pending.number
@@ -281,20 +268,17 @@ class TierRunner:
         """Run until `close`, and until the tiers have let go of all slots."""
         if self._meaning is not None:
             self._begin_s = asyncio.get_running_loop().time()
-            threading.Thread(
-                target=self._learn, args=(self._meaning,), name="safe-offload-learn", daemon=True
-            ).start()
+            learn = functools.partial(self._learn, self._meaning)
+            threading.Thread(target=learn, name="safe-offload-learn", daemon=True).start()
         try:
             async with self._group:
                 if self._meaning is not None:
                     for circuit in self.circuits:
                         self._late_probes.add(self._group.create_task(circuit.try_out()))
                 await self._closing.wait()
-                for pending in list(self._pending.values()):
-                    if pending.task is not None:
-                        pending.task.cancel()
-                for probe in list(self._late_probes):
-                    probe.cancel()
+                answering = [pending.task for pending in self._pending.values() if pending.task]
+                for task in (*answering, *self._late_probes):
+                    task.cancel()
         finally:
             await asyncio.gather(*(circuit.close() for circuit in self.circuits))
 
@@ -304,11 +288,7 @@ class TierRunner:
         self._closing.set()
 
     def end(self) -> bool:
-        """The loop has ended: nothing is answered by it any more.
-
-        Returns:
-            Whether no tier can touch the host memory any more, so that it may be freed.
-        """
+        """Note that the loop has ended; return whether the memory may be freed: no tier uses it."""
         self._has_ended = True
         if any(circuit.num_running for circuit in self.circuits):
             return False  # the loop died twice over: while it waited for them
@@ -338,7 +318,6 @@ class TierRunner:
         self._settle(pending, failure)
 
     def _learn(self, meaning: Meaning) -> None:
-        """Learn what the blocks mean, on a thread of its own."""
         try:
             learned = meaning.learn(self._is_over.is_set)
         except Exception as error:  # whatever is wrong with somebody's files
@@ -348,7 +327,6 @@ class TierRunner:
             self._loop.call(self._know, meaning, learned)
 
     def _know(self, meaning: Meaning, learned: Learned) -> None:
-        """From now on there are namespaces."""
         meaning.take(learned)
         # What tiers must have alike says whether their namespaces may be others' too.
         self.doubts = meaning.doubts_of(self.circuits[0].config)
@@ -373,14 +351,13 @@ class TierRunner:
 
     async def _work(self, pending: Pending) -> None:
         pending.missing = list(pending.places)
-        if not await self._may_be_asked(pending):
-            return
-        if pending.operation is Operation.PROBE:
-            await self._probe(pending)
-        elif pending.operation is Operation.FETCH:
-            await self._fetch(pending)
-        else:
-            await self._spill(pending)
+        if await self._may_be_asked(pending):
+            works = {
+                Operation.PROBE: self._probe,
+                Operation.FETCH: self._fetch,
+                Operation.SPILL: self._spill,
+            }
+            await works[pending.operation](pending)
 
     async def _probe(self, pending: Pending) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
@@ -413,10 +390,14 @@ class TierRunner:
     async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
         """Read objects from one tier; return the places of those that came."""
         circuit = self.circuits[number - 1]
-        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        names = circuit.names(pending.keys_at(places), pending.word)
-        results = await circuit.fetch(names, slots) or ()
+        results = await circuit.fetch(*self._named(pending, circuit, places)) or ()
         return list(compress(places, [result is Result.DONE for result in results]))
+
+    def _named(
+        self, pending: Pending, circuit: Circuit, places: Sequence[int]
+    ) -> tuple[list[Name], list[Buffers]]:
+        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
+        return circuit.names(pending.keys_at(places), pending.word), slots
 
     async def _spill(self, pending: Pending) -> None:
         places = pending.missing
@@ -436,9 +417,7 @@ class TierRunner:
 
     async def _write(self, pending: Pending, circuit: Circuit, places: Sequence[int]) -> list[int]:
         """Write objects to one tier; return the places of those that it has then."""
-        slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        names = circuit.names(pending.keys_at(places), pending.word)
-        results = await circuit.spill(names, slots) or ()
+        results = await circuit.spill(*self._named(pending, circuit, places)) or ()
         return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
 
     async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
@@ -472,17 +451,15 @@ def _is_cancelled() -> bool:
 
 
 def _count(call: Call, series: TierSeries, counters: Counters) -> None:
-    num_moved = call.results.get(Result.DONE.value, 0)
     if call.operation is Operation.PROBE:
         return
     if call.operation is Operation.FETCH:
-        reasons = series.misses
-        counters[series.read_objects] += num_moved
-        counters[series.read_bytes] += call.size_bytes
+        reasons, objects, size_bytes = series.misses, series.read_objects, series.read_bytes
     else:
         reasons = series.dropped_spills
-        counters[series.written_objects] += num_moved
-        counters[series.written_bytes] += call.size_bytes
+        objects, size_bytes = series.written_objects, series.written_bytes
+    counters[objects] += call.results.get(Result.DONE.value, 0)
+    counters[size_bytes] += call.size_bytes
     for reason, number in call.results.items():
         if reason in reasons:
             counters[reasons[reason]] += number

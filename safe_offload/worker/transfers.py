@@ -1,9 +1,8 @@
 """Every transfer of a rank, from vLLM's hooks to its end.
 
-A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for the
-copy, has checksums noted or compared, settles. No exception leaves it: it becomes a
-`FailureReason`. If the event loop dies, every transfer that has not settled fails, and so does
-every later one: the connector goes on as a cache that always misses.
+A transfer is a coroutine in one TaskGroup: it waits for its turn, issues its copy, waits for it,
+has checksums noted or compared, settles. No exception leaves it: it becomes a `FailureReason`. If
+the event loop dies, every transfer that has not settled fails, and so does every later one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from safe_offload.config.options import DEFAULT_TRANSFER_TIMEOUT_S
 from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, Transfer
 from safe_offload.worker.copies.base import Backend, Completion, Copy, Direction
+from safe_offload.worker.fifo_gate import FifoGate, Turn
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.tier_runner import TierRunner
-from safe_offload.worker.turnstile import Turn, Turnstile
 from safe_offload.worker.verify import Verifier
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -41,7 +40,7 @@ class Copied:
     """What one copy took.
 
     Attributes:
-        queued_s: from `submit` until it could begin: it was issued, and the copy before it in the
+        queued_s: from `submit` until it could begin: it was issued, and the one before it in the
             same direction had ended.
         copying_s: from then until it had ended; on a GPU a store may wait in this time for the
             forward whose results it copies.
@@ -53,6 +52,7 @@ class Copied:
     copying_s: float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PendingTransfer:
     """A transfer that has been submitted and not drained.
 
@@ -60,33 +60,25 @@ class PendingTransfer:
 
     Attributes:
         mark: what the compute stream had been given before its copy may begin.
+        submitted_s: by the clock of the loop.
         decided: set when its copy has been issued, or it has settled without.
         completion: of its copy, once issued.
         is_taken_back: its deadline has passed, its copy had not begun and never will.
         is_settled: it has ended, as `failure` says.
         is_poisoned: its source may have changed under it: it fails whatever the copy says.
-        submitted_s: when it was submitted, by the clock of the loop.
     """
 
-    __slots__ = (
-        *("completion", "copy", "decided", "failure", "is_poisoned", "is_settled"),
-        *("is_taken_back", "mark", "submitted_s", "transfer_id", "turn"),
-    )
-
-    def __init__(
-        self, transfer_id: int, copy: Copy, mark: Any, size_bytes: int, submitted_s: float
-    ) -> None:
-        self.transfer_id = transfer_id
-        self.copy = copy
-        self.mark = mark
-        self.submitted_s = submitted_s
-        self.turn = Turn(size_bytes)
-        self.decided = threading.Event()
-        self.completion: Completion | None = None
-        self.is_taken_back = False
-        self.is_settled = False
-        self.failure: FailureReason | None = None
-        self.is_poisoned = False
+    transfer_id: int
+    copy: Copy
+    mark: Any
+    turn: Turn
+    submitted_s: float
+    decided: threading.Event = field(default_factory=threading.Event)
+    completion: Completion | None = None
+    is_taken_back: bool = False
+    is_settled: bool = False
+    failure: FailureReason | None = None
+    is_poisoned: bool = False
 
     def __repr__(self) -> str:
         state = "settled" if self.is_settled else "issued" if self.completion else "queued"
@@ -95,13 +87,9 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """What `Transfers` holds at a moment.
+    """Which transfers are not drained, have not settled, or are neither issued nor given up.
 
-    Attributes:
-        pending_ids: of transfers that have not been drained.
-        unsettled_ids: of those that have not settled.
-        undecided_ids: of those whose copies have been neither issued nor given up.
-        num_overdue: copies that became overdue, since the start.
+    `num_overdue` counts the copies that became overdue, since the start.
     """
 
     pending_ids: tuple[int, ...]
@@ -113,8 +101,7 @@ class TransferStatistics:
 class Transfers:
     """The transfers of one rank, which run from when this is made.
 
-    `submit`, `fence`, `drain`, `statistics` and `close` belong to one thread, the one that vLLM
-    calls its hooks on.
+    Its public methods belong to one thread, the one that vLLM calls its hooks on.
 
     Args:
         backend: copies and orders; closed when the loop has ended.
@@ -122,7 +109,7 @@ class Transfers:
         max_inflight_bytes: of the copies of one direction that are issued at one time.
         timeout_s: a transfer that has not been issued by then fails.
         verifier: notes and compares checksums; closed when the loop has ended.
-        tiers: run on this loop too, and close with it; None if there are none.
+        tiers: run on this loop too, and close with it.
     """
 
     def __init__(
@@ -143,7 +130,7 @@ class Transfers:
         # On vLLM's thread: what has been submitted is put in, and taken out when it is drained.
         self._pending: dict[int, PendingTransfer] = {}
         # On the loop's thread, but for the other ends of the two queues.
-        self._turnstiles = {direction: Turnstile(max_inflight_bytes) for direction in Direction}
+        self._gates = {direction: FifoGate(max_inflight_bytes) for direction in Direction}
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._settled: deque[PendingTransfer] = deque()
@@ -156,7 +143,7 @@ class Transfers:
 
     def __repr__(self) -> str:
         state = "ended" if self._ended.is_set() else "running"
-        return f"<Transfers {state}: {list(self._pending.values())}, {self._turnstiles!r}>"
+        return f"<Transfers {state}: {list(self._pending.values())}, {self._gates!r}>"
 
     def statistics(self) -> TransferStatistics:
         """Return what is held now."""
@@ -170,7 +157,7 @@ class Transfers:
 
     @property
     def num_overdue(self) -> int:
-        """Return the `num_overdue` of the statistics alone: it is asked for in every step."""
+        """Return that of the statistics alone: it is asked for in every step."""
         return self._num_overdue
 
     def mark(self) -> Any:
@@ -187,7 +174,7 @@ class Transfers:
         size_bytes = len(transfer.block_ids) * self._backend.slot_bytes
         assert transfer.transfer_id not in self._pending
         mark, now_s = self.mark() if mark is None else mark, self._loop.now_s()
-        pending = PendingTransfer(transfer.transfer_id, copy, mark, size_bytes, now_s)
+        pending = PendingTransfer(transfer.transfer_id, copy, mark, Turn(size_bytes), now_s)
         self._pending[transfer.transfer_id] = pending
         self._loop.call(self._spawn, pending)
 
@@ -196,7 +183,7 @@ class Transfers:
         fenced = [self._pending[i] for i in transfer_ids if i in self._pending]
         for pending in fenced:
             if not pending.decided.is_set():
-                self._loop.call(self._turnstile_of(pending).hurry, pending.turn)
+                self._loop.call(self._gate_of(pending).hurry, pending.turn)
         deadline_s = self._loop.now_s() + FENCE_TIMEOUT_S
         for pending in fenced:
             if self._ended.is_set():
@@ -209,10 +196,7 @@ class Transfers:
                 pending.is_poisoned |= not self._fence(pending.completion, left_s)
 
     def drain(self) -> list[tuple[int, FailureReason | None]]:
-        """Return what has settled since the last call: transfer id, and why it failed or None.
-
-        What the tiers have answered is drained after this.
-        """
+        """Return what has settled since the last call: transfer id, and why it failed or None."""
         self._loop.news.clear()
         if self._ended.is_set():
             for pending in self._pending.values():
@@ -243,8 +227,7 @@ class Transfers:
         """Cancel what has not been issued, wait for the rest, end the loop, free the memory.
 
         Returns:
-            Whether all copies, and all tiers, ended in time. If not, the loop goes on until they
-            have.
+            Whether all copies and tiers ended in time. If not, the loop goes on until they have.
         """
         self._loop.call(self._closing.set)
         if not self._loop.wait(self._ended, timeout_s):
@@ -267,8 +250,8 @@ class Transfers:
             if self._tiers is not None:
                 self._group.create_task(self._tiers.run())
             await self._closing.wait()
-            for turnstile in self._turnstiles.values():
-                turnstile.cancel_waiting()
+            for gate in self._gates.values():
+                gate.cancel_waiting()
             if self._tiers is not None:
                 self._tiers.close()
 
@@ -316,7 +299,7 @@ class Transfers:
                 await self._wait_for_copy(pending, pending.completion, deadline_s)
                 self._note_copied(pending, issued_s)
             finally:
-                self._turnstile_of(pending).leave(pending.turn)
+                self._gate_of(pending).leave(pending.turn)
             if self._verifier is not None:
                 bad = await self._verifier.check(pending.transfer_id, pending.copy)
                 self._bad_slot_ids.extend(bad)
@@ -339,14 +322,14 @@ class Transfers:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _turnstile_of(self, pending: PendingTransfer) -> Turnstile:
-        return self._turnstiles[pending.copy.direction]
+    def _gate_of(self, pending: PendingTransfer) -> FifoGate:
+        return self._gates[pending.copy.direction]
 
     async def _enter(self, pending: PendingTransfer, deadline_s: float) -> None:
         """Wait for a turn; raise TransferError, with nothing touched, if it is late."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._turnstile_of(pending).enter(pending.turn)
+                await self._gate_of(pending).enter(pending.turn)
         except TimeoutError:
             raise TransferError(
                 FailureReason.TIMED_OUT, f"its turn did not come within {self._timeout_s:g} s"
@@ -380,10 +363,9 @@ class Transfers:
     def _pass_deadline(self, pending: PendingTransfer, completion: Completion) -> None:
         """Take back an issued copy that has not ended in time, or say that it is overdue.
 
-        A copy that may have begun is never given up. A load is recomputed in the very blocks that
-        it writes, and the slots of a store would be granted to another: it would tear both (I6).
-        So it goes on until it ends, without its share of the bytes in flight: one copy that hangs
-        must not hold up all others.
+        A copy that may have begun is never given up: a load is recomputed in the very blocks that
+        it writes, and the slots of a store would be granted to another (I6). It goes on until it
+        ends, without its share of the bytes in flight, so that it does not hold up all others.
         """
         try:
             pending.is_taken_back = completion.cancel()
@@ -392,7 +374,7 @@ class Transfers:
         if pending.is_taken_back:
             return  # `wait` ends now, and the transfer with it
         self._num_overdue += 1
-        self._turnstile_of(pending).leave(pending.turn)
+        self._gate_of(pending).leave(pending.turn)
         logger.error(
             "Transfer %d (%s by %s, %d bytes) was started and has not ended within %g s. Until it "
             "ends, the request or the host memory that it belongs to waits. If it does not end, "

@@ -1,10 +1,8 @@
 """Checksums of host slots: noted after every store and fetch, compared after a load's copy.
 
-A spill compares them too, before it is begun: a bit that has flipped must not go on to a tier,
-which would give it a checksum of its own.
-
-What changes between a look and its copy would be served. The load is not reported before the look
-is over, so that attention never reads what was found changed.
+A spill compares them before it begins: a bit that has flipped must not go on to a tier, which would
+give it a checksum of its own. A load is not reported before the comparison is over, so that
+attention never reads what was found changed.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class Verifier:
     """The checksums of one rank.
 
     Args:
-        backend: computes them.
         threads: closed by `close`.
         every: one in so many slots of a load is looked at, others each time; all for 1.
         kept: one for each slot, where other ranks note what they store too; None for an array of

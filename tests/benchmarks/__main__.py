@@ -26,14 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
-        ("first_pass", "`bench engine`, with what every thread uses while a prompt is stored"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),
         ("storing", "what storing costs requests that never come back"),
         ("preemption", "tokens computed again after preemptions, with and without us"),
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
-        ("seal", "what authenticating the objects of tiers costs"),
-        ("valkey", "reading from a Valkey server: ours, redis-py, and a raw socket"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from safe_offload.commands.bench.report import Report, describe_machine, publish, table
-from safe_offload.commands.bench.transfer_cases import Case, Traffic
-from safe_offload.commands.bench.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 from safe_offload.worker.copies.base import Copy, Direction
 from safe_offload.worker.copies.lane import GpuCompletion
 from safe_offload.worker.copies.ranges import Runs
@@ -35,6 +33,8 @@ from tests.benchmarks.transfer import (
     measure,
     shares_by_range,
 )
+from tests.benchmarks.transfer_cases import Case, Traffic
+from tests.benchmarks.transfer_rigs import PATIENCE_S, Give, GpuRig, Rig, TimedCopy
 
 VLLM_BATCH, VLLM_KERNEL = "vLLM batch", "vLLM kernel"
 WORD_BYTES = 16
@@ -53,12 +53,10 @@ class Latency:
 
     @property
     def median_us(self) -> float:
-        """Return the median."""
         return statistics.median(self.samples_us)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks copies`."""
     transfer.add_arguments(parser)
     add_plot_argument(parser)
 
@@ -91,7 +89,6 @@ def with_more(report: Report, latencies: Sequence[Latency], missing: dict[str, s
 
 
 def draw(figure: Any, measurements: list[Measurement]) -> None:
-    """Draw the share of the limit over the bytes per range, median of all large copies."""
     panels = figure.subplots(1, len(Traffic), sharey=True)
     sizes = sorted({measurement.case.range_bytes for measurement in measurements})
     for axes, traffic in zip(panels, Traffic, strict=True):

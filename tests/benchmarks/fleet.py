@@ -34,7 +34,6 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.errors import ConfigError
 from tests.benchmarks.fleet_engine import (
     LONGEST,
     TOKENS_PER_S,
@@ -114,7 +113,6 @@ class Site:
             yield client
 
     def close(self) -> None:
-        """End the server and the proxy."""
         self._stack.close()
 
 
@@ -147,11 +145,10 @@ class Trouble:
     """What happens.
 
     Attributes:
-        begin: makes it.
         way: `DIRECT` to the server, through the `PROXY`, or that with `TLS`; `ALONE` without it.
     """
 
-    begin: Callable[[Site], None]
+    begin: Callable[[Site], None]  # makes it
     way: str = DIRECT
 
 
@@ -176,22 +173,18 @@ class Row:
     """What became of the requests of all engines.
 
     Attributes:
-        begun_s: when the trouble had begun.
-        samples: of each engine.
         opened_s: of each engine, when its tier was first left alone, for reading and writing.
-        log_lines: about the tier, without repetitions.
     """
 
     trouble: str
     moment: str
-    begun_s: float
-    samples: tuple[list[Sample], ...]
+    begun_s: float  # when the trouble had begun
+    samples: tuple[list[Sample], ...]  # of each engine
     opened_s: tuple[dict[str, float], ...]
-    log_lines: tuple[str, ...]
+    log_lines: tuple[str, ...]  # about the tier, without repetitions
 
     @property
     def all_samples(self) -> list[Sample]:
-        """All requests."""
         return [one for samples in self.samples for one in samples]
 
     @property
@@ -223,7 +216,6 @@ def _late(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def make_prompts(number: int, seed: int) -> list[list[int]]:
-    """Return turns of conversations: each begins as one before did, and goes on."""
     chance = random.Random(seed)
     conversations: list[list[int]] = [[] for _ in range(NUM_CONVERSATIONS)]
     prompts = []
@@ -317,7 +309,6 @@ class Fleet:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks fleet`."""
     add = parser.add_argument
     add("--rows", nargs="+", choices=TROUBLES, default=list(TROUBLES), metavar="TROUBLE")
     add("--moments", nargs="+", choices=(START, MIDDLE), default=[START, MIDDLE], metavar="MOMENT")
@@ -328,8 +319,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks fleet`; return 1 if a promise was broken."""
-    if arguments.requests < 4 * NUM_ENGINES:
-        raise ConfigError(f"--requests: expected at least {4 * NUM_ENGINES}")
     machine = describe_machine()
     prompts = make_prompts(arguments.requests, arguments.seed)
     rows = []
@@ -346,7 +335,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def make_report(rows: Sequence[Row], machine: dict[str, Any]) -> Report:
-    """Return the table, and what the logs said."""
     heads = ["trouble", "when", "answered", "right", "hit", "late", "of", "late, guarded", "of"]
     heads += ["worst", "worst, guarded", "starved", "left alone after (read, write)", "log lines"]
     said = [f"{row.trouble}, {row.moment}: {line}" for row in rows for line in row.log_lines[:3]]

@@ -19,11 +19,11 @@ from typing import Any
 from safe_offload.commands.bench.engine_process import EngineOptions
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.observe.counters import Count
-from safe_offload.threads import DirectionThreads
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.copies.cpu import CpuBackend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import ALONE
 from safe_offload.worker.opening import Opened
@@ -39,7 +39,7 @@ from tests.worker.tensor_core import RunningLoop, TensorCore, TensorDevice, geom
 STEP_S = 0.005
 """That a step takes which computes next to nothing."""
 IDLE_STEP_S = 0.001
-"""vLLM sleeps so long between steps without tokens."""
+"""vLLM sleeps that long between steps without tokens."""
 STEP_TOKENS = 2048
 BLOCK_TOKENS = 16
 TOKENS_PER_S = 10_000
@@ -54,31 +54,19 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, and what became of it.
+    """A request, and what became of it."""
 
-    Attributes:
-        num_tokens: of its prompt.
-        begin_s: when it came, by `time.monotonic`.
-        first_s: until its first token.
-        starved_s: of that, what it was late because threads of the engine had no core.
-        is_right: its tokens are those that its prompt leads to.
-        num_hit: tokens that came from the host or a tier.
-        is_cut: it waited for the tier as long as it may.
-        problem: why there is no answer, or none that can be right; empty if there is none.
-    """
-
-    num_tokens: int
-    begin_s: float
-    first_s: float
-    starved_s: float
-    is_right: bool
-    num_hit: int
-    is_cut: bool
-    problem: str = ""
+    num_tokens: int  # of its prompt
+    begin_s: float  # when it came, by `time.monotonic`
+    first_s: float  # until its first token
+    starved_s: float  # of that, what it was late because threads of the engine had no core
+    is_right: bool  # its tokens are those that its prompt leads to
+    num_hit: int  # tokens that came from the host or a tier
+    is_cut: bool  # it waited for the tier as long as it may
+    problem: str = ""  # why there is no answer, or none that can be right; empty if there is none
 
     @property
     def computing_s(self) -> float:
-        """Return what its prompt takes without a connector."""
         num_steps = -(-self.num_tokens // STEP_TOKENS)
         return num_steps * STEP_S + self.num_tokens / TOKENS_PER_S
 
@@ -94,7 +82,6 @@ class RealClock:
 
     @property
     def now_s(self) -> float:
-        """Return the time, in seconds."""
         return time.monotonic()
 
     def advance(self, seconds: float) -> None:
@@ -117,7 +104,6 @@ class HostMachine:
         self.backend: Backend = self.copies
 
     def enqueue(self, operation: Any) -> Any:
-        """See `Machine.enqueue`."""
         operation()
         return lambda: None
 
@@ -125,7 +111,6 @@ class HostMachine:
         """See `Machine.delay`; nothing is held up."""
 
     def to_device(self, numbers: list[int]) -> Any:
-        """See `Machine.to_device`."""
         return self._tensor(numbers)
 
     def close(self) -> None:
@@ -162,7 +147,6 @@ class TimedRunner(ModelRunner):
             self.starved_s += min(time.monotonic() - self._begin_s, starved_s)
 
     def compute(self, batch: Batch, device: Any) -> None:
-        """See `ModelRunner.compute`."""
         super().compute(batch, device)
         num_tokens = batch.scheduled.total_num_scheduled_tokens
         if num_tokens:
@@ -217,7 +201,6 @@ class FleetCore(TensorCore):
         return TensorDevice(rank, machine), loop, opened
 
     def step(self) -> Any:
-        """See `TensorCore.step`."""
         self.timed.begin_step()
         batch = super().step()
         self.timed.end_step()
@@ -229,7 +212,6 @@ class FleetCore(TensorCore):
         return batch
 
     def serve(self, name: str, prompt: list[int]) -> Sample:
-        """Answer one request, alone, that the GPU has forgotten."""
         pause_end_s = time.monotonic() + PAUSE_S
         while self.has_work and time.monotonic() < pause_end_s:
             self.step()

@@ -35,7 +35,7 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.engines import (
     TIMEOUT_S,
     forget_prefix_cache,
@@ -76,15 +76,13 @@ class Found:
 
     Attributes:
         hit_s: to the first token, with the prefix on the host, as the engine is set up.
-        computed_s: the same prompt, with loading forbidden.
         on_gpu_s: the same prompt with the prefix in the GPU's cache.
-        num_loaded: prompts of which the host's tokens were used.
     """
 
     hit_s: list[float] = field(default_factory=list)
-    computed_s: list[float] = field(default_factory=list)
+    computed_s: list[float] = field(default_factory=list)  # the same prompt, with loading forbidden
     on_gpu_s: list[float] = field(default_factory=list)
-    num_loaded: int = 0
+    num_loaded: int = 0  # prompts of which the host's tokens were used
 
     @property
     def ratio(self) -> float:
@@ -104,7 +102,6 @@ FoundByLength = dict[int, dict[str, Found]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks hits`."""
     add = parser.add_argument
     add(
         "--hit-tokens",
@@ -122,10 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks hits`."""
     lengths = arguments.hit_tokens
-    if any(number < 1 or number % BLOCK_TOKENS for number in lengths):
-        raise ConfigError(f"--hit-tokens: expected multiples of {BLOCK_TOKENS}, found {lengths}")
-    if arguments.rounds < 1 or arguments.warm_up < 1:
-        raise ConfigError("--rounds and --warm-up: expected at least 1")
     machine = describe_machine()
     found = measure(lengths, arguments.rounds, arguments.warm_up)
     publish(make_report(found, machine), arguments)
@@ -137,14 +130,6 @@ def measure(lengths: Sequence[int], rounds: int, num_warm_up: int) -> FoundByLen
 
     The engine that goes first changes from round to round, so that a drift of the machine's speed
     hits both alike.
-
-    Args:
-        lengths: of hits, in tokens.
-        rounds: that count.
-        num_warm_up: rounds before those, in which the rule measures.
-
-    Raises:
-        SafeOffloadError: an engine died, or what is to be a hit was none.
     """
     found = {number: {way: Found() for way in MIN_LOAD_TOKENS} for number in lengths}
     with tempfile.TemporaryDirectory(prefix="safe-offload-hits-") as folder, ExitStack() as running:
@@ -182,7 +167,6 @@ def _questions(lengths: Sequence[int], index: int) -> list[tuple[int, Question]]
 
 
 def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answers]:
-    """Run in the engine's process: see each prompt, then answer it in each way."""
     answers = []
     for place, (_, question) in enumerate(questions):
         prompt = question.prompt_token_ids
@@ -197,17 +181,12 @@ def take_turn(engine: Any, questions: list[tuple[int, Question]]) -> list[Answer
 
 
 def _ask_cold(engine: Any, question: Question) -> Answer:
-    """Answer what the GPU has forgotten."""
     forget_prefix_cache(engine)
     return answer(engine, question)
 
 
 def check_answers(way: str, num_tokens: int, answers: Answers) -> None:
-    """See that the tokens of all answers came from where they should.
-
-    Raises:
-        SafeOffloadError: they did not.
-    """
+    """See that the tokens of all answers came from where they should."""
     found = [(one.num_host_tokens, one.num_gpu_tokens) for one in answers]
     hits = [(num_tokens, 0)] if way == LOADED else [(num_tokens, 0), (0, 0)]
     if found not in [[hit, (0, 0), (0, num_tokens)] for hit in hits]:
@@ -223,7 +202,6 @@ def rule_ratio(by_way: dict[str, Found]) -> float:
 
 
 def make_report(found: FoundByLength, machine: dict[str, Any]) -> Report:
-    """Return a row for each length."""
     way_head = ["computed", "hit", "ratio", "GPU hit"]
     rows = [["tokens", *way_head, *way_head, "loads", "rule / better"]]
     for number, by_way in found.items():

@@ -32,11 +32,11 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.commands.bench.transfer_cases import KIB, Case, Traffic
-from safe_offload.commands.bench.transfer_rigs import OURS as OUR_WAY
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
 from tests.benchmarks.engines import TIMEOUT_S, ours
+from tests.benchmarks.transfer_cases import KIB, Case, Traffic
+from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
 
 APART, WHOLE = "layer by layer", "in one piece"
 PROBE = "tests.benchmarks.layouts_worker.LayoutProbe"
@@ -57,7 +57,6 @@ class Found(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks layouts`."""
     bench_engine.add_arguments(parser)
     parser.add_argument("--copies-only", action="store_true", help="start no engines")
     parser.add_argument("--blocks", type=int, default=64, help="of a copy (%(default)s)")
@@ -154,7 +153,6 @@ def measure_engines(options: BenchOptions, log_folder: Path | None) -> tuple[Fou
 
 
 def find_ranges(log: str) -> str:
-    """Return in how many ranges a block is copied, as the connector's start line says it."""
     found = RANGES.search(log)
     return found.group(1) if found else "no copies"
 
@@ -192,7 +190,6 @@ def busy_s(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def ratios(samples: Samples) -> dict[str, list[float]]:
-    """Return, for each figure, the ratio of the two layouts in each round."""
     found: dict[str, list[float]] = {}
     for apart, whole in zip(samples.get(APART, ()), samples.get(WHOLE, ()), strict=True):
         for name in apart.keys() & whole.keys():
@@ -207,7 +204,6 @@ def make_report(
     engines: Found,
     num_different: int,
 ) -> Report:
-    """Return medians for both layouts, and the ratios of the rounds."""
     sections = [section(f"Copies of {NUM_LAYERS} layers of {RANGE_BYTES >> 10} KiB", copies)]
     if engines.samples:
         said = f"answers that differ between the engines: {num_different}"
@@ -222,13 +218,11 @@ def make_report(
 
 
 def section(title: str, found: Found) -> str:
-    """Return a table with its title."""
     said = ", ".join(f"{layout}: {found.ranges[layout]}" for layout in (APART, WHOLE))
     return f"{title} ({said})\n{render(found.samples)}"
 
 
 def render(samples: Samples) -> str:
-    """Return a row for each figure: medians of both layouts, and the ratio."""
     rows = [["", APART, WHOLE, "ratio (lowest to highest)"]]
     for name, values in sorted(ratios(samples).items()):
         medians = [

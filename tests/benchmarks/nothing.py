@@ -29,18 +29,15 @@ class NothingConnector(KVConnectorBase_V1, SupportsHMA):
         """Wait for nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        """Return no hit."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_tokens: int) -> None:
         """Note nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> NothingMetadata:
-        """Return an empty message."""
         return NothingMetadata()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """Keep no block."""
         return False, None
 
     request_finished_all_groups = request_finished

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.errors import ConfigError
 from safe_offload.scheduler.cache.eviction import POLICIES
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import replay
@@ -28,7 +27,6 @@ COST_SLOTS_PER_ROUND = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks policies`."""
     add = parser.add_argument
     add("--traces", nargs="+", choices=list(GENERATORS), help="(default: all)", metavar="NAME")
     add("--file", type=Path, nargs="+", help="JSON lines with hash_ids, as Mooncake's traces")
@@ -41,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks policies`."""
-    if arguments.prompts < 1:
-        raise ConfigError("--prompts: expected at least 1")
-    if not all(0 < size <= 1 for size in arguments.sizes):
-        raise ConfigError("--sizes: expected shares of the working set, above 0 and up to 1")
     files = arguments.file or []
     names = arguments.traces or ([] if files else list(GENERATORS))
     traces = [read_trace(path) for path in files]
@@ -59,13 +53,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 def measure_hit_rates(
     traces: Iterable[Trace], sizes: Sequence[float], say: Callable[[str], None]
 ) -> list[Curve]:
-    """Replay every trace with every policy at every size.
-
-    Args:
-        traces: what to replay.
-        sizes: of the host cache, shares of the trace's working set.
-        say: takes one line of progress.
-    """
+    """Replay every trace with every policy at every size."""
     curves = []
     for trace in traces:
         say(f"{trace.name}: {len(trace.prompts):,} prompts")

@@ -21,22 +21,15 @@ MakePolicy = Callable[[int], EvictionPolicy]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What one policy did on one trace at one size.
-
-    Attributes:
-        num_hit_blocks: delivered by the host.
-        num_gpu_blocks: delivered by the GPU's prefix cache.
-        num_prompt_blocks: of all prompts.
-    """
+    """What one policy did on one trace at one size."""
 
     num_slots: int
-    num_hit_blocks: int
-    num_gpu_blocks: int
-    num_prompt_blocks: int
+    num_hit_blocks: int  # delivered by the host
+    num_gpu_blocks: int  # delivered by the GPU's prefix cache
+    num_prompt_blocks: int  # of all prompts
 
     @property
     def hit_rate(self) -> float:
-        """Tokens that the host delivered, of those of all prompts."""
         return self.num_hit_blocks / self.num_prompt_blocks
 
 
@@ -60,11 +53,7 @@ class HostModel:
         self._num_gpu_blocks = num_gpu_blocks
 
     def add(self, prompt: Prompt) -> tuple[int, int]:
-        """Run a prompt.
-
-        Returns:
-            The blocks that the GPU had, and those behind them that the host delivered.
-        """
+        """Run a prompt; return the blocks that the GPU had, and those behind them of the host."""
         num_gpu = _leading(prompt, self._gpu)
         num_hit = _leading(prompt[num_gpu:], self._slots)
         if len(self._running) == NUM_RUNNING:
@@ -116,14 +105,7 @@ def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None
 
 
 def replay(trace: Trace, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> Replay:
-    """Run all prompts of a trace, one after the other.
-
-    Args:
-        trace: what to run.
-        make_policy: see `HostModel`.
-        num_slots: of the host.
-        num_gpu_blocks: of the GPU's prefix cache.
-    """
+    """Run all prompts of a trace, one after the other."""
     model = HostModel(make_policy, num_slots, num_gpu_blocks)
     num_gpu = num_hit = 0
     for prompt in trace.prompts:

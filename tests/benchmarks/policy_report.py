@@ -15,17 +15,13 @@ BASELINE = "lru"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Hit rates of one policy on one trace.
-
-    Attributes:
-        replays: by size of the host cache, a share of the working set.
-    """
+    """Hit rates of one policy on one trace."""
 
     trace: str
     what: str
     policy: str
     working_set: int
-    replays: dict[float, Replay]
+    replays: dict[float, Replay]  # by size of the host cache, a share of the working set
 
     def ratios(self, baseline: Curve) -> dict[float, float | None]:
         """Return hit rate by hit rate of another, for each size; None where both are 0.
@@ -40,24 +36,18 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of a policy for each slot, a sample for each round.
-
-    Attributes:
-        new_ns: to evict it and to release it.
-        hit_ns: to lease it and to release it.
-    """
+    """Time of a policy for each slot, a sample for each round."""
 
     policy: str
     num_slots: int
     batch: int
-    new_ns: list[float]
-    hit_ns: list[float]
+    new_ns: list[float]  # to evict it and to release it
+    hit_ns: list[float]  # to lease it and to release it
 
 
 def make_report(
     curves: Sequence[Curve], costs: Sequence[Cost], options: dict[str, Any], machine: dict[str, Any]
 ) -> Report:
-    """Return hit rates and ratios by trace, then costs."""
     cost_rows = [["", "slots", "batch", "evict and release", "lease and release"]]
     cost_rows += [
         [
@@ -104,7 +94,6 @@ def by_trace(curves: Sequence[Curve]) -> list[dict[str, Curve]]:
 
 
 def draw(figure: Any, curves: Sequence[Curve]) -> None:
-    """Draw the hit rate over the size of the host cache, a panel for each trace."""
     traces = by_trace(curves)
     num_columns = min(4, len(traces))
     panels = list(figure.subplots(-(-len(traces) // num_columns), num_columns, squeeze=False).flat)

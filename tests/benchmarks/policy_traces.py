@@ -24,17 +24,11 @@ Prompt = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Prompts in the order of their arrival.
+    """Prompts in the order of their arrival."""
 
-    Attributes:
-        name: for people and for `--traces`.
-        what: one line.
-        prompts: the keys of each prompt's blocks; every block is full.
-    """
-
-    name: str
-    what: str
-    prompts: list[Prompt]
+    name: str  # for people and for `--traces`
+    what: str  # one line
+    prompts: list[Prompt]  # the keys of each prompt's blocks; every block is full
 
     @property
     def num_blocks(self) -> int:
@@ -48,7 +42,7 @@ class Trace:
 
 
 class _Keys:
-    """Makes keys that nobody has, and draws lengths."""
+    """Makes new keys, and draws lengths."""
 
     def __init__(self, random_: random.Random) -> None:
         self.random = random_
@@ -137,12 +131,6 @@ def _agents(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
             agents[index] = list(system)
 
 
-def _loop(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
-    prompts = [keys.fresh(keys.length(60, 0.3, 200)) for _ in range(max(4, num_prompts // 12))]
-    for index in range(num_prompts):
-        yield prompts[index % len(prompts)]
-
-
 def _uniform(keys: _Keys, num_prompts: int) -> Iterator[Prompt]:
     """Short prompts and many: a few long ones would make the figures a matter of luck."""
     prompts = [keys.fresh(keys.length(3, 0.4, 8)) for _ in range(max(4, num_prompts))]
@@ -186,17 +174,12 @@ GENERATORS: dict[str, tuple[str, Generator]] = {
     "drift": ("the same, popularity drawn anew five times", _rag_drift),
     "agents": ("24 agents whose contexts grow step by step", _agents),
     "mooncake": ("conversations and tool calls, shaped after Mooncake's traces", _mooncake),
-    "loop": ("long prompts over and over in the same order", _loop),
     "uniform": ("a prompt at random", _uniform),
 }
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in the format of Mooncake's: JSON lines with `hash_ids`.
-
-    Raises:
-        ConfigError: the file is not such a trace.
-    """
+    """Read a trace in the format of Mooncake's: JSON lines with `hash_ids`."""
     prompts: list[Prompt] = []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -213,13 +196,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def make_trace(name: str, num_prompts: int, seed: int = SEED) -> Trace:
-    """Draw a trace.
-
-    Args:
-        name: of `GENERATORS`.
-        num_prompts: the numbers of users, documents and so on are in proportion.
-        seed: draws the same prompts each time.
-    """
+    """Draw a trace."""
     what, generate = GENERATORS[name]
     keys = _Keys(random.Random(f"{seed} {name}"))
     return Trace(name, what, list(generate(keys, num_prompts)))

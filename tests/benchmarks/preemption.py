@@ -18,7 +18,7 @@ from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.preemption_report import (
     BASELINE,
     CaseRuns,
@@ -77,7 +77,6 @@ class Workload:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks preemption`."""
     add = parser.add_argument
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="(default: all)")
     add("--requests", type=int, default=16, help="at once (%(default)s)")
@@ -107,12 +106,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> PreemptionOptions:
-    """Return what was asked for; raise ConfigError if it makes no sense."""
-    for name in ("requests", "prompt_tokens", "answer_tokens", "block_size"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1")
-    if arguments.pool_ratio <= 0:
-        raise ConfigError("--pool-ratio: expected a share above 0")
     return PreemptionOptions(
         cases=tuple(arguments.cases),
         num_requests=arguments.requests,
@@ -131,15 +124,6 @@ def read_options(arguments: argparse.Namespace) -> PreemptionOptions:
 
 
 def measure(options: PreemptionOptions, say: Callable[[str], None]) -> list[CaseRuns]:
-    """Run the workload in each case on each engine, one after the other.
-
-    Args:
-        options: what to run.
-        say: takes one line of progress.
-
-    Raises:
-        SafeOffloadError: an engine did not start, died, or did not end in time.
-    """
     workload = make_workload(options)
     cases = []
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as folder:
@@ -283,12 +267,7 @@ class Ledger:
         self._reached[request_id] = max(reached, end)
 
     def close(self, workload: Workload) -> int:
-        """Return how many tokens the workload needs once, when all of it has been computed.
-
-        Raises:
-            SafeOffloadError: what was scheduled is not what is needed once and what was counted as
-                computed again, token by token.
-        """
+        """Return the tokens that are needed once; raise if what was counted does not add up."""
         num_tokens = sum(map(len, workload.prompts)) + sum(workload.nums_answer_tokens)
         # The last token of an answer is sampled, and nothing is computed from it.
         num_once = num_tokens - len(workload.prompts) - self.num_prompt_hits
@@ -302,12 +281,7 @@ class Ledger:
 
 
 def run_watched(engine: Any, workload: Workload) -> EngineRun:
-    """Run the workload in the engine's own process, its scheduler watched.
-
-    Args:
-        engine: a `vllm.LLM` whose scheduler is in this process.
-        workload: all of it at once.
-    """
+    """Run the workload in the engine's own process, its scheduler watched."""
     ledger = Ledger()
     watch(engine.llm_engine.engine_core.engine_core.scheduler, ledger)
     outputs = generate(engine, workload.prompts, workload.nums_answer_tokens)

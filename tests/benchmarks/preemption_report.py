@@ -17,16 +17,13 @@ class Recovery:
     """What became of the tokens that one request had computed when it was preempted.
 
     Attributes:
-        num_computed: tokens whose KV cache it had then.
-        num_gpu: of them, given back by the GPU's prefix cache when it ran again.
-        num_host: of them, loaded from the host.
         num_again: tokens computed that had been computed before, until it ended or was preempted
             once more. What it had not come to by then is lost again and counts for the next.
     """
 
-    num_computed: int
-    num_gpu: int = 0
-    num_host: int = 0
+    num_computed: int  # tokens whose KV cache it had then
+    num_gpu: int = 0  # of them, given back by the GPU's prefix cache when it ran again
+    num_host: int = 0  # of them, loaded from the host
     num_again: int = 0
 
 
@@ -35,18 +32,14 @@ class EngineRun:
     """One engine's run of the workload.
 
     Attributes:
-        num_scheduled: tokens that the scheduler scheduled, of all steps.
-        num_once: tokens that have to be computed: prompts that no cache had, and answers.
-        recoveries: one for each preemption.
-        token_ids: of the answers, in the order of the prompts.
         counters: of the connector, without their prefix.
     """
 
     num_steps: int
-    num_scheduled: int
-    num_once: int
-    recoveries: tuple[Recovery, ...]
-    token_ids: tuple[tuple[int, ...], ...]
+    num_scheduled: int  # tokens that the scheduler scheduled, of all steps
+    num_once: int  # tokens that have to be computed: prompts that no cache had, and answers
+    recoveries: tuple[Recovery, ...]  # one for each preemption
+    token_ids: tuple[tuple[int, ...], ...]  # of the answers, in the order of the prompts
     counters: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -97,7 +90,6 @@ def num_different_answers(cases: Sequence[CaseRuns]) -> int:
 def make_report(
     cases: Sequence[CaseRuns], options: dict[str, Any], machine: dict[str, Any]
 ) -> Report:
-    """Return for each case a line for each engine; every preemption goes into the file."""
     return Report(
         method=_describe_method(options),
         sections=[

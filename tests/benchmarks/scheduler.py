@@ -58,7 +58,6 @@ Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks scheduler`."""
     add = parser.add_argument
     add("--traces", nargs="+", choices=[*TRACES, CASES], default=[*TRACES, CASES], metavar="TRACE")
     add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
@@ -88,15 +87,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def measure(options: SchedulerOptions, say: Say) -> SchedulerFound:
-    """Serve every trace with every connector, then the cases.
-
-    Args:
-        options: what to measure.
-        say: takes one line of progress.
-
-    Raises:
-        SafeOffloadError: a trace does not end, or two connectors disagree on a token.
-    """
     cost = measure_wrapper_cost()
     found = SchedulerFound(cost, asdict(options))
     share = QUICK_SHARE if options.is_quick else 1
@@ -164,8 +154,6 @@ def _with_hooks(options: SchedulerOptions) -> Sequence[str]:
 
 
 def _read_options(arguments: argparse.Namespace) -> SchedulerOptions:
-    if arguments.rounds < 1 or arguments.copy_steps < 0:
-        raise ConfigError("--rounds: expected at least 1; --copy-steps: at least 0")
     if arguments.plot and (arguments.counts or arguments.traces == [CASES]):
         raise ConfigError("--plot: expected times of traces to draw. Fix: leave it out")
     return SchedulerOptions(

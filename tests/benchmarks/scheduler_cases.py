@@ -50,38 +50,23 @@ GROWTH_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long the second long request waited.
+    """How long the second long request waited."""
 
-    Attributes:
-        held_steps: how long a copy takes.
-        num_steps: from its arrival until it was scheduled; 0 in the next step.
-        scheduler_ns: inside the scheduler meanwhile, the step that schedules it included.
-    """
-
-    held_steps: int
-    num_steps: int
-    scheduler_ns: int
+    held_steps: int  # how long a copy takes
+    num_steps: int  # from its arrival until it was scheduled; 0 in the next step
+    scheduler_ns: int  # inside the scheduler meanwhile, the step that schedules it included
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One hit of 90,000 tokens, from its match to the bytes of the plan.
+    """One hit of 90,000 tokens, from its match to the bytes of the plan."""
 
-    Attributes:
-        num_blocks: that were loaded.
-        match_ns: get_num_new_matched_tokens.
-        alloc_ns: update_state_after_alloc.
-        plan_ns: build_connector_meta.
-        pickle_ns: of the plan, as vLLM sends it to another process.
-        pickle_bytes: of it.
-    """
-
-    num_blocks: int
-    match_ns: int
-    alloc_ns: int
-    plan_ns: int
-    pickle_ns: int
-    pickle_bytes: int
+    num_blocks: int  # that were loaded
+    match_ns: int  # get_num_new_matched_tokens
+    alloc_ns: int  # update_state_after_alloc
+    plan_ns: int  # build_connector_meta
+    pickle_ns: int  # of the plan, as vLLM sends it to another process
+    pickle_bytes: int  # of it
 
     @property
     def total_ns(self) -> int:
@@ -91,28 +76,16 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The same small load with little and with much on the host.
+    """The same small load with little and with much on the host."""
 
-    Attributes:
-        num_stored: blocks that were stored before it.
-        step_ns: median of all hooks together in a step.
-        total_ns: of all steps.
-        functions: calls of functions inside the hooks; 0 where not counted.
-    """
-
-    num_stored: int
-    step_ns: float
-    total_ns: int
-    functions: int
+    num_stored: int  # blocks that were stored before it
+    step_ns: float  # median of all hooks together in a step
+    total_ns: int  # of all steps
+    functions: int  # calls of functions inside the hooks; 0 where not counted
 
 
 def wait_back_to_back(name: str, held_steps: int) -> Wait:
-    """S0 takes 62 % of the GPU's blocks; S1, as long, arrives when S0 has finished.
-
-    Args:
-        name: of the connector.
-        held_steps: how many steps a copy takes.
-    """
+    """S0 takes 62 % of the GPU's blocks; S1, as long, arrives when S0 has finished."""
     num_tokens = int(BACK_TO_BACK_BLOCKS * POOL_SHARE) * BLOCK_TOKENS
     sizes = Sizes(PLAIN, BACK_TO_BACK_BLOCKS + 1, 4 * BACK_TO_BACK_BLOCKS)
     engine = make_engine(name, sizes, held_steps)
@@ -142,15 +115,7 @@ def _step_until(engine: PeerEngine, is_reached: Callable[[list[str]], bool]) -> 
 def measure_hits(
     name: str, layout: str, copy_steps: int, cost: WrapperCost, num_tokens: int = HIT_TOKENS
 ) -> list[Hit]:
-    """Serve A, B, C, A, B, C in a pool of 1.6 prompts; return what the last three cost.
-
-    Args:
-        name: of the connector.
-        layout: of the KV cache.
-        copy_steps: how many steps a copy takes.
-        cost: of the wrapper.
-        num_tokens: of a prompt.
-    """
+    """Serve A, B, C, A, B, C in a pool of 1.6 prompts; return what the last three cost."""
     groups = LAYOUTS[layout]
     num_blocks = num_tokens // BLOCK_TOKENS
     sizes = Sizes(groups, num_blocks * 16 // 10, num_blocks * 4 * len(groups))
@@ -200,26 +165,19 @@ def median_hit(hits: list[Hit]) -> Hit:
 
 @dataclass(frozen=True, slots=True)
 class GrowthCase:
-    """How much is stored, and how large the load behind it is.
+    """How much is stored, and how large the load behind it is."""
 
-    Attributes:
-        factor: how many times `GROWTH_STEP_BLOCKS` the host holds.
-        num_requests: of the load; every other one was stored long ago.
-    """
-
-    factor: int
-    num_requests: int = GROWTH_REQUESTS
+    factor: int  # how many times `GROWTH_STEP_BLOCKS` the host holds
+    num_requests: int = GROWTH_REQUESTS  # of the load; every other one was stored long ago
 
 
 def measure_growth(name: str, case: GrowthCase, copy_steps: int, cost: WrapperCost) -> Growth:
-    """Time the load."""
     timer = HookTimer(cost)
     num_stored = _serve_behind(name, case, copy_steps, timer)
     return Growth(num_stored, statistics.median(timer.steps_ns), sum(timer.steps_ns), 0)
 
 
 def count_growth(name: str, case: GrowthCase, copy_steps: int) -> Growth:
-    """Count what the load executes."""
     counter = HookCounter()
     num_stored = _serve_behind(name, case, copy_steps, counter)
     return Growth(num_stored, 0.0, 0, counter.total.functions)
@@ -230,9 +188,6 @@ def _serve_behind(name: str, case: GrowthCase, copy_steps: int, probe: Probe) ->
 
     The GPU's pool and the host are as large for every factor, and the pool is full of other blocks
     when the load begins.
-
-    Returns:
-        The number of blocks that were stored before the load.
     """
     sizes = Sizes(PLAIN, GROWTH_POOL_BLOCKS, 2 * GROWTH_STEP_BLOCKS * max(STORED_FACTORS))
     engine = make_engine(name, sizes, copy_steps)

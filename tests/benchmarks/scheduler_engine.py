@@ -61,7 +61,6 @@ class Sizes:
 
     @classmethod
     def of(cls, trace: Trace) -> Sizes:
-        """Return the sizes that a trace asks for."""
         return cls(
             trace.groups,
             trace.num_blocks,
@@ -72,13 +71,7 @@ class Sizes:
 
 
 def make_engine(name: str, sizes: Sizes, copy_steps: int) -> PeerEngine:
-    """Return an engine with one of the connectors.
-
-    Args:
-        name: one of `CONTESTANTS`.
-        sizes: of the engine.
-        copy_steps: how many steps after the plan that names it a transfer is reported.
-    """
+    """Return an engine that reports a transfer `copy_steps` after the plan that names it."""
     contestant = CONTESTANTS[name]
     shape = peer_shape(
         contestant.connector,
@@ -125,11 +118,6 @@ class SchedulerClock:
 
 
 def serve(engine: PeerEngine, trace: Trace, probe: Probe) -> None:
-    """Serve a trace to its end, the probe on every hook.
-
-    Raises:
-        SafeOffloadError: it does not end, or a request has another number of tokens than asked.
-    """
     wrap_hooks(engine.connector, probe.wrap)
     arrivals: dict[int, list[tuple[User, int, tuple[int, ...]]]] = {}
     sent: dict[str, tuple[User, int, tuple[int, ...]]] = {}

@@ -23,38 +23,24 @@ COPY_STEPS = 1
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a connector achieves; none of it depends on time.
+    """What a connector achieves; none of it depends on time."""
 
-    Attributes:
-        num_prompt_tokens: of all requests.
-        num_hit_tokens: of those, loaded from the host when the request first ran.
-        num_computed: tokens scheduled, answers and what was computed again included.
-        num_preemptions: of requests.
-        num_stored: blocks that plans named to be stored.
-        num_loaded: blocks that plans named to be loaded.
-        num_steps: until the engine was idle.
-        kept_mean: GPU blocks referenced that no request holds, mean over the steps.
-        kept_max: the most of them.
-    """
-
-    num_prompt_tokens: int
-    num_hit_tokens: int
-    num_computed: int
-    num_preemptions: int
-    num_stored: int
-    num_loaded: int
-    num_steps: int
-    kept_mean: float
-    kept_max: int
+    num_prompt_tokens: int  # of all requests
+    num_hit_tokens: int  # of those, loaded from the host when the request first ran
+    num_computed: int  # tokens scheduled, answers and what was computed again included
+    num_preemptions: int  # of requests
+    num_stored: int  # blocks that plans named to be stored
+    num_loaded: int  # blocks that plans named to be loaded
+    num_steps: int  # until the engine was idle
+    kept_mean: float  # GPU blocks referenced that no request holds, mean over the steps
+    kept_max: int  # the most of them
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of the prompts' tokens that came from the host."""
         return self.num_hit_tokens / self.num_prompt_tokens
 
     @property
     def num_moved(self) -> int:
-        """Return the blocks that were stored or loaded."""
         return self.num_stored + self.num_loaded
 
 
@@ -69,7 +55,6 @@ class HookTime:
 
     @classmethod
     def of(cls, samples_ns: Sequence[int]) -> HookTime:
-        """Return the figures of some samples."""
         if not samples_ns:
             return cls(0, 0.0, 0.0, 0)
         middle_ns = statistics.median(samples_ns)
@@ -139,7 +124,6 @@ def observe(trace: Trace, name: str, copy_steps: int) -> tuple[Facts, Answers]:
 
 
 def time_hooks(trace: Trace, name: str, copy_steps: int, cost: WrapperCost) -> Run:
-    """Serve a trace once with a clock around every hook."""
     timer = HookTimer(cost)
     engine = make_engine(name, Sizes.of(trace), copy_steps)
     clock = SchedulerClock(engine.scheduler)

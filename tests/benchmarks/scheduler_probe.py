@@ -77,15 +77,10 @@ def without_gc() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WrapperCost:
-    """What a timing wrapper adds to a call.
+    """What a timing wrapper adds to a call."""
 
-    Attributes:
-        inside_ns: to the time that it notes.
-        outside_ns: to the time of whoever calls the hook.
-    """
-
-    inside_ns: int
-    outside_ns: int
+    inside_ns: int  # to the time that it notes
+    outside_ns: int  # to the time of the caller
 
 
 class HookTimer:
@@ -134,7 +129,6 @@ class HookTimer:
 
     @property
     def num_calls(self) -> int:
-        """Return how often any hook was called."""
         return sum(map(len, self.samples_ns.values()))
 
 
@@ -205,17 +199,11 @@ def num_kept_blocks(engine: PeerEngine) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """What hooks executed.
+    """What hooks executed."""
 
-    Attributes:
-        calls: of hooks.
-        functions: calls of functions inside them, of Python and of C.
-        instructions: of Python's bytecode.
-    """
-
-    calls: int = 0
-    functions: int = 0
-    instructions: int = 0
+    calls: int = 0  # of hooks
+    functions: int = 0  # calls of functions inside them, of Python and of C
+    instructions: int = 0  # of Python's bytecode
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -241,7 +229,6 @@ class HookCounter:
 
     @property
     def total(self) -> Counts:
-        """Return the sum over all hooks."""
         return sum(self.counts.values(), Counts())
 
     def wrap(self, name: str, hook: Hook) -> Hook:

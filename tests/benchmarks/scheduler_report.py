@@ -19,20 +19,13 @@ NOTHING = "none"
 
 @dataclass(slots=True)
 class TraceFound:
-    """All connectors on one trace.
+    """All connectors on one trace."""
 
-    Attributes:
-        facts: by connector.
-        timings: by connector.
-        counts: by connector and hook.
-    """
-
-    facts: dict[str, Facts] = field(default_factory=dict)
-    timings: dict[str, Timing] = field(default_factory=dict)
-    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)  # by connector
+    timings: dict[str, Timing] = field(default_factory=dict)  # by connector
+    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by connector and hook
 
     def hooks(self) -> list[str]:
-        """Return the hooks that any connector has, the most expensive first."""
         totals: dict[str, int] = {}
         for timing in self.timings.values():
             for hook, time in timing.hooks.items():
@@ -46,11 +39,9 @@ class TraceFound:
         return self.timings[name].total_ns / self.timings[other].total_ns
 
     def total_counts(self, name: str) -> Counts:
-        """Return what all hooks executed."""
         return sum(self.counts[name].values(), Counts())
 
     def count_ratio(self, name: str, other: str) -> float | None:
-        """Return how many times the bytecode instructions of another."""
         if name not in self.counts or other not in self.counts:
             return None
         return self.total_counts(name).instructions / self.total_counts(other).instructions
@@ -69,7 +60,6 @@ class SchedulerFound:
 
 
 def make_report(found: SchedulerFound, machine: dict[str, Any]) -> Report:
-    """Return every figure as text and for a file."""
     return Report(
         method=_describe_method(found, machine),
         sections=[*_sections(found), _ratio_lines(found)],
@@ -258,7 +248,6 @@ def _ratio_lines(found: SchedulerFound) -> str:
 
 
 def draw(figure: Any, found: SchedulerFound) -> None:
-    """Draw the hooks' time as bars, for each trace and connector."""
     traces = {name: trace for name, trace in found.traces.items() if trace.timings}
     names = [name for name in next(iter(traces.values())).timings if name != NOTHING]
     axes = figure.subplots()

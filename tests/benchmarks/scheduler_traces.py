@@ -28,61 +28,37 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a user.
+    """One request of a user."""
 
-    Attributes:
-        token_ids: what is new in the prompt.
-        num_answer_tokens: how many are generated.
-        continues: the prompt begins with the previous prompt and its answer.
-    """
-
-    token_ids: TokenIds
-    num_answer_tokens: int
-    continues: bool
+    token_ids: TokenIds  # what is new in the prompt
+    num_answer_tokens: int  # how many are generated
+    continues: bool  # the prompt begins with the previous prompt and its answer
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Requests that follow each other.
+    """Requests that follow each other."""
 
-    Attributes:
-        name: begins the ids of the requests.
-        arrival_step: when the first is sent.
-        pause_steps: from an answer to the next request.
-        turns: the requests.
-    """
-
-    name: str
-    arrival_step: int
-    pause_steps: int
-    turns: tuple[Turn, ...]
+    name: str  # begins the ids of the requests
+    arrival_step: int  # when the first is sent
+    pause_steps: int  # from an answer to the next request
+    turns: tuple[Turn, ...]  # the requests
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What is served, and by how large an engine.
+    """What is served, and by how large an engine."""
 
-    Attributes:
-        name: of the trace and the layout of its KV cache.
-        groups: see `EngineShape`.
-        num_blocks: GPU blocks.
-        num_slots: host slots.
-        max_seqs: running at once.
-        users: what they send.
-        max_batched_tokens: computed in a step.
-    """
-
-    name: str
-    groups: tuple[str, ...]
-    num_blocks: int
-    num_slots: int
-    max_seqs: int
-    users: tuple[User, ...]
-    max_batched_tokens: int = MAX_BATCHED_TOKENS
+    name: str  # of the trace and the layout of its KV cache
+    groups: tuple[str, ...]  # see `EngineShape`
+    num_blocks: int  # GPU blocks
+    num_slots: int  # host slots
+    max_seqs: int  # running at once
+    users: tuple[User, ...]  # what they send
+    max_batched_tokens: int = MAX_BATCHED_TOKENS  # computed in a step
 
     @property
     def num_requests(self) -> int:
-        """Return how many requests there are."""
         return sum(len(user.turns) for user in self.users)
 
 
@@ -100,14 +76,7 @@ class _Draw:
 
 
 def make_trace(name: str, layout: str, *, seed: int = 0, share: int = 1) -> Trace:
-    """Return a trace; the same for the same arguments, on every machine.
-
-    Args:
-        name: one of `TRACES`.
-        layout: one of `LAYOUTS`.
-        seed: of what is drawn.
-        share: how many times fewer users, or shorter prompts, in a pool as much smaller.
-    """
+    """Return a trace, the same on every machine; `share` divides users, prompts and pool."""
     pool_blocks, num_slots, max_seqs, users = TRACES[name](seed, share)
     groups = LAYOUTS[layout]
     num_blocks = pool_blocks[len(groups) - 1] + 1

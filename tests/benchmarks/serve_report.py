@@ -18,14 +18,12 @@ class ServeFound:
     Attributes:
         passes: by workload and server, one for each round; the first server is the one that the
             others are compared with.
-        limit: the server whose KV pool holds everything, if there is one.
-        method: how the servers came about.
     """
 
     passes: dict[str, dict[str, list[Served]]]
-    limit: str | None
+    limit: str | None  # the server whose KV pool holds everything, if there is one
     sizes: Sizes
-    method: str
+    method: str  # how the servers came about
     options: dict[str, Any]
     machine: dict[str, Any]
 
@@ -39,7 +37,6 @@ class ServeFound:
 
 
 def make_report(found: ServeFound) -> Report:
-    """Return a table for each workload and whether the answers are equal."""
     sections: list[str] = []
     summaries: dict[str, dict[str, float]] = {}
     for workload, servers in found.passes.items():

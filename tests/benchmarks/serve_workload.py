@@ -55,23 +55,20 @@ class Served:
     """One pass of a workload over one server.
 
     Attributes:
-        replies: by user and turn.
         num_computed_tokens: of the prompts, as the server counts; None if it does not tell.
     """
 
     duration_s: float
-    replies: Sequence[Sequence[Reply]]
+    replies: Sequence[Sequence[Reply]]  # by user and turn
     num_prompt_tokens: int
     num_computed_tokens: int | None
 
     @property
     def request_throughput(self) -> float:
-        """Return requests a second."""
         return sum(map(len, self.replies)) / self.duration_s
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Return the times to first token, user by user."""
         return [reply.ttft_s for replies in self.replies for reply in replies]
 
 
@@ -96,11 +93,7 @@ def make_prompts(workload: str, sizes: Sizes, seed: str) -> list[list[Prompt]]:
 async def serve_users(
     url: str, users: Sequence[Sequence[Prompt]], answer_tokens: int, timeout_s: float
 ) -> Served:
-    """Let all users ask at once, each its prompts one after the other.
-
-    Raises:
-        SafeOffloadError: a request failed, or got no full answer in time.
-    """
+    """Let all users ask at once, each its prompts one after the other."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:

@@ -18,7 +18,7 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine
 from tests.benchmarks.scheduler_traces import BLOCK_TOKENS, PLAIN, prompt_of
 from tests.benchmarks.shared_engine import EngineSeconds, measure_engine
@@ -33,19 +33,12 @@ WINDOW = (*PLAIN, f"window:256@{BLOCK_TOKENS}")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that come in one step.
+    """Requests that come in one step."""
 
-    Attributes:
-        num_requests: with one prefix and a tail of their own.
-        num_blocks: of the GPU, for each KV cache group.
-        prefix_blocks: what they share.
-        num_answer_tokens: of each.
-    """
-
-    num_requests: int
-    num_blocks: int
-    prefix_blocks: int
-    num_answer_tokens: int
+    num_requests: int  # with one prefix and a tail of their own
+    num_blocks: int  # of the GPU, for each KV cache group
+    prefix_blocks: int  # what they share
+    num_answer_tokens: int  # of each
 
 
 CASES = (Case(8, 200, 60, 60), Case(16, 300, 60, 40), Case(32, 400, 80, 40))
@@ -54,17 +47,11 @@ LAYOUTS = {"full attention": PLAIN, "full attention and a sliding window": WINDO
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What it took to answer all.
+    """What it took to answer all."""
 
-    Attributes:
-        num_steps: until the last was answered.
-        num_preemptions: meanwhile.
-        loaded_prefixes: blocks that were loaded, as a multiple of the prefix's in one group.
-    """
-
-    num_steps: int
-    num_preemptions: int
-    loaded_prefixes: float
+    num_steps: int  # until the last was answered
+    num_preemptions: int  # meanwhile
+    loaded_prefixes: float  # blocks that were loaded, as a multiple of the prefix's in one group
 
     def __str__(self) -> str:
         """A cell of the table."""
@@ -76,7 +63,6 @@ ServedByLayout = dict[str, dict[Case, dict[str, Served]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks shared`."""
     add = parser.add_argument
     add("--connectors", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], metavar="NAME")
     add(
@@ -93,10 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks shared`."""
-    if arguments.copy_steps < 0:
-        raise ConfigError("--copy-steps: expected at least 0")
-    if arguments.rounds < 1:
-        raise ConfigError("--rounds: expected at least 1")
     machine = describe_machine()
     served = measure(arguments.connectors, CASES, arguments.copy_steps)
     in_engine = measure_engine(arguments.rounds) if arguments.engine else None
@@ -105,7 +87,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> ServedByLayout:
-    """Serve every case with every connector, with each layout of the KV cache."""
     return {
         layout: {
             case: {name: serve(name, groups, case, copy_steps) for name in names} for case in cases
@@ -115,17 +96,6 @@ def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> Ser
 
 
 def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Served:
-    """Serve one case: store the prefix, let the GPU forget it, send all requests at once.
-
-    Args:
-        name: one of `CONTESTANTS`.
-        groups: see `EngineShape`; the pool grows with their number.
-        case: what is asked.
-        copy_steps: see `make_engine`.
-
-    Raises:
-        SafeOffloadError: it does not end.
-    """
     num_blocks = case.num_blocks * len(groups) + 1
     sizes = Sizes(groups, num_blocks, num_blocks * SLOTS_PER_BLOCK, max_seqs=2 * case.num_requests)
     prefix = prompt_of("prefix", case.prefix_blocks * BLOCK_TOKENS)
@@ -162,7 +132,6 @@ def make_report(
     machine: dict[str, Any],
     in_engine: EngineSeconds | None = None,
 ) -> Report:
-    """Return a table for each layout, and the times of a real engine if there are any."""
     rows = [
         {"layout": layout, **asdict(case), "connector": name, **asdict(found)}
         for layout, cases in served.items()

@@ -31,28 +31,18 @@ ANSWER_TOKENS = 1
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that are sent one group after the other, each group at once.
+    """Requests that are sent one group after the other, each group at once."""
 
-    Attributes:
-        groups: prompts.
-        forgets: the GPU's prefix cache is reset before.
-    """
-
-    groups: tuple[tuple[tuple[int, ...], ...], ...]
-    forgets: bool
+    groups: tuple[tuple[tuple[int, ...], ...], ...]  # prompts
+    forgets: bool  # the GPU's prefix cache is reset before
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSeconds:
-    """Medians over the rounds.
+    """Medians over the rounds."""
 
-    Attributes:
-        together_s: all at once, the prefix on the host.
-        in_turn_s: one at first, then the others at once.
-    """
-
-    together_s: float
-    in_turn_s: float
+    together_s: float  # all at once, the prefix on the host
+    in_turn_s: float  # one at first, then the others at once
 
     @property
     def ratio(self) -> float:
@@ -68,7 +58,6 @@ class EngineSeconds:
         )
 
     def to_json(self) -> dict[str, float]:
-        """Return the figures."""
         return asdict(self) | {"ratio": self.ratio}
 
 
@@ -101,7 +90,6 @@ def _prompts(index: int) -> list[tuple[int, ...]]:
 
 
 def serve(engine: Any, batch: Batch) -> float:
-    """Run in the engine's process: answer a batch; return the seconds that it took."""
     if batch.forgets:
         forget_prefix_cache(engine)
     start_s = time.perf_counter()

@@ -28,7 +28,7 @@ from tests.simulator.vllm_setup import OURS, EngineShape, runner_output
 STEP_S = 0.005
 """That a step takes which computes next to nothing."""
 IDLE_STEP_S = 0.001
-"""vLLM sleeps so long between steps without tokens."""
+"""vLLM sleeps that long between steps without tokens."""
 COPY_BYTES_PER_S = 20e9
 COPY_LATENCY_S = 0.001
 BLOCK_TOKENS = 16
@@ -48,25 +48,18 @@ class TierSpeed:
     every request.
 
     Attributes:
-        bytes_per_s: of fetches, one after another.
-        latency_s: of a probe and of each piece of a fetch.
-        probe_s: of a probe, if it is not the latency.
-        num_fetched_max: so many pieces come; the next stalls, and all that is asked for from then.
-        fails_every: one piece in so many does not come; it is given up after `TIMEOUT_S`.
-        delivers: what it says it has comes.
+        num_fetched_max: pieces that come; the next stalls, and all that is asked for from then.
         dead_s: from when to when nothing is answered; what is asked for then fails after
             `TIMEOUT_S`.
-        is_shared: what is written is in the way of what is read.
     """
 
-    bytes_per_s: float = 2e9
-    latency_s: float = 0.002
-    probe_s: float | None = None
+    bytes_per_s: float = 2e9  # of fetches, one after another
+    latency_s: float = 0.002  # of a probe and of each piece of a fetch
+    probe_s: float | None = None  # of a probe, if it is not the latency
     num_fetched_max: float = NEVER
-    fails_every: int = 0
-    delivers: bool = True
+    fails_every: int = 0  # every such piece does not come; it is given up after `TIMEOUT_S`
+    delivers: bool = True  # what it says it has comes
     dead_s: tuple[float, float] = (NEVER, NEVER)
-    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -83,21 +76,13 @@ class _Lane:
 
 @dataclass(slots=True)
 class Worker:
-    """Stands in for the one worker.
+    """Stands in for the one worker."""
 
-    Attributes:
-        speed: of its tier; None for none.
-        num_slots: of host memory.
-        objects: hashes of what the tier has.
-        num_fetched: pieces that have been read.
-        num_planned: blocks that plans named to be fetched.
-    """
-
-    speed: TierSpeed | None
-    num_slots: int
-    objects: set[bytes] = field(default_factory=set)
-    num_fetched: int = 0
-    num_planned: int = 0
+    speed: TierSpeed | None  # of its tier; None for none
+    num_slots: int  # of host memory
+    objects: set[bytes] = field(default_factory=set)  # hashes of what the tier has
+    num_fetched: int = 0  # pieces that have been read
+    num_planned: int = 0  # blocks that plans named to be fetched
     _due: list[tuple[float, int, StepReport, tuple[bytes, ...]]] = field(default_factory=list)
     _num_reports: int = 0
     _copies: _Lane = field(default_factory=_Lane)
@@ -106,8 +91,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._add(0.0, StepReport(capacities=(Capacity(0, self.num_slots),)))
-        if self.speed is not None and self.speed.is_shared:
-            self._writes = self._reads
 
     def _add(self, due_s: float, report: StepReport, written: tuple[bytes, ...] = ()) -> None:
         if due_s < NEVER:
@@ -116,7 +99,7 @@ class Worker:
 
     @property
     def next_due_s(self) -> float:
-        """When something ends next."""
+        """Return when something ends next."""
         return self._due[0][0] if self._due else NEVER
 
     def take(self, plan: StepPlan, now_s: float) -> None:
@@ -233,7 +216,7 @@ class TimedEngine(Stepper):
         return num_tokens
 
     def idle_until(self, end_s: float) -> None:
-        """Let time pass in which nobody asks; what steps would only wait is left out."""
+        """Let time pass without requests; steps that would only wait are left out."""
         while self.has_work and self.clock.now_s < end_s:
             self.clock.now_s = max(self.clock.now_s, min(end_s, self.worker.next_due_s))
             if self.clock.now_s < end_s:

@@ -1,6 +1,6 @@
 """What storing costs requests that never come back.
 
-Eight users send prompts of 3,000 tokens that nobody has sent before, to vLLM's real CPU engine:
+Eight users send new prompts of 3,000 tokens to vLLM's real CPU engine:
 without a connector, with one that does nothing, and with ours, whose host memory is one block, is
 used for the first time, or has been used before (a small pool, filled by the warm-up). All engines
 live at the same time and take turns in an order that changes; each waits until the one before has
@@ -37,7 +37,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from tests.benchmarks.engines import TIMEOUT_S, make_tiny_engine, ours, random_prompt
-from tests.benchmarks.first_pass import PROBE, ROLES, ThreadUse, read_uses
+from tests.benchmarks.thread_uses import PROBE, ROLES, ThreadUse, read_uses
 
 NUM_USERS = 8
 PROMPT_TOKENS = 3000
@@ -63,7 +63,6 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks storing`."""
     parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
     parser.add_argument("--engines", type=int, nargs="*", help="indices; the first is always in")
     add_output_arguments(parser)
@@ -90,7 +89,6 @@ class Round:
 
 
 def measure(names: Sequence[str], rounds: int) -> dict[str, list[Round]]:
-    """Return each engine's rounds, after one round that warms up."""
     found: dict[str, list[Round]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="safe-offload-storing-") as folder, ExitStack() as on:
         engines = {
@@ -122,7 +120,6 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, list[Round]]:
 
 
 def serve(engine: Any, prompts: list[tuple[int, ...]]) -> Round:
-    """Run in the engine's process: answer all prompts."""
     (names,) = engine.collective_rpc("thread_names")
     engine.collective_rpc("take_probe")
     uses = read_uses(names)
@@ -152,7 +149,6 @@ def copy_floor_s() -> float:
 
 
 def make_report(found: dict[str, list[Round]], machine: dict[str, Any]) -> Report:
-    """Return each engine's time as a multiple of the time without a connector, and its uses."""
     took_s = {name: [one.seconds for one in rounds] for name, rounds in found.items()}
     rows = [["", "median", "of the time without a connector"]]
     for name, seconds in took_s.items():

@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from safe_offload.commands.bench.report import Report
-from safe_offload.commands.bench.transfer_cases import Case
 from safe_offload.worker.copies.base import Direction
 from tests.benchmarks import copies
 from tests.benchmarks.__main__ import main
+from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
 from tests.benchmarks.transfer import TransferOptions, make_report, measure
-from tests.commands.bench.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
+from tests.benchmarks.transfer_cases import Case, Traffic
 
 VLLM_COPIES = "tests.benchmarks.vllm_copies"
-TINY = ["--range-bytes", "4096", "--layers", "2", "--rounds", "2", "--max-bytes", "65536"]
+TINY = ["--range-bytes", "4096", "--blocks", "2", "--layers", "2", "--rounds", "2"]
 LATENCIES = ["submit a store", "submit a load", "descriptors", "issue to awaited",
              "done to awaited"]  # fmt: skip
-
-
-@pytest.fixture
-def make_gpu_rig() -> Iterator[MakeGpuRig]:
-    with fake_gpu_rigs() as make:
-        yield make
 
 
 class FakeVllmCopies(ModuleType):
     """Stands for `vllm_copies`; notes what it was asked for."""
 
-    def __init__(self) -> None:
-        super().__init__(VLLM_COPIES)
-        self.given: list[str] = []
-        self.shapes: set[tuple[int, ...]] = set()
+    given: list[str]
 
     def batched_call(self, copy: Any, layers: Any, stream: Any) -> Callable[[], None]:
-        self.shapes |= {tuple(layer.shape) for side in layers for layer in side}
         return lambda: self.given.append(f"batch {copy.direction.value}")
 
     def has_kernel_for(self, range_bytes: int, direction: Direction) -> bool:
@@ -50,52 +40,66 @@ class FakeVllmCopies(ModuleType):
         return lambda: self.given.append(f"kernel {len(ranges)}")
 
 
-def report_of(cases: tuple[Case, ...], make_rig: MakeGpuRig) -> Report:
-    options = TransferOptions(cases, 2, 1 << 20, make_rig, "a GPU of threads")
-    ways = copies.VllmWays()
-    measurements = measure(options, lambda line: None, ways)
-    report = make_report(options, measurements, {})
-    return copies.with_more(report, copies.measure_latencies(options), ways.missing)
-
-
-def test_a_tiny_run_on_the_cpu_has_latencies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "copies.json", tmp_path / "copies.png"
-    command = ["copies", "--device", "cpu", "--blocks", "2", *TINY]
-    command += ["--json", str(file), "--plot", str(picture)]
-    assert main(command) == 0
+    command = ["copies", "--device", "cpu", "--max-bytes", "65536", *TINY]
+    assert main([*command, "--json", str(file), "--plot", str(picture)]) == 0
     content = json.loads(file.read_text())
     assert [latency["name"] for latency in content["latencies"]] == LATENCIES
     assert content["missing"] == {}
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "issue() until await wait() has returned" in capsys.readouterr().out
 
 
-def test_a_whole_report_of_a_gpu(make_gpu_rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeVllmCopies()
-    monkeypatch.setitem(sys.modules, VLLM_COPIES, fake)
-    monkeypatch.setattr("tests.benchmarks.vllm_copies", fake, raising=False)
-    cases = (Case(4096, 4, 2), Case(32 << 10, 2, 2))
-    found = report_of(cases, make_gpu_rig).to_json()
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_whole_report_of_a_gpu(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeVllmCopies(VLLM_COPIES)
+    fake.given = []
+    monkeypatch.delattr(VLLM_COPIES, raising=False)
+    monkeypatch.setitem(sys.modules, VLLM_COPIES, None if is_missing else fake)
+    if not is_missing:
+        monkeypatch.setattr(VLLM_COPIES, fake, raising=False)
+    ways = copies.VllmWays()
+    with fake_gpu_rigs() as make_rig:
+        cases = (Case(4096, 4, 2), Case(32 << 10, 2, 2))
+        options = TransferOptions(cases, 2, 1 << 20, make_rig, "a GPU of threads")
+        report = make_report(options, measure(options, lambda line: None, ways), {})
+        report = copies.with_more(report, copies.measure_latencies(options), ways.missing)
+    found = report.to_json()
     assert [latency["name"] for latency in found["latencies"]] == [
         *LATENCIES[:3], "store given", "fence behind it", "load behind it",
         *LATENCIES[3:], "fence, host", "fence, device", "host wait",
     ]  # fmt: skip
+    if is_missing:
+        assert set(found["missing"]) == {copies.VLLM_BATCH, copies.VLLM_KERNEL}
+        assert "not measured: vLLM batch (ModuleNotFoundError" in report.render()
+        return
     assert found["missing"] == {}
-    ways = [set(m["seconds"]) - {"safe_offload", "one copy", "loop"} for m in found["measurements"]]
+    ways_of = [
+        set(m["seconds"]) - {"safe_offload", "one copy", "loop"} for m in found["measurements"]
+    ]
     batch, both = {copies.VLLM_BATCH}, {copies.VLLM_BATCH, copies.VLLM_KERNEL}
-    assert ways == [batch, both, batch, batch, batch, batch], "the kernel is for short loads"
-    assert fake.shapes == {(4, 4096), (2, 32 << 10)}
+    assert ways_of == [batch, both, batch, batch, batch, batch], "the kernel is for short loads"
     assert "kernel 8" in fake.given, "a range for each layer of each block"
 
 
-def test_a_way_of_vllm_that_does_not_work_here_is_said_to_be_missing(
-    make_gpu_rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("tests.benchmarks.vllm_copies", raising=False)
-    monkeypatch.setitem(sys.modules, VLLM_COPIES, None)
-    report = report_of((Case(4096, 4, 2),), make_gpu_rig)
-    assert set(report.to_json()["missing"]) == {copies.VLLM_BATCH, copies.VLLM_KERNEL}
-    assert "not measured: vLLM batch (ModuleNotFoundError" in report.render()
+@pytest.mark.parametrize("direction", Direction)
+def test_vllms_batched_call_goes_the_right_way(direction: Direction, monkeypatch) -> None:
+    pytest.importorskip("vllm.v1.simple_kv_offload.cuda_mem_ops")
+    pytest.importorskip("vllm.v1.kv_offload.cpu.swap_blocks_triton")
+    from tests.benchmarks import vllm_copies
+
+    calls: list[tuple[Any, ...]] = []
+    operations = vllm_copies.cuda_mem_ops
+    monkeypatch.setattr(operations, "build_params", lambda *arguments: arguments)
+    monkeypatch.setattr(operations, "copy_blocks", lambda *arguments: calls.append(arguments))
+    (copy,) = Case(8, 5, 2).make_copies(Traffic(direction.value))
+    caches, hosts = ([torch.zeros(5, 8) for _ in range(2)] for _ in range(2))
+    vllm_copies.batched_call(copy, (caches, hosts), "a stream")()
+    blocks, slots = copy.block_ids.tolist(), copy.slot_ids.tolist()
+    ((from_ids, to_ids, (sources, targets, stream, _)),) = calls
+    is_store = direction is Direction.STORE
+    assert stream == "a stream"
+    assert (from_ids, to_ids) == ((blocks, slots) if is_store else (slots, blocks))
+    assert sources["1"] is (caches if is_store else hosts)[1]
+    assert targets["0"] is (hosts if is_store else caches)[0]

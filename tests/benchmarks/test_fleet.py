@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,16 +13,13 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.circuit import FAILURES_MAX
 from safe_offload.tiers.files.tier import FileTier
 from tests.benchmarks import fleet_engine
-from tests.benchmarks.__main__ import main
 from tests.benchmarks.fleet import (
-    LONGEST,
     MIDDLE,
     START,
     VOCABULARY,
     Fleet,
     Row,
     make_prompts,
-    make_report,
 )
 from tests.benchmarks.fleet_engine import FleetCore, Sample
 from tests.benchmarks.slow_tier import ALLOWED_S, ALLOWED_SHARE
@@ -47,6 +43,7 @@ def make_row(*samples: Sample, begun_s: float = 0.0, **opened_s: float) -> Row:
 # ---- a sample of what the command runs ----------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path: Path) -> None:
     prompts = make_prompts(40, 1)
     with Fleet(tmp_path) as fleet:
@@ -153,31 +150,3 @@ def test_late_is_a_breach_once_a_breaker_is_open() -> None:
     assert not make_row(GOOD, early, LATE, read=6.0).is_kept
     assert make_row(GOOD, early, GOOD, begun_s=8.0).is_kept, "before the trouble"
     assert not make_row(GOOD, replace(GOOD, is_right=False)).is_kept
-
-
-def test_the_table_has_what_became_of_a_row(tmp_path: Path) -> None:
-    row = make_row(GOOD, replace(LATE, begin_s=5.0), GOOD, begun_s=4.0, read=6.0)
-    report = make_report([row], {})
-    cells = report.sections[0].splitlines()[-1].split("  ")
-    told = [cell.strip() for cell in cells if cell.strip()]
-    assert told[:2] == ["a trouble", MIDDLE]
-    assert told[2:10] == ["3 of 3", "3", "3", "1", "3", "0", "2", "4.07"]
-    assert told[-2:] == ["2.0 s, -", "0"]
-    json.dumps(report.to_json())
-
-
-def test_turns_go_on_where_one_before_ended_and_are_never_too_long() -> None:
-    prompts = make_prompts(300, 1)
-    assert prompts == make_prompts(300, 1)
-    assert max(map(len, prompts)) <= LONGEST
-    begun = {tuple(prompt) for prompt in prompts}
-    num_going_on = sum(
-        any(tuple(prompt[:length]) in begun for length in range(100, len(prompt)))
-        for prompt in prompts
-    )
-    assert num_going_on > 200
-
-
-def test_too_few_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fleet", "--requests", "7"]) == 1
-    assert "--requests" in capsys.readouterr().err

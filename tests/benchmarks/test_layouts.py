@@ -13,7 +13,6 @@ from tests.benchmarks.layouts import (
     NUM_LAYERS,
     WHOLE,
     busy_s,
-    find_ranges,
     measure_copies,
     ratios,
 )
@@ -22,7 +21,8 @@ FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_engines")
+@pytest.mark.timeout(3600)
 def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:
     sizes = ["--prompt-tokens", "500", "--answer-tokens", "4", "--rounds", "1", *FEW]
     figures = tmp_path / "figures.json"
@@ -43,13 +43,6 @@ def test_copies_differ_in_the_number_of_ranges_only() -> None:
     apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))
     assert apart == NUM_LAYERS * whole
     assert set(ratios(found.samples)) == {"store", "load", "both"}
-
-
-def test_the_start_line_says_in_how_many_ranges() -> None:
-    line = "Rank 0 keeps KV cache in 2.00 GiB of host memory: 65536 slots of 32768 bytes in "
-    assert find_ranges(f"{line}2 ranges, 65536 of them ready.") == "2 ranges"
-    assert find_ranges(f"{line}one range, 65536 of them ready.") == "one range"
-    assert find_ranges("nothing was started") == "no copies"
 
 
 def test_a_ratio_is_of_the_same_round() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks preemption`: its workload, and what it counts, without an engine."""
+"""`python -m tests.benchmarks preemption`: what it counts, without an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.errors import ConfigError, SafeOffloadError
+from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import preemption
 from tests.benchmarks.preemption import Ledger, Workload, watch
 from tests.benchmarks.preemption_report import (
@@ -21,108 +21,55 @@ from tests.benchmarks.preemption_report import (
     num_different_answers,
 )
 
-
-def read_options(*arguments: str) -> preemption.PreemptionOptions:
-    parser = argparse.ArgumentParser()
-    preemption.add_arguments(parser)
-    return preemption.read_options(parser.parse_args(arguments))
-
-
-def as_tuple(recovery: Recovery) -> tuple[int, int, int, int]:
-    return recovery.num_computed, recovery.num_gpu, recovery.num_host, recovery.num_again
-
-
-# ---- the workload ------------------------------------------------------------------------------
-
-
-def test_the_workload_follows_from_the_seed() -> None:
-    one, same, other = (
-        preemption.make_workload(read_options("--seed", seed)) for seed in ("1", "1", "2")
-    )
-    assert one == same
-    assert one != other
-
-
-def test_no_two_prompts_begin_alike_and_none_is_shorter_than_half_of_the_longest() -> None:
-    workload = preemption.make_workload(read_options("--requests", "40"))
-    assert len({prompt[:32] for prompt in workload.prompts}) == 40
-    assert all(128 <= len(prompt) <= 256 for prompt in workload.prompts)
-    assert all(384 <= number <= 768 for number in workload.nums_answer_tokens)
+LONE = Workload(((1,) * 100,), (2,))
+"""One request that computes 101 tokens."""
 
 
 def test_the_pool_is_a_share_of_what_all_requests_hold() -> None:
-    options = read_options("--pool-ratio", "0.5")
+    parser = argparse.ArgumentParser()
+    preemption.add_arguments(parser)
+    options = preemption.read_options(parser.parse_args(["--pool-ratio", "0.5"]))
     workload = Workload(((1,) * 100, (2,) * 20), (28, 76))  # 4 and 3 blocks of 32
     assert preemption.count_pool_blocks(options, "llama", workload) == round(3.5) + 1
-
-
-def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--answer-tokens"):
-        read_options("--answer-tokens", "0")
-    with pytest.raises(ConfigError, match="--pool-ratio"):
-        read_options("--pool-ratio", "0")
+    assert preemption.make_workload(options) == preemption.make_workload(options)
 
 
 # ---- the ledger --------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_never_preempted_computes_nothing_again() -> None:
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        # 32 of the GPU, 64 of the host; four again and one new.
+        ([("matched", 32), ("scheduled", 96, 5)], [(100, 32, 64, 4)]),
+        # What is lost twice counts once for each time it is computed again.
+        (
+            [
+                ("matched", 0),
+                ("scheduled", 0, 60),
+                ("preempted", 60),
+                ("matched", 0),
+                ("scheduled", 0, 101),
+            ],
+            [(100, 0, 0, 60), (60, 0, 0, 100)],
+        ),
+        # Blocks for 96 tokens of the host, which never arrive.
+        ([("matched", 0), ("matched", 0), ("scheduled", 0, 101)], [(100, 0, 0, 100)]),
+    ],
+)
+def test_what_came_back_is_told_from_what_was_computed_again(calls, found) -> None:
     ledger = Ledger()
-    ledger.matched("a", 0)
-    ledger.scheduled("a", 0, 100)
-    ledger.scheduled("a", 100, 1)
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 101
-    assert ledger.recoveries == []
-
-
-def test_what_came_back_is_told_from_what_was_computed_again() -> None:
-    ledger = Ledger()
-    ledger.scheduled("a", 0, 100)
-    ledger.preempted("a", 100)
-    ledger.matched("a", 32)
-    ledger.scheduled("a", 96, 5)  # 32 of the GPU, 64 of the host; four again and one new
-    assert [as_tuple(recovery) for recovery in ledger.recoveries] == [(100, 32, 64, 4)]
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 101
-
-
-def test_what_is_lost_twice_counts_once_for_each_time_it_is_computed_again() -> None:
-    ledger = Ledger()
-    ledger.scheduled("a", 0, 100)
-    ledger.preempted("a", 100)
-    ledger.matched("a", 0)
-    ledger.scheduled("a", 0, 60)
-    ledger.preempted("a", 60)
-    ledger.matched("a", 0)
-    ledger.scheduled("a", 0, 101)
-    assert [as_tuple(recovery) for recovery in ledger.recoveries] == [
-        (100, 0, 0, 60),
-        (60, 0, 0, 100),
-    ]
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 101
-
-
-def test_a_load_that_failed_did_not_come_back() -> None:
-    ledger = Ledger()
-    ledger.scheduled("a", 0, 100)
-    ledger.preempted("a", 100)
-    ledger.matched("a", 0)  # blocks for 96 tokens of the host, which never arrive
-    ledger.matched("a", 0)
-    ledger.scheduled("a", 0, 101)
-    assert [as_tuple(recovery) for recovery in ledger.recoveries] == [(100, 0, 0, 100)]
-
-
-def test_what_a_cache_has_of_a_new_prompt_is_not_needed() -> None:
-    ledger = Ledger()
-    ledger.matched("a", 64)
-    ledger.scheduled("a", 64, 37)
-    assert ledger.close(Workload(((1,) * 100,), (2,))) == 37
+    for name, *numbers in [("scheduled", 0, 100), ("preempted", 100), *calls]:
+        getattr(ledger, name)("a", *numbers)
+    assert ledger.recoveries == [Recovery(*numbers) for numbers in found]
+    assert ledger.close(LONE) == 101
 
 
 def test_counts_that_do_not_add_up_are_an_error() -> None:
     ledger = Ledger()
     ledger.scheduled("a", 0, 99)
     with pytest.raises(SafeOffloadError, match="99 tokens were scheduled; expected 101"):
-        ledger.close(Workload(((1,) * 100,), (2,)))
+        ledger.close(LONE)
 
 
 class FakeScheduler:
@@ -151,7 +98,7 @@ def test_the_ledger_is_told_what_the_scheduler_does() -> None:
     watch(scheduler, ledger)
     scheduler.schedule()
     assert (ledger.num_steps, ledger.num_scheduled, ledger.num_prompt_hits) == (1, 8, 32)
-    assert [as_tuple(recovery) for recovery in ledger.recoveries] == [(50, 0, 0, 0)]
+    assert ledger.recoveries == [Recovery(50)]
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -159,66 +106,20 @@ def test_the_ledger_is_told_what_the_scheduler_does() -> None:
 
 def make_run(*recoveries: Recovery, answer: int = 7) -> EngineRun:
     num_again = sum(recovery.num_again for recovery in recoveries)
-    return EngineRun(
-        num_steps=10,
-        num_scheduled=200 + num_again,
-        num_once=200,
-        recoveries=recoveries,
-        token_ids=((1, 2), (3, answer)),
-        counters={"rescued_blocks": 3.0},
-    )
+    counters = {"rescued_blocks": 3.0}
+    return EngineRun(10, 200 + num_again, 200, recoveries, ((1, 2), (3, answer)), counters)
 
 
-OPTIONS = {
-    "num_requests": 2,
-    "num_prompt_tokens": 100,
-    "num_answer_tokens": 2,
-    "pool_ratio": 0.5,
-    "block_size": 32,
-}
-
-
-def make_runs(answer: int = 7) -> CaseRuns:
-    runs = {
-        BASELINE: make_run(Recovery(100, 20, 0, 80), Recovery(100, 0, 0, 100)),
-        "ours eager": make_run(Recovery(100, 20, 72, 8), Recovery(100, 0, 90, 10), answer=answer),
-    }
-    return CaseRuns("llama", 9, runs)
-
-
-def test_shares_are_of_what_the_gpu_did_not_have_and_of_the_baseline() -> None:
-    runs = make_runs()
-    assert runs.runs["ours eager"].host_share == pytest.approx(162 / 180)
-    assert runs.saved_share("ours eager") == pytest.approx(0.9)
-
-
-def test_without_a_preemption_there_are_no_shares() -> None:
-    runs = CaseRuns("llama", 9, {BASELINE: make_run()})
-    assert runs.runs[BASELINE].host_share is None
-    assert runs.saved_share(BASELINE) is None
-
-
-def test_the_table_has_a_line_for_each_engine() -> None:
-    table = make_report([make_runs()], OPTIONS, {}).render()
-    (line,) = (line for line in table.splitlines() if line.startswith("ours eager"))
+@pytest.mark.parametrize(("answer", "equality"), [(7, "all 2 equal"), (8, "1 of 2 DIFFER")])
+def test_the_table_has_shares_of_what_the_gpu_did_not_have(answer: int, equality: str) -> None:
+    ours = make_run(Recovery(100, 20, 72, 8), Recovery(100, 0, 90, 10), answer=answer)
+    baseline = make_run(Recovery(100, 20, 0, 80), Recovery(100, 0, 0, 100))
+    cases = [CaseRuns("llama", 9, {BASELINE: baseline, "ours eager": ours})]
+    sizes = {"num_requests": 2, "num_prompt_tokens": 100, "num_answer_tokens": 2}
+    report = make_report(cases, {**sizes, "pool_ratio": 0.5, "block_size": 32}, {})
+    assert ours.host_share == pytest.approx(162 / 180)
+    (line,) = (line for line in report.render().splitlines() if line.startswith("ours eager"))
     assert line.split()[2:] == ["2", "200", "20", "162", "18", "90.0%", "90.0%", "3", "0"]
-    assert "all 2 equal" in table
-
-
-def test_a_different_answer_is_counted_and_shown() -> None:
-    cases = [make_runs(answer=8)]
-    assert num_different_answers(cases) == 1
-    assert "1 of 2 DIFFER" in make_report(cases, OPTIONS, {}).render()
-
-
-def test_the_json_file_holds_every_preemption() -> None:
-    content = json.loads(json.dumps(make_report([make_runs()], OPTIONS, {}).to_json()))
-    ours = content["cases"][0]["engines"]["ours eager"]
-    assert ours["recoveries"][0] == {
-        "num_computed": 100,
-        "num_gpu": 20,
-        "num_host": 72,
-        "num_again": 8,
-    }
-    assert ours["host_share"] == pytest.approx(0.9)
-    assert "2 requests at once" in content["method"]
+    assert equality in report.render()
+    assert num_different_answers(cases) == (answer != 7)
+    assert json.loads(json.dumps(report.to_json()))["cases"][0]["num_gpu_blocks"] == 9

@@ -1,8 +1,7 @@
 """The benchmark `scheduler`: every connector serves every trace, and what ours executes."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +10,8 @@ from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine, s
 from tests.benchmarks.scheduler_measure import (
     Answers,
     Facts,
-    Timing,
     count_hooks,
     observe,
-    time_hooks,
 )
 from tests.benchmarks.scheduler_probe import (
     HOOKS,
@@ -22,7 +19,6 @@ from tests.benchmarks.scheduler_probe import (
     HookCounter,
     HookTimer,
     WrapperCost,
-    measure_wrapper_cost,
     wrap_hooks,
 )
 from tests.benchmarks.scheduler_traces import LAYOUTS, TRACES, make_trace
@@ -30,6 +26,7 @@ from tests.simulator.peers import SafeWorker
 
 TINY_SHARE = 16
 COPY_STEPS = 1
+OURS = ("ours-eager", "ours-lazy")
 WITH_HOOKS = [name for name in CONTESTANTS if name != "none"]
 
 INSTRUCTIONS_MAX = {
@@ -57,7 +54,9 @@ def observed(trace: str, layout: str, name: str) -> tuple[Facts, Answers]:
     return observe(make_trace(trace, layout, share=TINY_SHARE), name, COPY_STEPS)
 
 
+@functools.cache
 def instructions_of(name: str, trace: str) -> int:
+    observed(trace, "plain", name)  # fills caches that live as long as the process
     counts = count_hooks(make_trace(trace, "plain", share=TINY_SHARE), name, COPY_STEPS)
     return sum(counts.values(), Counts()).instructions
 
@@ -72,7 +71,7 @@ def test_every_connector_answers_every_request_with_the_same_tokens(
 ) -> None:
     _, expected = observed(trace, layout, "none")
     assert len(expected) == make_trace(trace, layout, share=TINY_SHARE).num_requests
-    for name in WITH_HOOKS:
+    for name in WITH_HOOKS if layout == "plain" else OURS:  # a run compares them all
         assert observed(trace, layout, name)[1] == expected
 
 
@@ -85,27 +84,19 @@ def test_what_comes_back_is_hit_on_the_host(name: str) -> None:
     assert facts.num_computed < 0.7 * alone.num_computed
 
 
-def test_requests_are_preempted_under_pressure() -> None:
-    assert observed("pressure", "plain", "none")[0].num_preemptions > 0
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trace", TRACES)
-@pytest.mark.parametrize("name", ["ours-eager", "ours-lazy"])
+@pytest.mark.parametrize("name", OURS)
 def test_ours_keeps_no_block_from_the_pool(name: str, trace: str, layout: str) -> None:
     assert observed(trace, layout, name)[0].kept_max == 0
-
-
-def test_simple_keeps_blocks_that_it_stores() -> None:
-    assert observed("chats", "plain", "simple-lazy")[0].kept_max > 0
 
 
 # ---- cases -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "num_steps"), [("simple-eager", 5), ("ours-eager", 0)])
-def test_the_second_long_request_waits_for_kept_blocks(name: str, num_steps: int) -> None:
-    assert scheduler_cases.wait_back_to_back(name, 5).num_steps == num_steps
+def test_the_second_long_request_waits_for_kept_blocks() -> None:
+    assert scheduler_cases.wait_back_to_back("simple-eager", 5).num_steps == 5
+    assert scheduler_cases.wait_back_to_back("ours-eager", 5).num_steps == 0
 
 
 @pytest.mark.parametrize("name", ["simple-eager", "offloading", "ours-eager"])
@@ -137,15 +128,8 @@ def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(
 def test_ours_executes_at_most_a_fixed_share_of_what_the_other_does(
     mine: str, other: str, trace: str
 ) -> None:
-    observed(trace, "plain", mine)  # fills caches that live as long as the process
-    observed(trace, "plain", other)
     ratio = instructions_of(mine, trace) / instructions_of(other, trace)
     assert ratio <= INSTRUCTIONS_MAX[mine, other, trace]
-
-
-def test_counts_are_the_same_every_time() -> None:
-    observed("long", "plain", "ours-eager")
-    assert instructions_of("ours-eager", "long") == instructions_of("ours-eager", "long")
 
 
 def test_a_counter_sees_python_and_c_functions_and_not_itself() -> None:
@@ -158,28 +142,12 @@ def test_a_counter_sees_python_and_c_functions_and_not_itself() -> None:
     assert counter.total.calls == 2
 
 
-class Connector:
-    """Calls one hook from another, as a connector for hybrid models may."""
-
-    def request_finished(self, request: Any) -> None:
-        pass
-
-    def request_finished_all_groups(self, request: Any) -> None:
-        self.request_finished(request)
-
-    def shutdown(self) -> None:
-        pass
-
-
 def test_a_hook_that_another_one_calls_is_not_counted_twice() -> None:
-    wrapped = []
-
-    def wrap(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped.append(name)
-        return hook
-
-    wrap_hooks(Connector(), wrap)
-    assert wrapped == ["request_finished_all_groups"]
+    names = ("request_finished", "request_finished_all_groups", "shutdown")
+    connector = SimpleNamespace(**dict.fromkeys(names))
+    wrap_hooks(connector, lambda name, hook: f"wrapped {name}")
+    assert connector.request_finished is connector.shutdown is None, "the other may call it"
+    assert connector.request_finished_all_groups == "wrapped request_finished_all_groups"
 
 
 def test_the_timer_sees_every_hook_that_the_scheduler_calls() -> None:
@@ -190,20 +158,6 @@ def test_the_timer_sees_every_hook_that_the_scheduler_calls() -> None:
     assert set(timer.samples_ns) <= set(HOOKS)
     assert len(timer.samples_ns["on_new_request"]) == trace.num_requests
     assert len(timer.samples_ns["build_connector_meta"]) == len(timer.steps_ns) == engine.num_steps
-
-
-def test_hooks_are_a_part_of_the_time_in_the_scheduler() -> None:
-    trace = make_trace("long", "plain", share=TINY_SHARE)
-    timing = Timing.of([time_hooks(trace, "ours-eager", COPY_STEPS, WrapperCost(0, 0))] * 2)
-    assert 0 < timing.total_ns < timing.scheduler_ns
-    assert timing.steps.total_ns <= timing.total_ns
-    assert sum(time.total_ns for time in timing.hooks.values()) == timing.total_ns
-
-
-def test_the_wrapper_has_a_cost() -> None:
-    cost = measure_wrapper_cost()
-    assert 0 < cost.inside_ns < 100_000
-    assert cost.outside_ns < 100_000
 
 
 def test_our_stand_in_settles_a_store_at_once_when_it_is_fenced() -> None:

@@ -1,18 +1,13 @@
 """Figures, table and picture of the benchmark `scheduler`, from samples made by hand."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.benchmarks.plots import save_plot
 from tests.benchmarks.scheduler_cases import Growth, Hit, Wait
-from tests.benchmarks.scheduler_measure import Facts, HookTime, Timing, percentile
+from tests.benchmarks.scheduler_measure import Facts, HookTime, Timing
 from tests.benchmarks.scheduler_probe import Counts, WrapperCost
 from tests.benchmarks.scheduler_report import (
     SchedulerFound,
     TraceFound,
-    draw,
     make_report,
 )
 
@@ -78,12 +73,6 @@ def test_counts_are_compared_by_instructions(found: SchedulerFound) -> None:
     assert trace.total_counts("ours-eager") == Counts(3, 5, 50)
 
 
-def test_a_percentile_is_a_sample() -> None:
-    assert percentile([3, 1, 2], 99) == 3
-    assert percentile(list(range(100)), 50) == 49
-    assert percentile([5], 1) == 5
-
-
 def test_the_table_has_the_method_and_every_figure(found: SchedulerFound) -> None:
     table = make_report(found, {"date": "2026-01-01", "commit": "abc"}).render()
     assert table.startswith("vLLM's scheduler with each connector's scheduler side. 2026-01-01")
@@ -97,18 +86,3 @@ def test_the_table_has_the_method_and_every_figure(found: SchedulerFound) -> Non
     assert "ours-eager 5,000 1,000 200 100 100 1,400 33,000" in words
     assert "2,000: 10.0 us, 7.0 ms 20,000: 123 calls" in words
     assert "ours-eager/simple-eager 0.50; ours-eager/offloading 0.25" in table
-
-
-def test_the_json_file_holds_method_figures_and_ratios(found: SchedulerFound) -> None:
-    content = json.loads(json.dumps(make_report(found, {}).to_json()))
-    trace = content["traces"]["chats plain"]
-    assert trace["timings"]["ours-eager"]["total_ns"] == 10_000_000
-    assert trace["ratios"]["ours-eager"]["time of simple-eager"] == 0.5
-    assert content["hits"]["plain"]["ours-eager"]["pickle_bytes"] == 33_000
-    assert content["wrapper"] == {"inside_ns": 100, "outside_ns": 250}
-
-
-def test_the_plot_is_a_png(found: SchedulerFound, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    save_plot(tmp_path / "bench.png", lambda figure: draw(figure, found), (11, 4.5))
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -21,13 +21,6 @@ FINGERPRINT = (
 )
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_seed_always_gives_the_same_trace_and_another_one_another(name: str) -> None:
-    trace = make_trace(name, "plain", share=SHARE)
-    assert make_trace(name, "plain", share=SHARE) == trace
-    assert make_trace(name, "plain", share=SHARE, seed=1) != trace
-
-
 def test_a_trace_is_the_same_in_another_process() -> None:
     outputs = {
         subprocess.run(

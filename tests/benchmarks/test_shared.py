@@ -43,13 +43,6 @@ def test_a_hit_that_many_want_is_no_slower_than_none(layout: str, case: Case, na
     assert ours.loaded_prefixes <= LOADED_MAX[layout]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_prefix_is_a_hit_in_every_case(name: str) -> None:
-    for layout in LAYOUTS:
-        for case in CASES:
-            assert served(name, layout, case).loaded_prefixes >= 1
-
-
 def test_the_other_connector_that_loads_for_each_is_slower() -> None:
     """The case is one: without waiting, it looks like this."""
     case = CASES[0]

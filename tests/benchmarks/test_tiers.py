@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,28 +53,6 @@ def test_every_way_of_every_size_is_told_and_nothing_is_left(tmp_path, capsys, m
     assert [one["num_objects"] for one in found["sizes"]] == [32, 4]
     assert all(len(samples) == 2 for one in found["sizes"] for samples in one["samples"].values())
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--rounds", "0"), "--rounds: expected at least 1"),
-        (("--threads", "0"), '["tiers"][0]["threads"] = 0: it is too small'),
-        (("--password-file", "/p"), "file:// has no such setting"),
-        (("--object-bytes", "5000"), "expected a multiple of 4096, found 5000"),
-        (("--round-bytes", "60GiB"), "Fix: a smaller --round-bytes"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(tmp_path, capsys, monkeypatch, arguments, said):
-    usage = tiers.shutil.disk_usage(tmp_path)._replace(free=1 << 30)
-    monkeypatch.setattr(tiers.shutil, "disk_usage", lambda _: usage)
-    assert bench(str(tmp_path), *arguments) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
-    assert bench(str(tmp_path / "none")) == 1
-    assert "Fix: create it" in capsys.readouterr().err
 
 
 def test_an_object_that_does_not_come_ends_it(tmp_path, monkeypatch, capsys):
@@ -137,14 +113,6 @@ def test_a_tier_that_does_not_take_everything_ends_it():
         wait_until_spilled(cast(EngineProcess, engine))
 
 
-@pytest.mark.usefixtures("no_waiting")
-def test_a_tier_that_is_written_to_for_ever_ends_it(monkeypatch):
-    monkeypatch.setattr(tiers_engine, "SPILLED_TIMEOUT_S", 0.2)
-    engine = Counting((number, 0, 0, 0) for number in itertools.count())
-    with pytest.raises(SafeOffloadError, match="still written to"):
-        wait_until_spilled(cast(EngineProcess, engine))
-
-
 def make_slots(count: int = 3, size_bytes: int = 300_000) -> list[Buffers]:
     memory = memoryview(bytearray(os.urandom(count * size_bytes)))
     return [(memory[i * size_bytes : (i + 1) * size_bytes],) for i in range(count)]
@@ -163,16 +131,6 @@ def test_the_other_end_of_a_socket_takes_and_sends_every_byte(is_unix):
         assert [bytes(slot[0]) for slot in slots] == written
     finally:
         limit.close()
-
-
-def test_an_end_of_a_socket_that_dies_is_an_error():
-    limit = SocketLimit(make_slots(), 2, is_unix=True)
-    (other_end,) = multiprocessing.active_children()
-    other_end.kill()
-    other_end.join()
-    with pytest.raises((SafeOffloadError, OSError)):
-        limit.read(0)
-    limit.close()
 
 
 def test_a_store_is_written_and_read_by_its_library_alone_and_emptied(tmp_path: Path):

@@ -88,15 +88,10 @@ METHOD_OF_ALL = (
 
 @dataclass(frozen=True, slots=True)
 class TierBenchOptions:
-    """What to measure, and where.
+    """What to measure, and where."""
 
-    Attributes:
-        written: the tier as `tiers` in a configuration has it.
-        config: the same, read.
-    """
-
-    written: Mapping[str, Any]
-    config: TierConfig
+    written: Mapping[str, Any]  # the tier as `tiers` in a configuration has it
+    config: TierConfig  # the same, read
     object_bytes: tuple[int, ...]
     round_bytes: int
     rounds: int
@@ -121,27 +116,22 @@ class SizeFound:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes that each way moves in a round."""
         return self.object_bytes * self.num_objects
 
     def rates(self, way: str) -> list[float]:
-        """Return GB/s of each round."""
         return [self.size_bytes / sample.seconds / 1e9 for sample in self.samples[way]]
 
     def share(self, way: str) -> float:
-        """Return how much of the limit's rate a way of the tier reaches."""
         limit = self.samples[f"{self.limit} {way.split()[1]}"]
         pairs = zip(limit, self.samples[way], strict=True)
         return statistics.median(limit.seconds / tier.seconds for limit, tier in pairs)
 
     def cpu_s_per_gib(self, way: str) -> float:
-        """Return CPU seconds for a GiB."""
         cpu_s = statistics.median(sample.cpu_s for sample in self.samples[way])
         return cpu_s * GIB / self.size_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `python -m tests.benchmarks tiers`."""
     add = parser.add_argument
     add(
         "place",
@@ -200,9 +190,6 @@ def _engine_options(
 
 
 def read_options(arguments: argparse.Namespace) -> TierBenchOptions:
-    """Return what was asked for; raise ConfigError if it makes no sense."""
-    if arguments.rounds < 1:
-        raise ConfigError("--rounds: expected at least 1")
     url = arguments.place
     if "://" not in url:
         url = f"file://{quote(str(Path(url).absolute()))}"
@@ -224,7 +211,7 @@ def read_options(arguments: argparse.Namespace) -> TierBenchOptions:
 
 
 def read_tier(written: Mapping[str, Any]) -> TierConfig:
-    """Return what one entry of `tiers` means; raise ConfigError if it makes no sense."""
+    """Return what one entry of `tiers` means."""
     config: TierConfig = tiers().read("tiers", [dict(written)])[0]
     return config
 
@@ -276,13 +263,6 @@ def _place_of_ours(options: TierBenchOptions) -> Iterator[dict[str, Any]]:
 def measure(
     options: TierBenchOptions, written: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[list[SizeFound], list[float]]:
-    """Return what was found for each size, and the seconds of the probes.
-
-    Args:
-        options: what was asked for.
-        written: the tier, in a place of its own.
-        say: takes progress.
-    """
     found = []
     for object_bytes in options.object_bytes:
         say(f"objects of {format_bytes(object_bytes)} ...")
@@ -343,7 +323,6 @@ class _Rig:
         _require(self._runner.run(self._tier.fetch(self._names(generation), self._slots)))
 
     def close(self) -> None:
-        """Give back what was taken."""
         self._runner.run(self._tier.close())
         self._runner.close()
         self._limit.close()
@@ -360,14 +339,12 @@ def _limit_of(config: TierConfig, slots: Sequence[Buffers]) -> Limit:
 
 
 def _open(config: TierConfig, slot_bytes: int) -> tuple[Tier, bytes]:
-    """Return the tier, and the namespace of objects of this size."""
     facts = {"benchmark": config.namespace, "bytes": str(slot_bytes)}
     tier, namespace_of = open_tier(config, slot_bytes, facts)
     return tier, namespace_of("")
 
 
 def names(namespace: bytes, count: int, generation: int) -> list[Name]:
-    """Return names that no other generation has."""
     head = generation.to_bytes(8, "big")
     return [Name(namespace, 0, head + i.to_bytes(24, "big")) for i in range(count)]
 
@@ -413,7 +390,6 @@ def make_report(
     engines: EngineFound | None,
     machine: dict[str, Any],
 ) -> Report:
-    """Return tables of what was found."""
     limit = found[0].limit
     rows = [["objects", "way", "GB/s", "objects/s", f"of the {limit}", "CPU s a GiB"]]
     for one in found:

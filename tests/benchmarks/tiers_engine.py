@@ -31,7 +31,7 @@ START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
 SPILLED_TIMEOUT_S = 120.0
 QUIET_S = 1.5
-"""So long nothing is stored or spilled: all that was stored has been spilled."""
+"""Nothing was stored or spilled for that long: all that was stored has been spilled."""
 POLL_S = 0.3
 NUM_PROMPTS = 3
 HASH_ALGORITHM = "sha256_cbor"
@@ -76,13 +76,9 @@ class EngineFound:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchOptions:
-    """What to ask of which engine.
+    """What to ask of which engine."""
 
-    Attributes:
-        tier: as `tiers` of the configuration has it; nothing is in it yet.
-    """
-
-    tier: Mapping[str, Any]
+    tier: Mapping[str, Any]  # as `tiers` of the configuration has it; nothing is in it yet
     model: str
     prompt_tokens: int
     rounds: int
@@ -144,11 +140,7 @@ def _source_of(found: Answer) -> str:
 
 
 def measure_engines(options: EngineBenchOptions, say: Callable[[str], None]) -> EngineFound:
-    """Run the engines; `say` takes progress.
-
-    Raises:
-        SafeOffloadError: an engine died, or a prompt did not come from where it was to come.
-    """
+    """Run the engines; `say` takes progress."""
     prefix = "safe-offload-bench-"
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         bench = _Bench(options, Path(name))
@@ -186,11 +178,7 @@ def _medians(ttft_s: dict[str, list[float]]) -> str:
 
 
 def wait_until_spilled(engine: EngineProcess) -> None:
-    """Wait until an engine has stored and spilled nothing for a while.
-
-    Raises:
-        SafeOffloadError: it does not get quiet, or the tier would not take something.
-    """
+    """Wait until an engine has stored and spilled nothing for a while."""
     deadline_s = time.monotonic() + SPILLED_TIMEOUT_S
     before, since_s = None, time.monotonic()
     while time.monotonic() < deadline_s:
@@ -222,7 +210,6 @@ def _count_writes(engine: Any, _: None) -> dict[str, float]:
 
 
 def render(found: EngineFound) -> str:
-    """Return a table of times to first token."""
     rows: list[Sequence[str]] = [["time to first token", "ms", "times sooner than computed"]]
     for source in SOURCES:
         times_ms = [1e3 * seconds for seconds in found.ttft_s[source]]

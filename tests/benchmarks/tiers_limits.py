@@ -27,13 +27,9 @@ _SEND, _TAKE = b"s", b"t"
 
 
 class Limit(Protocol):
-    """Moves the bytes of all slots, in pieces of their size.
+    """Moves the bytes of all slots, in pieces of their size."""
 
-    Attributes:
-        name: of what sets the limit, in one word.
-    """
-
-    name: str
+    name: str  # of what sets the limit, in one word
 
     def write(self, generation: int) -> None:
         """Write all slots, to a place that no other generation has."""
@@ -56,11 +52,9 @@ class DeviceLimit:
         self._threads = ThreadPoolExecutor(threads)
 
     def write(self, generation: int) -> None:
-        """See `Limit.write`."""
         self._move(os.pwritev, generation)
 
     def read(self, generation: int) -> None:
-        """See `Limit.read`."""
         self._move(os.preadv, generation)
 
     def _move(self, call: Callable[[int, Any, int], int], generation: int) -> None:
@@ -78,7 +72,6 @@ class DeviceLimit:
         list(self._threads.map(run, range(self._num_threads)))
 
     def close(self) -> None:
-        """See `Limit.close`."""
         self._threads.shutdown()
         shutil.rmtree(self._folder)
 
@@ -120,7 +113,6 @@ class SocketLimit:
                     _receive(each, memoryview(bytearray(1)))  # only then has it started
 
     def write(self, generation: int) -> None:
-        """See `Limit.write`."""
 
         def run(index: int) -> None:
             target, slots = self._sockets[index], self._slots[index :: self._num_sockets]
@@ -143,7 +135,6 @@ class SocketLimit:
         list(self._threads.map(run, range(self._num_sockets)))
 
     def close(self) -> None:
-        """See `Limit.close`."""
         self._threads.shutdown()
         for each in self._sockets:
             each.close()
@@ -182,7 +173,6 @@ class StoreLimit:
         self._runner = asyncio.Runner(loop_factory=new_event_loop)
 
     def write(self, generation: int) -> None:
-        """See `Limit.write`."""
 
         async def put(path: str, slot: memoryview) -> None:
             await self._store.put_async(path, slot, use_multipart=False)
@@ -212,7 +202,6 @@ class StoreLimit:
         await asyncio.gather(*(work() for _ in range(self._num_connections)))
 
     def close(self) -> None:
-        """See `Limit.close`."""
         self._runner.close()
 
 
@@ -227,7 +216,6 @@ def _receive(source: socket.socket, target: memoryview) -> None:
 
 
 def serve(listener: socket.socket, num_sockets: int, cores: frozenset[int]) -> None:
-    """Run in the process at the other end, until all connections have ended."""
     os.sched_setaffinity(0, cores)
     with ThreadPoolExecutor(num_sockets) as threads:
         for _ in range(num_sockets):

@@ -26,10 +26,7 @@ def batched_call(
 ) -> Callable[[], None]:
     """Return one copy by vLLM's batched call, descriptors built in the call, as vLLM does.
 
-    Args:
-        copy: what to copy.
-        layers: of the KV cache and of the host memory; shape (num_blocks, range_bytes) each.
-        stream: that the copy is given to.
+    `layers` of KV cache and host memory have the shape (num_blocks, range_bytes) each.
     """
     blocks, slots = copy.block_ids.tolist(), copy.slot_ids.tolist()
     caches, hosts = ({str(index): layer for index, layer in enumerate(side)} for side in layers)
@@ -49,12 +46,7 @@ def has_kernel_for(range_bytes: int, direction: Direction) -> bool:
 
 
 def kernel_launch(ranges: Ranges, stream: Any) -> Callable[[], None]:
-    """Return one copy by vLLM's kernel; the addresses are worked out beforehand.
-
-    Args:
-        ranges: all of one length.
-        stream: that the kernel is launched on.
-    """
+    """Return one copy by vLLM's kernel; the addresses are worked out beforehand."""
     sources, targets, lengths = (
         torch.from_numpy(words.astype("int64")).pin_memory()
         for words in (ranges.sources, ranges.targets, ranges.lengths)

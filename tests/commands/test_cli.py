@@ -35,26 +35,23 @@ main(sys.argv[1:])
     assert printed == [expected] if argument == "--version" else "bench" in done.stdout
 
 
-def test_the_help_of_a_group_names_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["bench", "--help"], "engine"), (["bench", "engine", "--help"], "--prompt-tokens")],
+)
+def test_help_names_subcommands_and_options(arguments: list[str], word: str, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["bench", "--help"])
-    words = capsys.readouterr().out.split()
-    assert "engine" in words
+        main(arguments)
+    assert word in capsys.readouterr().out.split()
 
 
-def test_help_names_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "engine", "--help"])
-    assert "--prompt-tokens" in capsys.readouterr().out
-
-
-def test_no_rounds_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "engine", "--rounds", "0"]) == 1
-    assert "--rounds: expected at least 1" in capsys.readouterr().err
-
-
-def test_a_transfer_config_without_a_connector_is_an_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "engine", "--kv-transfer-config", "{}", "--rounds", "1"]) == 1
-    assert "kv_connector" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds: expected at least 1"),
+        (["--kv-transfer-config", "{}", "--rounds", "1"], "kv_connector"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(arguments: list[str], message: str, capsys) -> None:
+    assert main(["bench", "engine", *arguments]) == 1
+    assert message in capsys.readouterr().err

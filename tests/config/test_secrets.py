@@ -34,8 +34,9 @@ from safe_offload.errors import ConfigError
 from safe_offload.start import plugin
 from safe_offload.tiers.choice import open_tier
 
-PIECE = 6
-"""So many characters of a secret in a row are too many."""
+PIECE, NUMBER_PIECE = 8, 12
+"""Characters of a secret in a row that are too many; of one written as a number, where addresses
+and sizes of ours may hold shorter ones by chance."""
 ALPHABETS = (
     string.hexdigits.lower()[:16],
     string.ascii_letters + string.digits,
@@ -162,8 +163,8 @@ def json_of(value: object) -> str:
     return json.dumps(value, default=str, skipkeys=True)
 
 
-def pieces(text: str) -> set[str]:
-    return {text[start : start + PIECE] for start in range(len(text) - PIECE + 1)}
+def pieces(text: str, length: int = PIECE) -> set[str]:
+    return {text[start : start + length] for start in range(len(text) - length + 1)}
 
 
 def check_hidden(secret: str, texts: str) -> None:
@@ -171,9 +172,10 @@ def check_hidden(secret: str, texts: str) -> None:
     utf8 = secret.encode()
     escaped = secret.encode("unicode_escape").decode()
     forms = {secret, quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], escaped}
-    forms |= {repr(secret)[1:-1], base64.b64encode(utf8).decode(), utf8.hex(), repr(utf8)[2:-1]}
-    forms |= {str(int.from_bytes(utf8, "big"))}
+    forms |= {repr(secret)[1:-1], base64.b64encode(utf8).decode(), repr(utf8)[2:-1]}
+    numbers = pieces(utf8.hex(), NUMBER_PIECE) | pieces(str(int.from_bytes(utf8)), NUMBER_PIECE)
     found = set.union(*map(pieces, forms)) & pieces(texts)
+    found |= numbers & pieces(texts, NUMBER_PIECE)
     assert not found, f"{found} in: {texts}"
 
 

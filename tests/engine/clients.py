@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from tests.engine.http_server import HttpServer
-
-REQUEST_TIMEOUT_S = 180.0
+from tests.engine.http_server import HANG_S, HttpServer, make_body
 
 MARGIN_MIN = 1e-3
 """Nearer than this (in log-probability) the two likeliest tokens are a tie, which rounding decides.
@@ -69,25 +67,12 @@ class Reply:
     error: str | None = None
 
 
-def make_body(prompt: list[int], num_tokens: int) -> dict[str, object]:
-    """A greedy request for exactly so many tokens, in token ids."""
-    return {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "return_token_ids": True,
-    }
-
-
 def open_session(server: HttpServer) -> aiohttp.ClientSession:
     """A session whose every request has a connection of its own, which going away closes."""
     return aiohttp.ClientSession(
         server.url,
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        timeout=aiohttp.ClientTimeout(total=HANG_S),
     )
 
 
@@ -136,7 +121,7 @@ async def ask_all(
                     await receive(session, prompts[ask.prompt_idx], reply)
             except TimeoutError:
                 if ask.cut_off_s is None:
-                    reply.error = f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
+                    reply.error = f"no answer within {HANG_S:.0f} s"
                     gave_up = True
             except (aiohttp.ClientError, OSError) as error:
                 reply.error = repr(error)
@@ -187,14 +172,3 @@ def is_a_tie(expected: Expected, tokens: Sequence[int], position: int) -> bool:
         expected.margins[position] < MARGIN_MIN
         and tokens[position] == expected.runners_up[position]
     )
-
-
-def wait_until_drained(server: HttpServer) -> None:
-    """Wait until the engine has no request, or fail: then it lost one."""
-
-    def is_drained() -> bool:
-        metrics = server.metrics()
-        names = ("running", "waiting")
-        return not any(metrics[f"vllm:num_requests_{name}"] for name in names)
-
-    server.wait_for(is_drained, "the engine to be without requests", timeout_s=120.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import time
@@ -20,17 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.tiny_models import write_tiny_model
-from tests.engine.engines import ENVIRONMENT, connector
+from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import EXAMPLES, Prometheus, as_asked, prometheus
-from tests.engine.test_observability import ask
+from tests.engine.test_observability import SERVER as OBSERVED
 
-ARGUMENTS = (
-    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
-    *("--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "200", "--prefix-caching-hash-algo", "sha256_cbor"),
-    "--kv-transfer-config",
-)
+SERVER = OBSERVED | {"max_model_len": 2048, "num_blocks": 200}
 NUM_SLOTS, TIER_CAPACITY = 600, "64MiB"
 NUM_USERS, NUM_FIRST_TOKENS, NUM_TURN_TOKENS, NUM_TURNS = 16, 640, 160, 7
 INTERVAL_S = 20
@@ -46,7 +40,7 @@ def serve(server: HttpServer, duration_s: float) -> None:
     begin_s, has_reset = time.monotonic(), False
 
     def turn(index: int) -> None:
-        ask(server, users[index])
+        server.ask(users[index], 8)
         users[index] = users[index] + _tokens(rng, NUM_TURN_TOKENS)
         if len(users[index]) > NUM_FIRST_TOKENS + NUM_TURNS * NUM_TURN_TOKENS:
             users[index] = _tokens(rng, NUM_FIRST_TOKENS)
@@ -155,15 +149,13 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0, help="of load (%(default)s)")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_tiny_model("llama", folder / "model")
         tiers = [{"url": f"file://{folder / 'tier'}", "capacity": TIER_CAPACITY}]
         config = connector(NUM_SLOTS, tiers=tiers)
         del config["kv_connector_extra_config"]["min_load_tokens"]  # what pays is measured
-        with HttpServer(model, (*ARGUMENTS, json.dumps(config)), folder / "server") as server:
+        with HttpServer(model, folder / "server", config=config, **SERVER) as server:
             server.wait_until_healthy()
             with prometheus(server.url.removeprefix("http://"), folder / "prometheus") as found:
                 found.wait_for(lambda: bool(found.query("vllm:safe_offload_slots")), "a scrape")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
-from tests import fresh_process
+from tests.fresh_process import ENVIRONMENT, start_engine
 from tests.network import enter
 
 CHILDREN = Path(__file__).with_name("children")
@@ -41,16 +41,10 @@ CHUNK_TOKENS = 512
 RESET_GPU_CACHE = "reset the GPU's prefix cache"
 EMPTY_FOLDER = "empty a folder"
 
-ABC_TWICE = ("A", "B", "C", "A", "B", "C")
+LONG_WAIT_S = 600
+"""Of transfers, and of calls of tiers: none is cut short where a machine is busy."""
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONFAULTHANDLER": "1",
-}
+ABC_TWICE = ("A", "B", "C", "A", "B", "C")
 
 TROUBLE = (
     "contained_errors",
@@ -240,10 +234,17 @@ def connector(num_slots: int = 2000, **extra: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "num_cpu_blocks": num_slots,
             "check_invariants": True,
+            "transfer_timeout_s": LONG_WAIT_S,
             **EVERY_HIT,
             **extra,
         },
     }
+
+
+def tier_at(url: Path | str, **more: Any) -> dict[str, Any]:
+    """A tier: a directory, or what a url names."""
+    url = f"file://{url}" if isinstance(url, Path) else url
+    return {"url": url, "wait_s": LONG_WAIT_S, "timeout_s": LONG_WAIT_S, **more}
 
 
 def run(
@@ -276,7 +277,7 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
     job_path, report_path, log_path = (folder / n for n in ("job.json", "report.json", "log"))
     job_path.write_text(json.dumps(asdict(job)))
     environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not job.in_process))}
-    process = fresh_process.start(
+    process = start_engine(
         _run_child, child, job_path, report_path, log=log_path, environment=environment
     )
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
@@ -12,68 +14,73 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from safe_offload.start import last_words
+from tests.fresh_process import ENVIRONMENT, start, start_engine
 
 LOG_TAIL_LINES = 60
-
-# Leads the process group. Its standard input is a pipe that only the test holds, so the end of the
-# test closes it, also when the test's process is killed; then the whole group is killed.
-_GUARD = """
-import os, signal, subprocess, sys, threading
-
-def kill_group():
-    sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
-
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-threading.Thread(target=kill_group, daemon=True).start()
-os._exit(server.wait())
-"""
+HANG_S = 600.0
+"""No wait of a busy machine takes so long."""
+BLOCK_SIZE = 32
+PREFIX = "vllm:safe_offload_"
 
 
 class HttpServer:
-    """`python -m vllm.entrypoints.openai.api_server` on a free port of the loopback interface.
+    """vLLM's API server on a free port of the loopback interface.
 
     A context manager: entering starts the server (it does not wait), leaving ends it and every
-    process that it started.
+    process that it started. Its processes are forks of one that has imported vLLM.
 
     Args:
         model: folder of the model; served under the name `model`.
-        arguments: further arguments of the server.
         folder: the server runs in it, and its output goes to `server.log` there.
+        num_blocks: of the GPU's pool.
+        config: its `kv_transfer_config`; None for a server without connector.
+        arguments: further arguments of the server.
         environment: more variables for the server.
+        is_command: run `python -m vllm.entrypoints.openai.api_server`, as operators do.
     """
 
     def __init__(
         self,
         model: Path,
-        arguments: Sequence[str],
         folder: Path,
+        *,
+        num_blocks: int = 100,
+        config: Mapping[str, Any] | None = None,
+        max_model_len: int = 1024,
+        max_num_seqs: int = 4,
+        arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        is_command: bool = False,
     ) -> None:
         self._folder = folder
         self._environment = dict(environment or {})
         self._log_path = folder / "server.log"
-        self._port = find_free_port()
-        self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        self._port_holder, self._port = _hold_port()
+        self._run, self._start = (_run_command, start) if is_command else (_run_fork, start_engine)
+        self._arguments = [
             *("--model", str(model), "--served-model-name", "model"),
             *("--host", "127.0.0.1", "--port", str(self._port)),
-            *("--uvicorn-log-level", "warning"),
+            *("--uvicorn-log-level", "warning", "--skip-tokenizer-init"),
+            *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
+            *("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)),
+            *("--num-gpu-blocks-override", str(num_blocks)),
             *arguments,
         ]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket_folder: str | None = None
+        if config is not None:
+            self._arguments += ["--kv-transfer-config", json.dumps(config)]
+        self._process: Any = None
+        # vLLM leaves its sockets behind. A path of a socket is short, one of a test is long.
+        self._socket_folder = tempfile.mkdtemp(prefix="vllm-")
 
     def __enter__(self) -> HttpServer:
         self.start()
@@ -81,40 +88,23 @@ class HttpServer:
 
     def start(self) -> None:
         """Start the server; `wait_until_healthy` waits for it."""
-        # vLLM leaves its sockets behind. A path of a socket is short, one of a test is long.
-        self._socket_folder = tempfile.mkdtemp(prefix="vllm-")
         inherited = dict(os.environ)
         inherited.pop(last_words.VARIABLE, None)  # the test itself may have configured an engine
-        environment = inherited | {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # Bound to cores of its own choice it starves beside another server.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_RPC_BASE_PATH": self._socket_folder,
-            **self._environment,
-        }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _GUARD, *self._command],
-                # `python -m` looks for packages in its working directory first.
-                cwd=self._folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        rpc = {"VLLM_RPC_BASE_PATH": self._socket_folder}
+        for folder in (self._folder, Path(self._socket_folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._process = self._start(
+            self._run,
+            self._arguments,
+            self._folder,
+            log=self._log_path,
+            environment={**inherited, **ENVIRONMENT, **rpc, **self._environment},
+        )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
+        self._port_holder.close()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
 
     @property
     def url(self) -> str:
@@ -124,35 +114,47 @@ class HttpServer:
     @property
     def group_id(self) -> int:
         """Of the process group that all its processes are in."""
-        assert self._process is not None
-        return self._process.pid
+        return int(self._process.pid)
 
     @property
     def is_running(self) -> bool:
         """Whether the server's own process is alive."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.exitcode is None
 
     def is_healthy(self) -> bool:
         """Whether the server says that it and its engine are well."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30.0) as response:
                 return bool(response.status == 200)
-        except OSError:  # nobody listens, or the answer is an error
+        except OSError:  # it does not listen, or the answer is an error
             return False
 
-    def wait_until_healthy(self, timeout_s: float = 240.0) -> None:
+    def wait_until_healthy(self) -> None:
         """Return when the server answers; fail with the end of its log if it does not."""
-        self.wait_for(self.is_healthy, "the server to start", timeout_s)
+        self.wait_for(self.is_healthy, "the server to start")
 
-    def wait_for(self, is_met: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Poll a condition; fail if the server dies or the time is over."""
-        deadline_s = time.monotonic() + timeout_s
+    def wait_for(self, is_met: Callable[[], object], what: str) -> None:
+        """Poll a condition; fail if the server dies or hangs."""
+        deadline_s = time.monotonic() + HANG_S
         while not is_met():
             assert self.is_running, f"waited for {what}: the server died\n{self.log_tail()}"
-            assert time.monotonic() < deadline_s, (
-                f"waited {timeout_s:.0f} s for {what}\n{self.log_tail()}"
-            )
-            time.sleep(0.1)
+            assert time.monotonic() < deadline_s, f"still no sign of {what}\n{self.log_tail()}"
+            time.sleep(0.05)
+
+    def wait_until_drained(self) -> None:
+        """Wait until the engine has no request, or fail: then it lost one."""
+        names = [f"vllm:num_requests_{name}" for name in ("running", "waiting")]
+
+        def is_drained() -> bool:
+            metrics = self.metrics()
+            return not any(metrics[name] for name in names)
+
+        self.wait_for(is_drained, "the end of all requests")
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, and the metrics say so."""
+        names = ("stores_in_flight", "loads_in_flight")
+        self.wait_for(lambda: not any(map(self.count, names)), "the end of all transfers")
 
     def metrics(self) -> dict[str, float]:
         """What /metrics says now: each sample's values summed over its labels."""
@@ -164,22 +166,33 @@ class HttpServer:
 
     def metrics_text(self) -> str:
         """What /metrics says now."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=HANG_S) as response:
             text: str = response.read().decode()
         return text
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def count(self, name: str) -> float:
+        """A counter or gauge of the connector, summed over its labels; 0 if there is none yet."""
+        metrics = self.metrics()
+        return metrics.get(f"{PREFIX}{name}_total", 0.0) or metrics.get(f"{PREFIX}{name}", 0.0)
+
+    def ask(self, prompt: Sequence[int], num_tokens: int = 4, **more: Any) -> list[int]:
+        """Return the greedy tokens that a prompt is answered with."""
+        body = make_body(prompt, num_tokens) | more
+        tokens: list[int] = self.post("/v1/completions", body)["choices"][0]["token_ids"]
+        return tokens
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """POST; return the answer, and raise if it is an error."""
         with self.open(path, body) as response:
             text = response.read()
         return json.loads(text) if text else None
 
-    def open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+    def open(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
         """POST; return the answer, to be read and closed, and raise if it is an error."""
         data = json.dumps(body or {}).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=120.0)
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=HANG_S)
         assert response.status == 200
         return response
 
@@ -193,31 +206,23 @@ class HttpServer:
 
     def process_ids(self) -> list[int]:
         """The server's processes, its workers included."""
-        assert self._process is not None
-        group = self._process.pid
-        return [pid for pid in _all_process_ids() if _group_of(pid) == group]
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [pid for pid in found if _group_of(pid) == self.group_id]
 
     def kill(self) -> None:
         """SIGKILL to every process of the server at once; it may be started again."""
-        process, self._process = self._process, None
-        assert process is not None
-        assert process.stdin is not None
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
+        os.killpg(self.group_id, signal.SIGKILL)
+        self._process.join()
+        self._process = None
 
     def terminate(self) -> None:
         """SIGTERM to the server's own process, as Kubernetes sends it; returns at once."""
-        assert self._process is not None
         self._process.terminate()
 
-    def wait_for_end(self, timeout_s: float = 120.0) -> None:
+    def wait_for_end(self) -> None:
         """Return when the server's own process has ended; fail if it does not."""
-        assert self._process is not None
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the server did not end\n{self.log_tail()}") from None
+        self._process.join(HANG_S)
+        assert not self.is_running, f"the server did not end\n{self.log_tail()}"
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the server politely, then kill its group; a second call does nothing."""
@@ -225,19 +230,38 @@ class HttpServer:
         if process is None:
             return
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
+        process.join(timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        assert self._socket_folder is not None
-        shutil.rmtree(self._socket_folder, ignore_errors=True)
+        process.join()
 
 
-def _all_process_ids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+def make_body(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """Return a greedy request for exactly so many tokens, in token ids."""
+    return {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+    }
+
+
+def find_free_port() -> int:
+    """Return a port that was free a moment ago."""
+    holder, port = _hold_port()
+    holder.close()
+    return port
+
+
+def _hold_port() -> tuple[socket.socket, int]:
+    """Return a port that no other socket is given while this one is open; vLLM may bind it, too."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, holder.getsockname()[1]
 
 
 def _group_of(pid: int) -> int | None:
@@ -247,8 +271,38 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+# ---- in the server's own process, which leads the group ------------------------------------------
+
+
+def _run_fork(arguments: list[str], folder: Path) -> None:
+    _end_with_the_test()
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    if "COPY_FAULTS" in os.environ:
+        from tests.engine.faulty import break_copies
+
+        break_copies(json.loads(os.environ["COPY_FAULTS"]))
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()
+
+
+def _run_command(arguments: list[str], folder: Path) -> None:
+    _end_with_the_test()
+    # `python -m` looks for packages in its working directory first.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    server = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    os._exit(server.wait())
+
+
+def _end_with_the_test() -> None:
+    """Let the whole group be killed when the test's process ends."""
+    test = multiprocessing.parent_process()
+    assert test is not None
+
+    def wait_and_kill() -> None:
+        multiprocessing.connection.wait([test.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait_and_kill, daemon=True).start()

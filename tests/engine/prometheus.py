@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.engine.http_server import find_free_port
+from tests.engine.http_server import HANG_S, find_free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
-START_TIMEOUT_S = 60.0
 
 
 def find_program(name: str) -> str | None:
@@ -51,14 +50,16 @@ class Prometheus:
         """Return the names of all series."""
         return set(self.get("label/__name__/values"))
 
-    def wait_for(self, is_met: Callable[[], bool], what: str) -> None:
+    def wait_for(
+        self, is_met: Callable[[], bool], what: str, found: Callable[[], object] | None = None
+    ) -> None:
         """Poll a condition; Prometheus itself may not answer yet."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        deadline_s = time.monotonic() + HANG_S
         while True:
             with suppress(OSError):
                 if is_met():
                     return
-            assert time.monotonic() < deadline_s, f"waited for {what}"
+            assert time.monotonic() < deadline_s, (what, found and found())
             time.sleep(0.2)
 
 

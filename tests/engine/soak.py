@@ -18,9 +18,9 @@ import random
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.clients import (
@@ -31,12 +31,10 @@ from tests.engine.clients import (
     ask_baseline,
     first_difference,
     is_a_tie,
-    wait_until_drained,
 )
-from tests.engine.engines import EVERY_HIT
+from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 
-FAULTY_FOLDER = Path(__file__).with_name("faulty")
 FAULTS = {"fail": 0.02, "stall": 0.01, "stall_s": 0.5, "seed": 1}
 NUM_PROMPTS = 60
 NUM_ANSWER_TOKENS = 40
@@ -47,11 +45,11 @@ WARM_UP_SHARE = 0.25
 GROWTH_MAX = 0.02
 SAMPLE_S = 30.0
 
-ARGUMENTS = (
-    *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
-    *("--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "12"),
-    *("--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
-)
+SERVER: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 12,
+    "arguments": ("--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +118,7 @@ def problems_of(replies: list[Reply], expected: list[Expected]) -> list[str]:
 
 def reset(server: HttpServer, *, with_host: bool) -> None:
     """Empty the GPU's prefix cache, and the host's."""
-    query = "?reset_external=true" if with_host else ""
-    request = urllib.request.Request(f"{server.url}/reset_prefix_cache{query}", method="POST")
-    urllib.request.urlopen(request, timeout=60.0).close()
+    server.post("/reset_prefix_cache" + ("?reset_external=true" if with_host else ""))
 
 
 def soak(
@@ -132,33 +128,26 @@ def soak(
     rng = random.Random(3)
     model = write_tiny_model("gemma3", folder / "model", sliding_window=96)
     prompts = make_prompts(rng)
-    with HttpServer(
-        model, [*ARGUMENTS, "--num-gpu-blocks-override", "2000"], folder / "baseline"
-    ) as baseline:
+    with HttpServer(model, folder / "baseline", num_blocks=2000, **SERVER) as baseline:
         baseline.wait_until_healthy()
         expected = asyncio.run(ask_baseline(baseline, prompts, NUM_ANSWER_TOKENS))
-    transfer_config = {
-        "kv_connector": "SafeCPUOffloadConnector",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "num_cpu_blocks": 300,
-            **EVERY_HIT,
-            "transfer_timeout_s": 0.25,
-            "self_test": "off",  # the faults are for copies of requests
-            "verify": "load",
-        },
-    }
-    arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "80"]
-    if not is_plain:
-        arguments += ["--kv-transfer-config", json.dumps(transfer_config)]
+    config = connector(
+        300, transfer_timeout_s=0.25, verify="load", check_invariants=False, self_test="off"
+    )  # the faults are for copies of requests
     environment = {
-        "PYTHONPATH": str(FAULTY_FOLDER),
         "COPY_FAULTS": json.dumps(FAULTS),
         "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
     }
     samples: list[Sample] = []
     problems: list[str] = []
-    with HttpServer(model, arguments, folder / "server", environment) as server:
+    with HttpServer(
+        model,
+        folder / "server",
+        num_blocks=80,
+        config=None if is_plain else config,
+        environment=environment,
+        **SERVER,
+    ) as server:
         server.wait_until_healthy()
         start_s, num_requests, num_waves = time.monotonic(), 0, 0
         while not problems and (now_s := time.monotonic() - start_s) < 60.0 * minutes:
@@ -171,7 +160,7 @@ def soak(
             num_waves += 1
             if num_waves % 5 == 0:
                 reset(server, with_host=not is_plain and num_waves % 10 == 0)
-        wait_until_drained(server)
+        server.wait_until_drained()
         samples.append(look_at(server.group_id, time.monotonic() - start_s, num_requests))
         metrics = server.metrics()
         if not server.is_healthy():

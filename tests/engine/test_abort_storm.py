@@ -11,12 +11,11 @@ one. What the engine does with it depends on the machine's timing, the workload 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +28,9 @@ from tests.engine.clients import (
     ask_baseline,
     first_difference,
     is_a_tie,
-    wait_until_drained,
 )
-from tests.engine.engines import EVERY_HIT
-from tests.engine.http_server import HttpServer
+from tests.engine.engines import connector
+from tests.engine.http_server import HANG_S, HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -49,7 +47,6 @@ CUT_OFF_DELAY_MAX_S = 1.0
 NUM_GUST_REQUESTS = 150
 GUST_DELAY_MAX_S = 0.06
 
-BLOCK_SIZE = 32
 SLIDING_WINDOW = 96
 LARGE_GPU_POOL_BLOCKS = 2000
 NUM_GPU_BLOCKS: dict[ModelKind, int] = {"llama": 40, "gemma3": 80}
@@ -74,11 +71,11 @@ FAILURES = tuple(
 )
 """What only a fault makes; there is none in this storm."""
 
-SERVER_ARGUMENTS = (
-    *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
-    *("--block-size", str(BLOCK_SIZE), "--max-model-len", "512", "--max-num-seqs", "16"),
-    *("--enable-chunked-prefill", "--max-num-batched-tokens", "128"),
-)
+SERVER: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "arguments": ("--enable-chunked-prefill", "--max-num-batched-tokens", "128"),
+}
 
 
 @dataclass(slots=True)
@@ -172,20 +169,28 @@ def storm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     gust = make_gust(rng)
     returns = [Ask(idx, idx, 8) for idx in range(NUM_PROMPTS)]
     with (
-        start_server(model, folder / "baseline", LARGE_GPU_POOL_BLOCKS, None) as baseline,
-        start_server(model, folder / "storm", NUM_GPU_BLOCKS[kind], NUM_HOST_SLOTS[kind]) as server,
+        HttpServer(
+            model, folder / "baseline", num_blocks=LARGE_GPU_POOL_BLOCKS, **SERVER
+        ) as baseline,
+        HttpServer(
+            model,
+            folder / "storm",
+            num_blocks=NUM_GPU_BLOCKS[kind],
+            config=connector(NUM_HOST_SLOTS[kind]),
+            **SERVER,
+        ) as server,
     ):
         baseline.wait_until_healthy()
         expected = asyncio.run(ask_baseline(baseline, prompts, NUM_ANSWER_TOKENS_MAX))
         baseline.stop()
         server.wait_until_healthy()
         replies = asyncio.run(ask_all(server, prompts, asks, NUM_IN_FLIGHT))
-        wait_until_drained(server)
+        server.wait_until_drained()
         metrics_of_storm = server.metrics()
         gust_replies = asyncio.run(ask_all(server, prompts, gust, 2))
-        wait_until_drained(server)
+        server.wait_until_drained()
         returned = asyncio.run(ask_all(server, prompts, returns, 4))
-        wait_until_drained(server)
+        server.wait_until_drained()
         return Storm(
             kind=kind,
             prompts=prompts,
@@ -200,28 +205,9 @@ def storm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         )
 
 
-def start_server(
-    model: Path, folder: Path, num_gpu_blocks: int, num_host_slots: int | None
-) -> HttpServer:
-    """A server with a GPU pool of this size, and with the connector if there is a host pool."""
-    arguments = [*SERVER_ARGUMENTS, "--num-gpu-blocks-override", str(num_gpu_blocks)]
-    if num_host_slots is not None:
-        transfer_config = {
-            "kv_connector": "SafeCPUOffloadConnector",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "num_cpu_blocks": num_host_slots,
-                "check_invariants": True,
-                **EVERY_HIT,
-            },
-        }
-        arguments += ["--kv-transfer-config", json.dumps(transfer_config)]
-    return HttpServer(model, arguments, folder)
-
-
 def observe_final_state(server: HttpServer) -> dict[str, float]:
-    """The metrics when nothing is in flight any more; as they are after 60 s if something stays."""
-    deadline_s = time.monotonic() + 60.0
+    """The metrics when nothing is in flight any more; as they are if something stays for ever."""
+    deadline_s = time.monotonic() + HANG_S
     while True:
         metrics = server.metrics()
         if time.monotonic() > deadline_s or not any(metrics[name] for name in MUST_BE_ZERO):

@@ -11,7 +11,7 @@ import os
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +24,8 @@ from tests.engine.clients import (
     ask_baseline,
     first_difference,
     is_a_tie,
-    wait_until_drained,
 )
-from tests.engine.engines import EVERY_HIT
+from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -37,13 +36,11 @@ NUM_ANSWER_TOKENS = 24
 NUM_IN_FLIGHT = 8
 FAULTS = {"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}
 TRANSFER_TIMEOUT_S = 0.25
-FAULTY_FOLDER = Path(__file__).with_name("faulty")
-
-ARGUMENTS = (
-    *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
-    *("--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "8"),
-    *("--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
-)
+SERVER: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "arguments": ("--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
+}
 
 
 @dataclass(slots=True)
@@ -73,32 +70,23 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for _ in range(NUM_PROMPTS)
     ]
     asks = [Ask(n, rng.randrange(NUM_PROMPTS), NUM_ANSWER_TOKENS) for n in range(NUM_REQUESTS)]
-    with HttpServer(
-        model, [*ARGUMENTS, "--num-gpu-blocks-override", "2000"], folder / "baseline"
-    ) as baseline:
+    with HttpServer(model, folder / "baseline", num_blocks=2000, **SERVER) as baseline:
         baseline.wait_until_healthy()
         expected = asyncio.run(ask_baseline(baseline, prompts, NUM_ANSWER_TOKENS))
-    transfer_config = {
-        # No failure policy: the README's command has none either.
-        "kv_connector": "SafeCPUOffloadConnector",
-        "kv_connector_extra_config": {
-            "num_cpu_blocks": 400,
-            "transfer_timeout_s": TRANSFER_TIMEOUT_S,
-            "check_invariants": True,
-            **EVERY_HIT,
-            "self_test": "off",  # the faults are for copies of requests
-        },
-    }
-    arguments = [
-        *(*ARGUMENTS, "--num-gpu-blocks-override", "60"),
-        *("--kv-transfer-config", json.dumps(transfer_config)),
-    ]
-    paths = filter(None, (str(FAULTY_FOLDER), os.environ.get("PYTHONPATH")))
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "COPY_FAULTS": json.dumps(FAULTS)}
-    with HttpServer(model, arguments, folder / "faulty", environment) as server:
+    # The faults are for copies of requests, not for those of the self-test.
+    config = connector(400, transfer_timeout_s=TRANSFER_TIMEOUT_S, self_test="off")
+    del config["kv_load_failure_policy"]  # the README's command has none either
+    with HttpServer(
+        model,
+        folder / "faulty",
+        num_blocks=60,
+        config=config,
+        environment={"COPY_FAULTS": json.dumps(FAULTS)},
+        **SERVER,
+    ) as server:
         server.wait_until_healthy()
         replies = asyncio.run(ask_all(server, prompts, asks, NUM_IN_FLIGHT))
-        wait_until_drained(server)
+        server.wait_until_drained()
         return Run(expected, replies, server.metrics(), server.metrics_text(), server.is_healthy())
 
 

@@ -19,6 +19,7 @@ from tests.engine.engines import (
     num_hit_tokens,
     num_pool_blocks,
     run,
+    tier_at,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -109,7 +110,7 @@ def test_what_a_tier_has_of_one_layout_is_not_read_in_another(
     for index, is_wanted in enumerate((False, True, True)):
         config = connector(
             num_slots=500,
-            tiers=[{"url": f"file://{tmp_path}/tier", "wait_s": 60}],
+            tiers=[tier_at(tmp_path / "tier")],
             enable_cross_layers_blocks=is_wanted,
         )
         one = job(model, "llama", *BOTH, kv_transfer_config=config, turns=turns)

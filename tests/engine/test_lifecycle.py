@@ -22,12 +22,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 import safe_offload
 from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.conftest import GetModel
-from tests.engine.engines import ENVIRONMENT, EVERY_HIT, make_prompts
-from tests.engine.http_server import HttpServer
+from tests.engine.engines import connector, make_prompts
+from tests.engine.http_server import HANG_S, HttpServer, make_body
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-BLOCK_SIZE = 32
 NUM_TOKENS = 321
 NUM_HIT_TOKENS = 320
 NUM_STREAMS, NUM_STREAMED = 3, 700
@@ -37,23 +36,6 @@ NOT_OURS = ("psm_", "vllm-", "torchinductor", "triton")
 """What vLLM and torch keep there. psm_* are vLLM's queues between its processes, which it leaves
 behind after a SIGKILL with any connector and with none; tests/test_layering.py says that we make
 none."""
-
-CONFIG = {
-    "kv_connector": "SafeCPUOffloadConnector",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {
-        "num_cpu_blocks": 500,
-        "check_invariants": True,
-        **EVERY_HIT,
-    },
-}
-ARGUMENTS = (
-    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
-    *("--block-size", str(BLOCK_SIZE), "--max-model-len", "1024", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "100"),
-    *("--shutdown-timeout", "600", "--enable-prompt-tokens-details"),
-    *("--kv-transfer-config", json.dumps(CONFIG)),
-)
 
 
 class Collector(http.server.ThreadingHTTPServer):
@@ -101,69 +83,50 @@ def server(
 ) -> Iterator[HttpServer]:
     """A server with the endpoints that operators use."""
     environment = {
-        **ENVIRONMENT,
         "VLLM_SERVER_DEV_MODE": "1",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "100",  # milliseconds
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        arguments = *ARGUMENTS, "--otlp-traces-endpoint", collector.url
-        made = HttpServer(model("llama"), arguments, tmp_path_factory.mktemp("lifecycle"))
-        with made:
-            made.wait_until_healthy()
-            yield made
+    with HttpServer(
+        model("llama"),
+        tmp_path_factory.mktemp("lifecycle"),
+        config=connector(500),
+        arguments=(
+            *("--shutdown-timeout", "600", "--enable-prompt-tokens-details"),
+            *("--otlp-traces-endpoint", collector.url),
+        ),
+        environment=environment,
+        is_command=True,
+    ) as made:
+        made.wait_until_healthy()
+        yield made
 
 
 def ask(server: HttpServer, name: str, num_tokens: int = 4, **more: Any) -> list[int]:
     """Answer a prompt; returns its greedy tokens."""
-    body = {
-        "model": "model",
-        "prompt": PROMPTS[name],
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "return_token_ids": True,
-        **more,
-    }
-    tokens: list[int] = server.post("/v1/completions", body)["choices"][0]["token_ids"]
+    tokens = server.ask(PROMPTS[name], num_tokens, **more)
     assert len(tokens) == num_tokens
     return tokens
 
 
-def count(server: HttpServer, name: str) -> float:
-    return server.metrics().get(f"vllm:safe_offload_{name}", 0.0)
-
-
-def settle(server: HttpServer) -> None:
-    """Wait until nothing is in flight, and the metrics say so."""
-    server.wait_for(
-        lambda: not any(count(server, f"{kind}_in_flight") for kind in ("stores", "loads")),
-        "transfers to settle",
-        timeout_s=30.0,
-    )
-
-
 def hits(server: HttpServer, name: str, **more: Any) -> float:
     """Tokens that come from the host for a prompt of which the GPU has forgotten everything."""
-    settle(server)
+    server.settle()
     server.post("/reset_prefix_cache")
-    before = count(server, "hit_tokens_total")
+    before = server.count("hit_tokens")
     ask(server, name, **more)
-    settle(server)
-    return count(server, "hit_tokens_total") - before
+    server.settle()
+    return server.count("hit_tokens") - before
 
 
 def check_well(server: HttpServer) -> None:
     """Nothing has gone wrong so far."""
     for name in ("contained_errors", "transfer_failures", "stale_reports"):
-        assert count(server, f"{name}_total") == 0, (name, server.log_tail())
+        assert server.count(name) == 0, (name, server.log_tail())
 
 
 def test_slots_are_told_before_the_first_request(server: HttpServer) -> None:
-    server.wait_for(lambda: count(server, "slots") == 500, "slots to be told", timeout_s=30.0)
+    server.wait_for(lambda: server.count("slots") == 500, "slots to be told")
     metrics = server.metrics()
     assert metrics["vllm:prompt_tokens_total"] == 0
     assert metrics["vllm:safe_offload_info"] == 1, "one set of labels, of which all is known"
@@ -178,9 +141,8 @@ def test_an_answer_says_what_was_cached_and_metrics_and_spans_say_more(
 
     def ask_again() -> tuple[int, tuple[float, ...]]:
         before = by_source(server)
-        body = {"model": "model", "prompt": PROMPTS["E"], "max_tokens": 1, "detokenize": False}
-        usage = server.post("/v1/completions", body)["usage"]
-        settle(server)
+        usage = server.post("/v1/completions", make_body(PROMPTS["E"], 1))["usage"]
+        server.settle()
         after = by_source(server)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return cached, tuple(after[name] - before[name] for name in sources)
@@ -189,7 +151,7 @@ def test_an_answer_says_what_was_cached_and_metrics_and_spans_say_more(
     assert ask_again() == (NUM_HIT_TOKENS, (NUM_HIT_TOKENS, 0, 1)), "of the GPU"
     server.post("/reset_prefix_cache")
     assert ask_again() == (NUM_HIT_TOKENS, (0, NUM_HIT_TOKENS, 1)), "of the host"
-    server.wait_for(lambda: len(collector.spans) >= 3, "the spans", timeout_s=60.0)
+    server.wait_for(lambda: len(collector.spans) >= 3, "the spans")
     for span in collector.spans:
         assert span["gen_ai.usage.prompt_tokens"] == NUM_TOKENS
         assert span["gen_ai.latency.time_in_queue"] >= 0
@@ -220,7 +182,7 @@ def test_limits_and_junk_of_a_request_are_served(server: HttpServer) -> None:
     tokens = ask(server, "B", kv_transfer_params={"max_offload_tokens": 0})
     assert hits(server, "B", kv_transfer_params={"max_offload_tokens": 96}) == 0
     assert hits(server, "B", kv_transfer_params={"max_load_tokens": 70}) == 64
-    before = count(server, "bad_request_params_total")
+    before = server.count("bad_request_params")
     junk: list[dict[str, Any]] = [
         {"max_load_tokens": SECRET, "max_offload_tokens": [SECRET]},
         {"max_load_tokens": -1},
@@ -229,8 +191,8 @@ def test_limits_and_junk_of_a_request_are_served(server: HttpServer) -> None:
     ]
     for params in junk:
         assert ask(server, "B", kv_transfer_params=params) == tokens
-    settle(server)
-    assert count(server, "bad_request_params_total") - before == len(junk)
+    server.settle()
+    assert server.count("bad_request_params") - before == len(junk)
     assert "kv_transfer_params of 1 requests could not be used" in server.log()
     assert SECRET not in server.log()
     check_well(server)
@@ -239,12 +201,12 @@ def test_limits_and_junk_of_a_request_are_served(server: HttpServer) -> None:
 def test_a_reset_of_the_connector_forgets_the_host(server: HttpServer) -> None:
     ask(server, "C")
     assert hits(server, "C") == NUM_HIT_TOKENS
-    before = count(server, "resets_total")
+    before = server.count("resets")
     assert "host cache was reset" not in server.log()
     server.post("/reset_prefix_cache?reset_external=true")
     assert hits(server, "C") == 0
     assert server.log().count("host cache was reset") == 1
-    assert count(server, "resets_total") == before + 1
+    assert server.count("resets") == before + 1
     assert hits(server, "C") == NUM_HIT_TOKENS, "storing goes on"
     check_well(server)
 
@@ -261,14 +223,13 @@ def test_weights_that_change_over_http_bring_nothing_back_and_wait_for_nobody(
             # On a machine that is busy with something else it may be over when we look.
             lambda: server.metrics()["vllm:num_requests_running"] > 0 or asked.done(),
             "D to run",
-            timeout_s=60.0,
         )
         change_weights(server, other)
         first = ask(server, "C")
         assert len(asked.result()) == 400
     assert first != before
     assert hits(server, "C") == NUM_HIT_TOKENS, "it was stored anew"
-    settle(server)
+    server.settle()
     server.post("/reset_prefix_cache?reset_external=true")
     assert ask(server, "C") == first, "as it is computed"
     change_weights(server, model("llama"))
@@ -290,8 +251,8 @@ def test_resets_while_requests_run_disturb_no_answer(server: HttpServer) -> None
         while not all(answer.done() for answer in asked.values()):
             server.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
     assert {name: answer.result() for name, answer in asked.items()} == expected
-    settle(server)
-    assert count(server, "leased_slots") == 0
+    server.settle()
+    assert server.count("leased_slots") == 0
     check_well(server)
 
 
@@ -354,8 +315,7 @@ def test_sigterm_loses_no_answer_and_nothing_is_left(server: HttpServer) -> None
 
 def stream(server: HttpServer, name: str, begun: threading.Barrier) -> tuple[int, str | None]:
     """Read a streamed answer; return how many tokens came, and why it ended."""
-    body = {"model": "model", "prompt": PROMPTS[name], "max_tokens": NUM_STREAMED, "stream": True}
-    body |= {"temperature": 0, "ignore_eos": True, "detokenize": False, "return_token_ids": True}
+    body = make_body(PROMPTS[name], NUM_STREAMED) | {"stream": True}
     num_tokens, reason = 0, None
     with server.open("/v1/completions", body) as response:
         for line in response:
@@ -386,7 +346,7 @@ def files_in_memory_or_tmp(pid: int) -> set[Path]:
 
 
 def wait_until_gone(processes: list[int]) -> None:
-    deadline_s = time.monotonic() + 300.0
+    deadline_s = time.monotonic() + HANG_S
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
         assert time.monotonic() < deadline_s, "a process is left"
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from safe_offload.commands.bench.tiny_models import (
     write_tiny_model,
 )
 from tests.engine.conftest import GetModel
-from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run
+from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run, tier_at
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -69,7 +69,7 @@ def weights(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """Two models by turns in one engine, which has a tier for which its operator has vouched."""
     folder = tmp_path_factory.mktemp("weights")
     other = write_tiny_model("llama", folder / "other", seed=1)
-    tier = {"url": f"file://{folder}/tier", "model_version": "the first one", "wait_s": 30}
+    tier = tier_at(folder / "tier", model_version="the first one")
     jobs = make(
         model("llama"),
         [model("llama"), other],

@@ -23,6 +23,7 @@ from tests.engine.engines import (
     make_prompts,
     num_hit_tokens,
     run,
+    tier_at,
 )
 from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
 
@@ -30,8 +31,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
-LONG_WAIT_S = 60
-"""No look-up is cut short where a machine is busy."""
 NUM_EDITS = 2
 NUM_IMAGE_PROMPT = 129
 OTHER_PIXELS = {"do_normalize": False}
@@ -40,7 +39,7 @@ OTHER_PIXELS = {"do_normalize": False}
 
 def job(model: Path, tier: Path | None, **arguments: Any) -> Job:
     """A and B, in a pool that holds both."""
-    tiers = [] if tier is None else [{"url": f"file://{tier}", "wait_s": LONG_WAIT_S}]
+    tiers = [] if tier is None else [tier_at(tier)]
     return make_job(
         model,
         num_blocks=60,

@@ -25,6 +25,7 @@ from tests.engine.engines import (
     num_hit_tokens,
     num_pool_blocks,
     run,
+    tier_at,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -105,7 +106,7 @@ def test_an_engine_finds_in_the_tier_what_the_last_one_stored(
     model: GetModel, plain_llama: Report, tmp_path: Path
 ) -> None:
     """Ours is asked first by one engine and last by the next; the other one's files are gone."""
-    ours = connector(tiers=[{"url": f"file://{tmp_path}/tier", "wait_s": 30}])
+    ours = connector(tiers=[tier_at(tmp_path / "tier")])
     settings = {"turns": ABC_TWICE[:3], "prefix_caching_hash_algo": "sha256_cbor"}
     examples = [example_connector(tmp_path / name) for name in ("files", "no files")]
     (first,) = run(tmp_path / "first", make_multi_job(model, ours, examples[0], **settings))

@@ -11,8 +11,8 @@ import pytest
 
 from tests.bucket_server import BucketServer, find_program
 from tests.engine.conftest import GetModel
-from tests.engine.engines import Job, Report, num_hit_tokens, run
-from tests.engine.test_tiers import LONG_WAIT_S, check_found_again, job
+from tests.engine.engines import Job, Report, num_hit_tokens, run, tier_at
+from tests.engine.test_tiers import check_found_again, job
 from tests.network import Machines
 from tests.valkey_server import Certificates, Server, redis_binary
 
@@ -24,9 +24,8 @@ NUM_BLOCKS = 3 * (num_hit_tokens(NUM_TOKENS) // 32)
 
 
 def make_job(model: Path, *tiers: dict[str, Any]) -> Job:
-    """A, B, C, with these tiers; nothing is cut short where processes share two busy cores."""
-    patient = {"wait_s": LONG_WAIT_S, "timeout_s": LONG_WAIT_S}
-    return job(model, "llama", *(patient | tier for tier in tiers))
+    """A, B, C, with these tiers."""
+    return job(model, "llama", *(tier_at(**tier) for tier in tiers))
 
 
 def check_shared(first: Report, second: Report) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,18 @@ import pytest
 
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
-    NUM_PROMPT_TOKENS,
+    ABC_TWICE,
     connector,
     make_job,
     num_hit_tokens,
     num_pool_blocks,
     run,
+    tier_at,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
+NUM_TOKENS = 641
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 PIPELINE_PARALLEL = {
     "pipeline_parallel_size": 2,
@@ -32,34 +34,59 @@ PIPELINE_PARALLEL = {
 }
 
 
-with_two_ranks = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "parallel",
     [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
 )
-
-
-@with_two_ranks
 def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
     parallel: dict[str, Any], model: GetModel, tmp_path: Path
 ) -> None:
-    """Scheduler and ranks in processes of their own, which all end with the engine."""
-    settings = {"num_blocks": num_pool_blocks("llama"), "in_process": False, **parallel}
-    ours, plain = run(
-        tmp_path,
-        make_job(model("llama"), kv_transfer_config=connector(), **settings),
-        make_job(model("llama"), **settings),
+    """Scheduler and ranks in processes of their own, which all end with the engine.
+
+    The next engine finds all of it in the tier: each rank has objects of its own, so that there
+    are two of each block, and both are read again.
+    """
+    tier = tmp_path / "tier"
+    plain = make_job(
+        model("llama"),
+        num_blocks=num_pool_blocks("llama", NUM_TOKENS),
+        num_prompt_tokens=NUM_TOKENS,
+        max_num_batched_tokens=NUM_TOKENS,
+        prefix_caching_hash_algo="sha256_cbor",
+        in_process=False,
+        **parallel,
     )
-    ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
-    assert [answer.num_cached for answer in plain.answers] == [0] * 6
-    assert ours.tokens == plain.tokens
-    ours.check_no_trouble()
-    (info,) = ours.data["info"]
+    config = connector(tiers=[tier_at(tier)])
+    ours = replace(plain, arguments=plain.arguments | {"kv_transfer_config": config})
+    # One at a time: a rank that waits for the other one spins.
+    (without,) = run(tmp_path / "without", plain)
+    (first,) = run(tmp_path / "first", ours)
+    objects_of_ranks = [count_objects(path.parent) for path in tier.glob("*/namespace.json")]
+    (second,) = run(tmp_path / "second", replace(ours, turns=ABC_TWICE[:3], in_process=True))
+    num_hit = num_hit_tokens(NUM_TOKENS)
+    first.check_second_round_hits(num_hit)
+    assert [answer.num_cached for answer in without.answers] == [0] * 6
+    assert first.tokens == without.tokens
+    (info,) = first.data["info"]
     assert (info["ranks"], info["memory"], info["numa_node"]) == ("2", "pageable", "unknown")
     assert info["huge_pages"] in ("asked for", "refused")
     assert info["copies_by"].split(", ")[-1] == "each"
-    assert ours.log.count("Host memory is ready: ") == 1
-    assert "on each of 2 ranks. It is pageable" in ours.log
-    assert ours.data["left_processes"] == []
+    assert first.log.count("Host memory is ready: ") == 1
+    assert "on each of 2 ranks. It is pageable" in first.log
+    assert first.data["left_processes"] == []
+    num_blocks = 3 * num_hit // 32
+    assert objects_of_ranks == [num_blocks] * 2
+    assert [answer.num_host for answer in second.answers] == [num_hit] * 3
+    assert second.tokens == first.tokens[:3]
+    assert second.count("fetched_blocks") == num_blocks
+    assert second.count("tier_read_objects") == 2 * num_blocks
+    second.check_everything_is_free()
+    for report in (first, second):
+        report.check_no_trouble()
+
+
+def count_objects(namespace: Path) -> int:
+    return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
 
 
 def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
@@ -82,11 +109,9 @@ def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
         kv_transfer_config=connector(verify="load"),
         **settings,
     )
-    ours, plain = run(
-        tmp_path,
-        dataclasses.replace(job, options={"kill_rank": True}),
-        make_job(model("deepseek"), num_blocks=4 * num_blocks, **settings),
-    )
+    (ours,) = run(tmp_path / "ours", replace(job, options={"kill_rank": True}))
+    hits_of_the_gpu = make_job(model("deepseek"), num_blocks=4 * num_blocks, **settings)
+    (plain,) = run(tmp_path / "plain", hits_of_the_gpu)
     num_hit = num_hit_tokens(num_prompt_tokens, block_size)
     ours.check_second_round_hits(num_hit)
     assert [answer.num_gpu for answer in plain.answers] == [0, 0, 0, num_hit, num_hit, num_hit]

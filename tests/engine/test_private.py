@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import Job, connector, make_job, make_prompts, run
+from tests.engine.engines import Job, connector, make_job, make_prompts, run, tier_at
 from tests.tiny_vision import IMAGE_ID, NUM_IMAGE_TOKENS, write_tiny_vision_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -40,7 +40,7 @@ def prompts(image: int) -> dict[str, dict[str, Any]]:
 
 
 def job(model: Path, image: int, tier: Path | None) -> Job:
-    tiers = {"tiers": [{"url": f"file://{tier}", "wait_s": 30}]} if tier is not None else {}
+    tiers = {"tiers": [tier_at(tier)]} if tier is not None else {}
     made = make_job(
         model,
         num_blocks=100,

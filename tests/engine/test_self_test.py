@@ -10,31 +10,23 @@ import pytest
 
 from tests.engine.clients import ask_baseline
 from tests.engine.conftest import GetModel
-from tests.engine.engines import ENVIRONMENT, make_prompts
+from tests.engine.engines import make_prompts
 from tests.engine.http_server import HttpServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-ARGUMENTS = (
-    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
-    *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "60"),
-    *("--kv-transfer-config", '{"kv_connector":"SafeCPUOffloadConnector"}'),
-)
 FAULTS = {"fail": 0.0, "stall": 0.0, "seed": 1, "corrupt": True}
-FAULTY_FOLDER = Path(__file__).with_name("faulty")
 
 
 def test_where_every_copy_is_wrong_requests_are_served_and_nothing_is_stored(
     model: GetModel, tmp_path: Path
 ) -> None:
-    environment = {
-        **ENVIRONMENT,
-        "PYTHONPATH": str(FAULTY_FOLDER),
-        "COPY_FAULTS": json.dumps(FAULTS),
-    }
+    config = {"kv_connector": "SafeCPUOffloadConnector"}
+    environment = {"COPY_FAULTS": json.dumps(FAULTS)}
     prompts = make_prompts(321, "AB")
-    with HttpServer(model("llama"), ARGUMENTS, tmp_path, environment) as server:
+    with HttpServer(
+        model("llama"), tmp_path, num_blocks=60, config=config, environment=environment
+    ) as server:
         server.wait_until_healthy()
         answers = [
             asyncio.run(ask_baseline(server, list(prompts.values()), num_tokens=4))

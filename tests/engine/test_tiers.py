@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ import pytest
 from safe_offload.commands.bench.tiny_models import ModelKind
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
-    ENVIRONMENT,
-    EVERY_HIT,
     Job,
     Report,
     connector,
@@ -24,18 +21,15 @@ from tests.engine.engines import (
     num_hit_tokens,
     num_pool_blocks,
     run,
+    tier_at,
 )
 from tests.engine.http_server import HttpServer
-from tests.engine.test_parallel import with_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
 ABC = ("A", "B", "C")
-SPILLED_TIMEOUT_S = 60
-LONG_WAIT_S = 30
-"""No look-up is cut short where processes share two busy cores."""
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def tmpfs() -> Iterator[Path]:
 
 def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: Any) -> Job:
     """A, B, C in a pool of 1.6 prompts, with tiers: directories, or as a configuration has them."""
-    written = [{"url": f"file://{tier}"} if isinstance(tier, Path) else tier for tier in tiers]
+    written = [tier_at(tier) if isinstance(tier, Path) else tier for tier in tiers]
     return make_job(
         model,
         num_blocks=num_pool_blocks(kind),
@@ -65,10 +59,6 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     assert [answer.num_host for answer in first.answers] == [0, 0, 0]
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.tokens == first.tokens
-
-
-def count_objects(namespace: Path) -> int:
-    return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -96,32 +86,6 @@ def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up
     assert second.count("saved_seconds") == 0
 
 
-@with_two_ranks
-def test_two_ranks_find_what_the_last_two_stored(
-    parallel: dict[str, Any], model: GetModel, tmp_path: Path
-) -> None:
-    """Each rank has objects of its own: there are two of each block, and both are read again."""
-    tier = tmp_path / "tier"
-    job = make_job(
-        model("llama"),
-        num_blocks=num_pool_blocks("llama", NUM_TOKENS),
-        num_prompt_tokens=NUM_TOKENS,
-        kv_transfer_config=connector(tiers=[{"url": f"file://{tier}", "wait_s": LONG_WAIT_S}]),
-        turns=ABC,
-        prefix_caching_hash_algo=HASHES,
-        **parallel,
-    )
-    (first,) = run(tmp_path / "first", job)
-    objects_of_ranks = [count_objects(path.parent) for path in tier.glob("*/namespace.json")]
-    (second,) = run(tmp_path / "second", job)
-    num_hit = num_hit_tokens(NUM_TOKENS)
-    check_found_again(first, second, num_hit)
-    num_blocks = 3 * num_hit // 32
-    assert objects_of_ranks == [num_blocks] * 2
-    assert second.count("fetched_blocks") == num_blocks
-    assert second.count("tier_read_objects") == 2 * num_blocks
-
-
 def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_path: Path) -> None:
     """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
 
@@ -134,7 +98,7 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_
         return make_job(
             model("deepseek"),
             num_blocks=num_blocks,
-            kv_transfer_config=connector(tiers=[{"url": f"file://{tmp_path}/tier"}]),
+            kv_transfer_config=connector(tiers=[tier_at(tmp_path / "tier")]),
             turns=turns,
             num_prompt_tokens=num_prompt_tokens,
             block_size=block_size,
@@ -166,44 +130,22 @@ def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
     assert all(answer.num_host > 0 for answer in report.answers[3:]), report.answers
 
 
-ARGUMENTS = (
-    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
-    *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "4"),
-    *("--num-gpu-blocks-override", "50", "--prefix-caching-hash-algo", HASHES),
-)
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")
 
 
 def make_server(model: Path, tier: Path, folder: Path) -> HttpServer:
-    extra = {"num_cpu_blocks": 500, "check_invariants": True, **EVERY_HIT}
-    config = {
-        "kv_connector": "SafeCPUOffloadConnector",
-        "kv_connector_extra_config": {**extra, "tiers": [{"url": f"file://{tier}"}]},
-    }
-    arguments = (*ARGUMENTS, "--kv-transfer-config", json.dumps(config))
-    return HttpServer(model, arguments, folder, ENVIRONMENT)
+    return HttpServer(
+        model,
+        folder,
+        num_blocks=50,
+        config=connector(500, tiers=[tier_at(tier)]),
+        arguments=("--prefix-caching-hash-algo", HASHES),
+    )
 
 
 def ask(server: HttpServer, names: str = "ABC") -> dict[str, list[int]]:
     """The greedy tokens of some prompts."""
-    answers = {}
-    for name in names:
-        body = {"model": "model", "prompt": PROMPTS[name], "max_tokens": 4, "temperature": 0}
-        body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
-        answers[name] = server.post("/v1/completions", body)["choices"][0]["token_ids"]
-    return answers
-
-
-def count(server: HttpServer, name: str) -> float:
-    """A counter or gauge of the connector, summed over its labels."""
-    metrics = server.metrics()
-    return metrics.get(f"vllm:safe_offload_{name}_total", 0.0) or metrics.get(
-        f"vllm:safe_offload_{name}", 0.0
-    )
-
-
-def hit_tokens(server: HttpServer) -> float:
-    return count(server, "hit_tokens")
+    return {name: server.ask(PROMPTS[name]) for name in names}
 
 
 def wait_until_spilled(server: HttpServer) -> None:
@@ -211,10 +153,10 @@ def wait_until_spilled(server: HttpServer) -> None:
 
     def has_spilled() -> bool:
         names = ("stored_blocks", "spilled_blocks", "spills_in_flight", "stores_in_flight")
-        stored, spilled, *in_flight = (count(server, name) for name in names)
+        stored, spilled, *in_flight = map(server.count, names)
         return spilled >= stored > 0 and not any(in_flight)
 
-    server.wait_for(has_spilled, "all blocks to be in the tier", SPILLED_TIMEOUT_S)
+    server.wait_for(has_spilled, "all blocks to be in the tier")
 
 
 def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
@@ -229,10 +171,10 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
         first.wait_until_healthy()
         beside.wait_until_healthy()
         expected = ask(first)
-        assert hit_tokens(first) == 0
+        assert first.count("hit_tokens") == 0
         wait_until_spilled(first)
         assert ask(beside) == expected
-        assert hit_tokens(beside) == 3 * num_hit, "what the one computed, the other one answers"
+        assert beside.count("hit_tokens") == 3 * num_hit, "what the other one has computed"
         expected |= ask(beside, "D")
         wait_until_spilled(beside)
         first.stop()  # SIGTERM
@@ -240,10 +182,10 @@ def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
     with first:
         first.wait_until_healthy()
         assert ask(first, "ABCD") == expected
-        assert hit_tokens(first) == 4 * num_hit
+        assert first.count("hit_tokens") == 4 * num_hit
         shutil.rmtree(tier)
         expected |= ask(first, "E")
         assert ask(first, "ABCDE") == expected
         assert first.is_healthy()
         for name in ("contained_errors", "transfer_failures", "checksum_mismatches"):
-            assert first.metrics().get(f"vllm:safe_offload_{name}_total", 0) == 0, name
+            assert first.count(name) == 0, name

@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,15 +22,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.report_facts import Facts, find_facts
-from tests.gpu.report_tests import read_test_cases
-from tests.gpu.report_text import Done, Result, render
+from safe_offload.commands.bench.report import describe_machine
 
 REPORT = "report.md"
 ROOT = Path(__file__).parents[2]
 STOP_S = 90.0
 """How long a part that was interrupted may take to end its engines."""
 POLL_S = 0.2
+PROBE_TIMEOUT_S = 120.0
+REPORT_CHARS_MAX = 60_000
+"""GitHub takes 65,536 characters as the text of an issue."""
+TAIL_CHARS_MIN, TAIL_CHARS_MAX = 300, 6_000
+READ_CHARS_MAX = 4 << 20
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+SECRET_CHARS_MIN = 6
+ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+GOOD_TEST = re.compile(r"\S+\.py::.* (PASSED|SKIPPED)\b")
+COUNTS = re.compile(r"^=+ (.*\b(?:passed|failed|skipped|error).*) in [\d.]+s", re.MULTILINE)
+
+ASK_TORCH = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+found["gpus"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+print(json.dumps(found))
+"""
+ASK_DRIVER = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=name,driver_version,"
+              "pcie.link.gen.max,pcie.link.width.max,memory.used")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The machine and its software, by name; and why no GPU can be measured, "" if one can."""
+
+    rows: dict[str, str]
+    no_gpu: str
 
 
 @dataclass(frozen=True)
@@ -36,8 +64,6 @@ class Part:
 
     Attributes:
         needs_gpu: it would measure something else without one, so it is not started.
-        junit: where it writes the results of tests.
-        figures: where it writes JSON.
         logs: folder for logs of its engines.
     """
 
@@ -45,9 +71,17 @@ class Part:
     command: tuple[str, ...]
     timeout_s: float
     needs_gpu: bool = False
-    junit: Path | None = None
-    figures: Path | None = None
     logs: Path | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a part: "passed", or why not; its logs, its own first."""
+
+    part: Part
+    verdict: str = "not run (its turn has not come)"
+    duration_s: float = 0.0
+    logs: tuple[Path, ...] = ()
 
 
 def find_gpu_tests() -> list[Path]:
@@ -62,55 +96,76 @@ def make_parts(folder: Path, model: str, engine_args: Sequence[str], scale: floa
 
     Args:
         folder: takes what the parts write.
-        model: for `bench engine`.
-        engine_args: more arguments of `bench engine`.
+        model: for `bench engine` and `layouts`.
+        engine_args: more arguments of both.
         scale: of the limits of time.
     """
     python, parts = sys.executable, []
     for file in find_gpu_tests():
         relative = str(file.relative_to(ROOT))
-        junit = folder / f"{file.stem}.xml"
         # signal: a test that hangs in Python fails alone; the limit of the part is for the rest.
-        pytest = ("-m", "pytest", "-m", "gpu", "-v", "-o", "timeout_method=signal")
-        command = (python, *pytest, "-p", "no:cacheprovider", f"--junitxml={junit}", relative)
-        parts.append(Part(relative, command, 900 * scale, junit=junit))
-    bench = (python, "-m", "safe_offload.commands.cli", "bench")
-    json = folder / "transfer.json"
-    options = ("--device", "cuda", "--quick", "--json", str(json))
-    copies = (python, "-m", "tests.benchmarks", "copies", *options)
-    parts.append(Part("copies", copies, 1200 * scale, needs_gpu=True, figures=json))
-    json, logs = folder / "engine.json", folder / "engine-logs"
-    options = ("--rounds", "3", "--json", str(json), "--logs", str(logs))
-    engine = (*bench, "engine", "--model", model, *options, *engine_args)
-    limit_s = 3600 * scale
-    parts.append(Part("bench engine", engine, limit_s, needs_gpu=True, figures=json, logs=logs))
-    json, logs = folder / "layouts.json", folder / "layout-logs"
-    options = ("--rounds", "3", "--answer-tokens", "64", "--json", str(json), "--logs", str(logs))
-    layouts = (python, "-m", "tests.benchmarks", "layouts", "--model", model, *options)
-    layouts = (*layouts, "--device", "cuda", *engine_args)
-    return [*parts, Part("layouts", layouts, limit_s, needs_gpu=True, figures=json, logs=logs)]
+        pytest = ("-m", "pytest", "-m", "gpu", "-v", "-rs", "-o", "timeout_method=signal")
+        command = (python, *pytest, "-p", "no:cacheprovider", relative)
+        parts.append(Part(relative, command, 900 * scale))
+    bench = (python, "-m", "tests.benchmarks")
+    figures = ("--json", str(folder / "copies.json"))
+    copies = (*bench, "copies", "--device", "cuda", "--quick", *figures)
+    parts.append(Part("copies", copies, 1200 * scale, needs_gpu=True))
+    commands = {
+        "bench engine": (python, "-m", "safe_offload.commands.cli", "bench", "engine"),
+        "layouts": (*bench, "layouts", "--device", "cuda", "--answer-tokens", "64"),
+    }
+    for name, command in commands.items():
+        stem, logs = name.replace(" ", "-"), folder / f"{name.replace(' ', '-')}-logs"
+        out = ("--json", str(folder / f"{stem}.json"), "--logs", str(logs))
+        options = ("--model", model, "--rounds", "3", *out, *engine_args)
+        parts.append(Part(name, (*command, *options), 3600 * scale, needs_gpu=True, logs=logs))
+    return parts
+
+
+def find_facts(python: str) -> Facts:
+    """Ask the system, and torch in a process of its own, which may hang or die over a driver."""
+    torch, no_gpu = ask_torch((python, "-c", ASK_TORCH))
+    machine = describe_machine()
+    rows = {
+        "Commit": machine["commit"],
+        "Date": machine["date"],
+        "GPU": no_gpu or ", ".join(torch["gpus"]),
+        "Driver": _output_of(ASK_DRIVER) or "none found",
+        "CUDA / HIP": str(torch.get("cuda") or torch.get("hip") or "none"),
+        "Packages": ", ".join(" ".join(item) for item in machine["versions"].items()),
+        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "System": f"{machine['system']}, Python {machine['python']}",
+    }
+    return Facts(rows, no_gpu)
+
+
+def ask_torch(command: Sequence[str]) -> tuple[dict[str, object], str]:
+    """Return what torch knows, and why there is no GPU to use ("" if there is one)."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"No GPU can be used: torch did not find out within {PROBE_TIMEOUT_S:g} s"
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return {}, f"No GPU can be used: torch cannot be asked ({last})"
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return found, "" if found["gpus"] else f"No GPU: torch {found['torch']} sees none"
 
 
 def run(
     parts: Sequence[Part], facts: Facts, folder: Path, say: Callable[[str], None]
 ) -> list[Result]:
-    """Run the parts one after the other, and write the report after each.
+    """Run the parts one after the other, and write the report after each; return the results.
 
     So there is one even if the machine goes down in the middle.
-
-    Args:
-        parts: what to run.
-        facts: of the machine.
-        folder: takes logs and report.
-        say: takes one line of progress.
-
-    Returns:
-        What became of each.
     """
-    results = [Result(part.name, part.command) for part in parts]
+    results = [Result(part) for part in parts]
     for place, part in enumerate(parts):
         if part.needs_gpu and facts.no_gpu:
-            results[place] = Result(part.name, part.command, Done.NOT_RUN, facts.no_gpu)
+            results[place] = Result(part, f"not run ({facts.no_gpu})")
         else:
             say(f"{part.name} (at most {part.timeout_s / 60:.0f} minutes) ...")
             results[place] = run_part(part, folder / f"{part.name.replace('/', '-')}.log")
@@ -133,30 +188,20 @@ def run_part(part: Part, log: Path) -> Result:
                 start_new_session=True,
             )
         except OSError as error:
-            return Result(part.name, part.command, Done.FAILED, f"could not be started: {error}")
+            return Result(part, f"FAILED (could not be started: {error})")
         try:
             status = process.wait(part.timeout_s)
-            done, reason = (Done.PASSED, "") if status == 0 else (Done.FAILED, _describe(status))
+            verdict = f"FAILED ({_describe(status)})" if status else "passed"
         except subprocess.TimeoutExpired:
             end(process)
-            done, reason = Done.FAILED, f"did not end within {part.timeout_s:g} s"
+            verdict = f"FAILED (did not end within {part.timeout_s:g} s)"
         except BaseException:
             end(process)
             raise
-    tests = read_test_cases(part.junit, log) if part.junit else []
-    if done is Done.PASSED and tests and all(test.outcome == "skipped" for test in tests):
-        done, reason = Done.NOT_RUN, f"every test was skipped: {tests[0].text}"
-    return Result(
-        name=part.name,
-        command=part.command,
-        done=done,
-        reason=reason,
-        duration_s=time.monotonic() - start_s,
-        log=log,
-        tests=tests,
-        figures=part.figures,
-        engine_logs=part.logs,
-    )
+    if verdict == "passed" and "skipped" in (counts := counts_of(log)) and "passed" not in counts:
+        verdict = "not run (every test was skipped)"
+    engines = sorted(part.logs.glob("*.log")) if part.logs else []
+    return Result(part, verdict, time.monotonic() - start_s, (log, *engines))
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float = STOP_S) -> None:
@@ -203,6 +248,86 @@ def start_time_of(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
+# ---- the text ------------------------------------------------------------------------------------
+
+
+def render(facts: Facts, results: Sequence[Result]) -> str:
+    """Return the whole report; the ends of the logs share what room is left."""
+    num_passed = sum(result.verdict == "passed" for result in results)
+    lines = [
+        f"# GPU report of safe_offload: {facts.rows['GPU']}",
+        "",
+        f"{num_passed} of {len(results)} parts passed.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(value)} |" for name, value in facts.rows.items()),
+        "",
+        "| part | result | tests | time |",
+        "|---|---|---|---|",
+    ]
+    for result in results:
+        counts = counts_of(result.logs[0]) if result.logs else ""
+        row = (result.part.name, result.verdict, counts, f"{result.duration_s:.0f} s")
+        lines.append(f"| {' | '.join(map(_cell, row))} |")
+    lines.append(_fold("commands", "\n".join(shlex.join(r.part.command) for r in results)))
+    text = hide_secrets("\n".join(lines))[: REPORT_CHARS_MAX - 2000]
+    logs = [(result, log) for result in results for log in result.logs]
+    room = (REPORT_CHARS_MAX - len(text)) // max(len(logs), 1) - 200
+    room = max(TAIL_CHARS_MIN, min(TAIL_CHARS_MAX, room))
+    for result, log in logs:
+        told = (line for line in read_end(log).splitlines() if not GOOD_TEST.match(line))
+        tail = hide_secrets("\n".join(told))
+        block = _fold(f"{result.part.name}: end of {log.name}", tail[-room:])
+        if len(text) + len(block) < REPORT_CHARS_MAX:
+            text += "\n" + block
+    return text + "\n"
+
+
+def counts_of(log: Path) -> str:
+    """Return how many tests passed, failed and were skipped, as pytest's last line has it."""
+    return (COUNTS.findall(read_end(log)) or [""])[-1]
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without the values of what looks like a secret, and without home's name."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) >= SECRET_CHARS_MIN:
+            text = text.replace(value, "***")
+    home = os.environ.get("HOME", "")
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def read_end(log: Path) -> str:
+    """Return the end of a log, without colours."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - READ_CHARS_MAX))
+            return ESCAPES.sub("", file.read().decode(errors="replace")).strip()
+    except OSError as error:
+        return str(error)
+
+
+def _fold(title: str, text: str) -> str:
+    """Return a text that is shown on a click, in a fence that nothing in it can close."""
+    longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    title = title.replace("<", "&lt;")
+    return f"<details><summary>{title}</summary>\n\n{fence}text\n{text}\n{fence}\n</details>"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")[:500]
+
+
+def _output_of(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
 def _describe(status: int) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
@@ -221,10 +346,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.output.resolve() / now.strftime("%Y-%m-%d-%H%M%S")
     folder.mkdir(parents=True)
     facts = find_facts(sys.executable)
-    print(facts.headline, flush=True)
+    print(facts.rows["GPU"], flush=True)
     parts = make_parts(folder, arguments.model, arguments.engine_args, arguments.time_scale)
     results = run(parts, facts, folder, functools.partial(print, flush=True))
-    num_passed = sum(result.done is Done.PASSED for result in results)
+    num_passed = sum(result.verdict == "passed" for result in results)
     print(f"{num_passed} of {len(parts)} parts passed. Please attach this file to an issue:")
     print(folder / REPORT)
     return 0 if num_passed == len(parts) else 1

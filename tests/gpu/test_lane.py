@@ -7,8 +7,9 @@ import torch
 
 from safe_offload.layout import Segment, make_geometry
 from safe_offload.worker.copies.base import CopyPath
+from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.loop_thread import LoopThread
-from safe_offload.worker.self_test import SelfTest, TorchRows
+from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
 from tests.gpu.torch_gpu import TorchSubject
 from tests.worker.copies import lane_storm

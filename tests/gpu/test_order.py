@@ -96,15 +96,12 @@ async def test_loads_and_stores_at_once_keep_to_their_own_bytes(subject):
     for _ in range(100):
         chosen = rng.permutation(NUM_BLOCKS)
         slots = rng.permutation(NUM_SLOTS)
-        stored, loaded = (chosen[:20], slots[:20]), (chosen[20:50], slots[20:50])
-        store = subject.issue(Direction.STORE, stored[0].tolist(), stored[1].tolist())
-        load = subject.issue(Direction.LOAD, loaded[0].tolist(), loaded[1].tolist())
-        await asyncio.gather(store.wait(), load.wait())
-        for block, slot in zip(*stored, strict=True):
-            for in_storage, in_host in subject.ranges(block, slot):
-                host[in_host] = storage[in_storage]
-        for block, slot in zip(*loaded, strict=True):
-            for in_storage, in_host in subject.ranges(block, slot):
-                storage[in_storage] = host[in_host]
-        np.testing.assert_array_equal(subject.read_host(), host)
-        np.testing.assert_array_equal(subject.read_storage(), storage)
+        pairs = {
+            Direction.STORE: (chosen[:20].tolist(), slots[:20].tolist()),
+            Direction.LOAD: (chosen[20:50].tolist(), slots[20:50].tolist()),
+        }
+        copies = [subject.issue(direction, *pair) for direction, pair in pairs.items()]
+        await asyncio.gather(*(copy.wait() for copy in copies))
+        for direction, pair in pairs.items():
+            subject.arrive(direction, pair, storage, host)
+        subject.assert_holds(storage, host)

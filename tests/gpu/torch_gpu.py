@@ -118,11 +118,7 @@ class TorchMachine:
     delay_factor = 1.0
 
     def __init__(
-        self,
-        shape: EngineShape,
-        geometry: Geometry,
-        num_slots: int,
-        path: CopyPath | None = None,
+        self, shape: EngineShape, geometry: Geometry, num_slots: int, path: CopyPath | None = None
     ) -> None:
         self.storage = make_storage(shape).cuda(0)
         layout = HostLayout(geometry, num_slots, SLOTS_PER_SLAB)

@@ -7,7 +7,7 @@ import logging
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from safe_offload.compat import block_bytes
+from safe_offload.compat.specs import block_bytes
 from safe_offload.protocol import (
     BadSlots,
     FailureReason,

@@ -32,7 +32,7 @@ else:
 """
 PARENT = f"""
 import os, subprocess, sys
-from safe_offload import last_words
+from safe_offload.start import last_words
 refuse = [sys.executable, "-c", {REFUSE!r}]
 """
 LINE = "SafeCPUOffloadConnector ended the start: the pool is too small."
@@ -84,7 +84,7 @@ print("the child has ended", flush=True)
 def test_a_child_knows_that_its_parent_listens():
     lines = run(
         """
-ask = [sys.executable, "-c", "from safe_offload import last_words as words; "
+ask = [sys.executable, "-c", "from safe_offload.start import last_words as words; "
        "print(words.is_another_listening())"]
 print(last_words.is_another_listening(), flush=True)
 subprocess.run(ask, check=True)

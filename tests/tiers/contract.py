@@ -126,21 +126,19 @@ class TierContract:
 
     @pytest.mark.parametrize("shift", [0, 512, 16, 1])
     @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
-    async def test_what_was_spilled_comes_back(
-        self, make: Callable[[], Tier], lengths: tuple[int, ...], shift: int
-    ) -> None:
+    async def test_what_was_spilled_comes_back(self, make, lengths, shift):
         source, target = filled(lengths, 1, shift=shift), slot_of(lengths, shift=shift)
         assert await spill_one(make(), name_of(1), source) is Result.DONE
         assert await fetch_one(make(), name_of(1), target) is Result.DONE
         assert bytes_of(target) == bytes_of(source)
 
-    async def test_a_slot_of_other_buffers_gets_the_same_bytes(self, tier: Tier) -> None:
+    async def test_a_slot_of_other_buffers_gets_the_same_bytes(self, tier):
         source, target = filled((4096, 4096)), slot_of((100, 8000, 92), shift=3)
         await spill_one(tier, name_of(1), source)
         assert await fetch_one(tier, name_of(1), target) is Result.DONE
         assert bytes_of(target) == bytes_of(source)
 
-    async def test_many_objects_come_back_in_the_order_of_their_names(self, tier: Tier) -> None:
+    async def test_many_objects_come_back_in_the_order_of_their_names(self, tier):
         names = [name_of(number, number % 3) for number in range(100)]
         sources = [filled((1024, 3072), number) for number in range(100)]
         assert set(await tier.spill(names, sources)) == {Result.DONE}
@@ -149,19 +147,19 @@ class TierContract:
         assert set(await tier.fetch([names[i] for i in order], targets)) == {Result.DONE}
         assert [bytes_of(t) for t in targets] == [bytes_of(sources[i]) for i in order]
 
-    async def test_nothing_is_asked_for(self, tier: Tier) -> None:
+    async def test_nothing_is_asked_for(self, tier):
         assert await tier.probe([]) == await tier.fetch([], []) == await tier.spill([], []) == []
 
     # ---- what is there ------------------------------------------------------------------------
 
-    async def test_a_probe_says_which_are_there(self, make: Callable[[], Tier]) -> None:
+    async def test_a_probe_says_which_are_there(self, make):
         tier, names = make(), [name_of(number) for number in range(10)]
         assert await tier.probe(names) == [False] * 10
         await tier.spill(names[::2], [filled((512,))] * 5)
         assert await tier.probe(names) == [True, False] * 5
         assert await make().probe(names) == [True, False] * 5
 
-    async def test_what_is_not_there_is_absent(self, tier: Tier) -> None:
+    async def test_what_is_not_there_is_absent(self, tier):
         assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.ABSENT
         await spill_one(tier, name_of(1), filled((512,)))
         assert await fetch_one(tier, name_of(2), slot_of((512,))) is Result.ABSENT
@@ -171,22 +169,18 @@ class TierContract:
         [name_of(1, 1), name_of(2), name_of(1, space=namespace(FACTS, "word"))],
         ids=["group", "key", "namespace"],
     )
-    async def test_names_that_differ_in_one_part_are_other_objects(
-        self, tier: Tier, other: Name
-    ) -> None:
+    async def test_names_that_differ_in_one_part_are_other_objects(self, tier, other):
         await spill_one(tier, name_of(1), filled((512,)))
         assert await tier.probe([other]) == [False]
         assert await fetch_one(tier, other, slot_of((512,))) is Result.ABSENT
 
-    async def test_what_is_there_is_not_written_again(self, make: Callable[[], Tier]) -> None:
+    async def test_what_is_there_is_not_written_again(self, make):
         await spill_one(make(), name_of(1), filled((512,), 1))
         assert await spill_one(make(), name_of(1), filled((512,), 2)) is Result.PRESENT
 
     # ---- at the same time ---------------------------------------------------------------------
 
-    async def test_writers_of_one_key_leave_what_one_of_them_wrote(
-        self, make_tier: Any, make: Callable[[], Tier]
-    ) -> None:
+    async def test_writers_of_one_key_leave_what_one_of_them_wrote(self, make_tier, make):
         tiers = [make() for _ in range(4)]
         sources = [filled((4096,) * 16, seed) for seed in range(4)]
         for number in range(self.num_races):
@@ -200,8 +194,8 @@ class TierContract:
             assert bytes_of(target) in [bytes_of(source) for source in sources]
 
     async def test_a_reader_sees_all_of_an_object_or_none_while_it_is_written_and_deleted(
-        self, make_tier: Any, make: Callable[[], Tier]
-    ) -> None:
+        self, make_tier, make
+    ):
         source, seen = filled((64 << 10,), 1), Counter[Result]()
         writer, reader = make(), make()
 
@@ -222,7 +216,7 @@ class TierContract:
         await asyncio.gather(writing, read(), read())
         assert set(seen) <= {Result.DONE, Result.ABSENT}
 
-    async def test_a_batch_that_is_cancelled_gives_up_what_was_not_begun(self, tier: Tier) -> None:
+    async def test_a_batch_that_is_cancelled_gives_up_what_was_not_begun(self, tier):
         names = [name_of(number) for number in range(300)]
         sources = [filled((8192,), number) for number in range(300)]
         spilling = asyncio.ensure_future(tier.spill(names, sources))
@@ -246,7 +240,7 @@ class TierContract:
             assert result is not Result.DONE or bytes_of(target) == bytes_of(source)
         assert set(await tier.fetch(names, targets)) == {Result.DONE}, "the tier goes on"
 
-    async def test_closing_gives_up_and_waits(self, make_tier: Callable[[], Tier]) -> None:
+    async def test_closing_gives_up_and_waits(self, make_tier):
         tier = make_tier()
         names = [name_of(number) for number in range(300)]
         spilling = asyncio.ensure_future(tier.spill(names, [filled((8192,))] * 300))
@@ -268,9 +262,7 @@ class TierContract:
         assert await tier.probe([name]) == [False]
         return result
 
-    async def test_an_object_with_a_flipped_bit_is_never_served(
-        self, make_tier: Any, tier: Tier
-    ) -> None:
+    async def test_an_object_with_a_flipped_bit_is_never_served(self, make_tier, tier):
         rng, name = random.Random(7), name_of(1)
         await spill_one(tier, name, filled((4096,), 3))
         good = self.stored(make_tier, name)
@@ -284,22 +276,18 @@ class TierContract:
         assert await fetch_one(tier, name, slot_of((4096,))) is Result.DONE
 
     @pytest.mark.parametrize("cut", [0, 1, 100, 4095, 4096, 4097, 8191])
-    async def test_a_truncated_object_is_corrupt(
-        self, make_tier: Any, tier: Tier, cut: int
-    ) -> None:
+    async def test_a_truncated_object_is_corrupt(self, make_tier, tier, cut):
         await spill_one(tier, name_of(1), filled((4096,)))
         data = self.stored(make_tier, name_of(1))[:cut]
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.CORRUPT
 
     @pytest.mark.parametrize("more", [1, 512, 4096])
-    async def test_an_object_that_is_too_long_is_corrupt(
-        self, make_tier: Any, tier: Tier, more: int
-    ) -> None:
+    async def test_an_object_that_is_too_long_is_corrupt(self, make_tier, tier, more):
         await spill_one(tier, name_of(1), filled((4096,)))
         data = self.stored(make_tier, name_of(1)) + bytes(more)
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.CORRUPT
 
-    async def test_an_object_of_zeros_is_corrupt(self, make_tier: Any, tier: Tier) -> None:
+    async def test_an_object_of_zeros_is_corrupt(self, make_tier, tier):
         """What a crash of the machine may leave."""
         data = bytes(HEADER_BYTES + 4096)
         await spill_one(tier, name_of(1), filled((4096,)))
@@ -310,24 +298,20 @@ class TierContract:
         [name_of(1, 1), name_of(2), name_of(1, space=bytes(16)), Name(SPACE, 0, b"short")],
         ids=["group", "key", "namespace", "length of the key"],
     )
-    async def test_an_object_of_another_name_is_foreign(
-        self, make_tier: Any, tier: Tier, other: Name
-    ) -> None:
+    async def test_an_object_of_another_name_is_foreign(self, make_tier, tier, other):
         await spill_one(tier, name_of(1), filled((4096,)))
         await spill_one(tier, other, filled((4096,)))
         data = self.stored(make_tier, other)
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.FOREIGN
 
     async def test_bytes_of_another_object_behind_the_right_header_are_corrupt(
-        self, make_tier: Any, tier: Tier
-    ) -> None:
+        self, make_tier, tier
+    ):
         await spill_one(tier, name_of(1), filled((4096,), 1))
         data = self.stored(make_tier, name_of(1))[:HEADER_BYTES] + os.urandom(4096)
         assert await self.expect_bad(make_tier, tier, name_of(1), data) is Result.CORRUPT
 
-    async def test_an_object_that_was_bad_can_be_written_again(
-        self, make_tier: Any, tier: Tier
-    ) -> None:
+    async def test_an_object_that_was_bad_can_be_written_again(self, make_tier, tier):
         await spill_one(tier, name_of(1), filled((4096,), 1))
         await self.expect_bad(make_tier, tier, name_of(1), b"x")
         assert await spill_one(tier, name_of(1), filled((4096,), 2)) is Result.DONE

@@ -32,9 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("weather", WEATHERS.values(), ids=WEATHERS.keys())
-def test_what_is_given_up_lets_go_of_its_slots_and_the_next_call_works(
-    server: Server, weather: Weather
-) -> None:
+def test_what_is_given_up_lets_go_of_its_slots_and_the_next_call_works(server, weather):
     names = [name_of(number) for number in range(NUM_OBJECTS)]
     slots = [(memoryview(bytearray(OBJECT_BYTES)),) for _ in names]
 

@@ -33,11 +33,6 @@ def checksum(buffers: list[memoryview]) -> int:
     return found.digest
 
 
-def test_the_order_of_facts_does_not_matter() -> None:
-    assert namespace(FACTS) == namespace(dict(reversed(FACTS.items())))
-    assert len(namespace(FACTS)) == NAMESPACE_BYTES
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -49,28 +44,28 @@ def test_the_order_of_facts_does_not_matter() -> None:
         {},
     ],
 )
-def test_every_fact_is_part_of_the_namespace(other: dict[str, object]) -> None:
+def test_every_fact_is_part_of_the_namespace(other):
+    """So is the word, and the order is not."""
     assert namespace(other) != namespace(FACTS)
-
-
-def test_the_word_is_part_of_the_namespace() -> None:
     assert len({namespace(FACTS), namespace(FACTS, "a"), namespace(FACTS, "b")}) == 3
+    assert namespace(FACTS) == namespace(dict(reversed(FACTS.items())))
+    assert len(namespace(FACTS)) == NAMESPACE_BYTES
 
 
-def test_the_namespace_is_the_same_in_every_release() -> None:
+def test_the_namespace_is_the_same_in_every_release():
     """A cache outlives the process. Raise FORMAT_VERSION if this has to change."""
     assert namespace({"model": "m"}, "w").hex() == "ac5a8e19c11e869113d8cc243b35b98b"
     assert checksum([memoryview(header(NAME, 5, 6))]) == 15782181309712667410
 
 
-def test_a_fact_that_has_no_value_of_its_own_is_refused() -> None:
+def test_a_fact_that_has_no_value_of_its_own_is_refused():
     with pytest.raises(TypeError):
         namespace({"model": object()})
     with pytest.raises(ValueError, match="JSON"):
         namespace({"scale": float("nan")})
 
 
-def test_a_description_can_be_read_back() -> None:
+def test_a_description_can_be_read_back():
     written = description(namespace(FACTS), FACTS)
     assert facts_of(written) == FACTS
     assert json.loads(written)["after_reset"] is False
@@ -78,7 +73,7 @@ def test_a_description_can_be_read_back() -> None:
     assert facts_of(b"{") == facts_of(b"[]") == facts_of(b'{"facts": 1}') == facts_of(b"\xff") == {}
 
 
-def test_names_of_files_are_digests_and_can_be_read_back() -> None:
+def test_names_of_files_are_digests_and_can_be_read_back():
     folder, file = path_of(NAME)
     assert (folder, file) == ("1f", "0102" + bytes(range(32)).hex())
     assert name_of(namespace_folder(NAME.namespace), file) == NAME
@@ -96,19 +91,15 @@ def test_names_of_files_are_digests_and_can_be_read_back() -> None:
         (namespace_folder(NAME.namespace) + "\n", "0000abcd"),
     ],
 )
-def test_what_no_object_is_called_has_no_name(folder: str, file: str) -> None:
+def test_what_no_object_is_called_has_no_name(folder, file):
     assert name_of(folder, file) is None
 
 
-def test_a_header_can_be_read_back() -> None:
+def test_a_header_can_be_read_back_and_with_a_flipped_bit_is_none_or_another():
     written = header(NAME, 5, 6)
     assert len(written) == HEADER_BYTES
     assert Header.read(written) == Header(NAME, 5, 6)
     assert compare(written, header(NAME, 5, 6), NAME) is Result.DONE
-
-
-def test_a_header_with_a_flipped_bit_is_no_header_or_another_one() -> None:
-    written = header(NAME, 5, 6)
     for bit in range(HEADER_BYTES * 8):
         bad = bytearray(written)
         bad[bit // 8] ^= 1 << bit % 8
@@ -117,7 +108,7 @@ def test_a_header_with_a_flipped_bit_is_no_header_or_another_one() -> None:
     assert Header.read(written[:-1]) is None
 
 
-def test_a_checksum_goes_by_the_bytes_and_not_by_their_buffers() -> None:
+def test_a_checksum_goes_by_the_bytes_and_not_by_their_buffers():
     data = bytes(range(256)) * 20
     whole = checksum([memoryview(data)])
     assert checksum([memoryview(data)[:7], memoryview(data)[7:]]) == whole

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 from safe_offload.protocol import FailureReason
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import Backend, Direction
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.loop_thread import MakeEventLoop, new_event_loop
 from safe_offload.worker.transfers import Transfers
 from safe_offload.worker.verify import Verifier
@@ -51,12 +51,10 @@ def submit(
 
 
 def flush(transfers: DrivenTransfers) -> None:
-    """See `WatchedLoop.flush`."""
     transfers.loop.flush()
 
 
 def join(transfers: DrivenTransfers) -> None:
-    """See `WatchedLoop.join`."""
     transfers.loop.join()
 
 

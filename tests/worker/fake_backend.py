@@ -54,7 +54,6 @@ class FakeCompletion:
         return len(self.copy.block_ids) * SLOT_BYTES
 
     async def wait(self) -> None:
-        """See `Completion.wait`."""
         try:
             await asyncio.wrap_future(self.future)
         except asyncio.CancelledError:
@@ -63,7 +62,6 @@ class FakeCompletion:
             raise TransferError(FailureReason.CANCELLED, "it was taken back") from None
 
     def cancel(self) -> bool:
-        """See `Completion.cancel`."""
         return self.future.cancel()
 
 
@@ -123,7 +121,6 @@ class FakeBackend:
         return completion
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """See `Backend.fence`."""
         assert isinstance(completion, FakeCompletion)
         self.fenced.append(completion.name)
         if self.on_fence is not None:
@@ -135,7 +132,6 @@ class FakeBackend:
         return True
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `Backend.checksums`."""
         assert not self.is_closed, "the memory is gone"
         if self.on_checksums is not None:
             self.on_checksums(slot_ids.tolist())
@@ -151,7 +147,6 @@ class FakeBackend:
                 completion.future.exception(PATIENCE_S)
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self.is_closed = True
 
     # ---- what the test does --------------------------------------------------------------------

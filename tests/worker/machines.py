@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import CopyPath, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from tests.simulator.vllm_setup import EngineShape
 from tests.worker.copies.fake_device import FakeGpu
@@ -75,11 +75,7 @@ class ThreadMachine:
     """A GPU of threads."""
 
     def __init__(
-        self,
-        shape: EngineShape,
-        geometry: Geometry,
-        num_slots: int,
-        path: CopyPath | None = None,
+        self, shape: EngineShape, geometry: Geometry, num_slots: int, path: CopyPath | None = None
     ) -> None:
         self.storage = make_storage(shape)
         self._gpu = FakeGpu()

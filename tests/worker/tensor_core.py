@@ -91,19 +91,15 @@ class TensorDevice:
     # ---- recorded ------------------------------------------------------------------------------
 
     def zero(self, block_id: int) -> None:
-        """See `Device`."""
         self._operations.append(Operation("zero", [block_id]))
 
     def copy_block(self, source: int, target: int) -> None:
-        """See `Device`."""
         self._operations.append(Operation("copy", [source, target]))
 
     def write(self, block_id: int, first: int, words: list[int]) -> None:
-        """See `Device`."""
         self._add("write", block_id, first, words)
 
     def check(self, block_id: int, first: int, expected: list[int], report: Report) -> None:
-        """See `Device`."""
         operation = self._add("check", block_id, first, expected)
         operation.reports.append((len(operation.words), report))
 

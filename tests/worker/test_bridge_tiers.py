@@ -48,10 +48,7 @@ class TieredWorker(Worker):
         self.doubts: tuple[str, ...] = options.pop("doubts", ())
         extra = {"tiers": TIERS, **options.pop("extra", {})}
         super().__init__(
-            extra=extra,
-            open_tier=self._open_tier,
-            meaning_of=self._meaning_of,
-            **options,
+            extra=extra, open_tier=self._open_tier, meaning_of=self._meaning_of, **options
         )
 
     def _open_tier(self, config, slot_bytes, facts):

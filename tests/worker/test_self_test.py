@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from safe_offload.layout import Geometry, HostLayout
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker import self_test
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import Bytes, TorchRows
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
-from safe_offload.worker.self_test import Bytes, SelfTest, TorchRows
+from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
 from tests.worker.copies.contract import GEOMETRIES, NUM_SLOTS, _layers_outermost
 from tests.worker.copies.fake_device import CALLS, FakeGpu, FakeRows

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import queue
 import signal
-import subprocess
-import sys
+import threading
 
-IDLE_ENGINE = """
-import queue, signal, sys
-from safe_offload.worker.copies.device import Device
+import pytest
+
 from tests.worker.copies.fake_device import FakeGpu
+from tests.worker.waiting import PATIENCE_S
 
-def end(*_):
-    sys.exit("ended by the signal")
 
-signal.signal(signal.SIGTERM, end)
-gpu = FakeGpu()
-gpu.open().load_kernel(16)
-print("idle", flush=True)
-queue.Queue().get()
-"""
+class EndedError(Exception):
+    """The handler of the signal has run."""
 
 
 def test_an_engine_that_waits_for_work_ends_on_sigterm_after_a_kernel_was_compiled():
-    child = subprocess.Popen(
-        [sys.executable, "-c", IDLE_ENGINE],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Else the wait is begun again, and the handler runs only after it."""
+    work: queue.Queue[None] = queue.Queue()
+    is_late = []
+
+    def end(*_: object) -> None:
+        raise EndedError
+
+    def give_up() -> None:
+        is_late.append(True)
+        work.put(None)
+
+    def wait_for_work() -> None:
+        for timer in timers:
+            timer.start()
+        work.get()
+
+    def signal_this_thread(ident: int = threading.get_ident()) -> None:
+        signal.pthread_kill(ident, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    gpu = FakeGpu()
+    timers = [threading.Timer(0.1, signal_this_thread), threading.Timer(PATIENCE_S / 10, give_up)]
     try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "idle\n"
-        child.send_signal(signal.SIGTERM)
-        _, errors = child.communicate()
+        gpu.open().load_kernel(16)
+        with pytest.raises(EndedError):
+            wait_for_work()
     finally:
-        child.kill()
-        child.wait()
-    assert errors.endswith("ended by the signal\n")
+        signal.signal(signal.SIGTERM, before)
+        for timer in timers:
+            timer.cancel()
+        gpu.close()
+    assert not is_late

@@ -57,32 +57,21 @@ def test_when_the_loop_dies_every_transfer_fails_once_and_nothing_hangs(backend,
     backend.wait_for(1)
     DEATHS[death](transfers, backend)
     assert backend.closing.wait(PATIENCE_S)
+    # The loop has ended; the copy has not, and vLLM would give its blocks to others.
+    found = transfers.drain()
+    assert 1 not in dict(found)
     backend.complete(1)
     join(transfers)
     submit(transfers, LOAD, 5)
     transfers.fence((1, 3, 100, 5, 4))
     submit(transfers, STORE, 6)
-    assert sorted(transfers.drain()) == [
+    assert sorted(found + transfers.drain()) == [
         (transfer_id, FailureReason.NOT_RUNNING) for transfer_id in (1, 3, 4, 5, 6, 100)
     ]
     submit(transfers, STORE, 7)
     assert transfers.drain() == [(7, FailureReason.NOT_RUNNING)]
     assert transfers.drain() == []
     assert transfers.close()
-
-
-@pytest.mark.parametrize("death", DEATHS)
-def test_no_transfer_is_reported_while_its_copy_still_runs_under_a_dead_loop(backend, start, death):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 100)
-    backend.wait_for(1)
-    DEATHS[death](transfers, backend)
-    assert backend.closing.wait(PATIENCE_S)
-    # The loop has ended; the copy has not, and vLLM would give its blocks to somebody else.
-    assert 1 not in dict(transfers.drain())
-    backend.complete(1)
-    join(transfers)
-    assert (1, FailureReason.NOT_RUNNING) in transfers.drain()
 
 
 def test_a_transfer_that_had_settled_before_the_loop_died_keeps_its_outcome(backend, start):
@@ -215,15 +204,6 @@ def test_close_cancels_what_is_queued_and_waits_for_what_is_issued(backend, star
     assert backend.is_closed
     assert transfers.drain() == [(1, None)]
     assert backend.names == [1]
-
-
-def test_close_returns_false_if_a_copy_hangs(backend, start):
-    transfers = start()
-    submit(transfers, STORE, 1)
-    backend.wait_for(1)
-    assert not transfers.close(timeout_s=0.01)
-    assert not backend.is_closed
-    assert transfers.drain() == []
 
 
 def test_nothing_starts_after_close_even_if_a_copy_hangs(backend, start):

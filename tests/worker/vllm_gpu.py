@@ -43,8 +43,8 @@ from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.protocol import EMPTY_PLAN, Outcome, StepPlan
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.memory import page_lock, placement
-from safe_offload.worker.self_test import TorchRows
 from tests.simulator.vllm_setup import (
     EngineShape,
     as_model_runner,
@@ -238,10 +238,7 @@ class RunnerV1(Runner, v1.GPUModelRunner):
         pass
 
     def _dummy_run(
-        self,
-        num_tokens: int,
-        cudagraph_runtime_mode: CUDAGraphMode | None = None,
-        **_: Any,
+        self, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.machine.trace.append("dummy run")
         with self.in_forward(cudagraph_runtime_mode or CUDAGraphMode.NONE, num_tokens):

@@ -58,7 +58,6 @@ class WatchedLoop:
         self.news = self._thread.news
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
-        """See `Loop.start`."""
 
         async def watched() -> None:
             self._main_task = asyncio.current_task()

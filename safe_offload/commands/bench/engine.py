@@ -25,7 +25,7 @@ from safe_offload.commands.bench.engine_process import (
     Started,
 )
 from safe_offload.commands.bench.engine_report import EngineFound, make_report
-from safe_offload.commands.bench.engine_watch import PROBE, Watched, answer_watched, start_watching
+from safe_offload.commands.bench.engine_watch import PROBE, answer_watched, start_watching
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import ConfigError
@@ -40,7 +40,6 @@ CPU_BYTES_MIN = 2 << 30
 PROMPTS_ON_HOST = 4  # A, B and C have to fit, and what is left of a round before them
 
 Say = Callable[[str], None]
-Ask = Callable[[Any, Question], Watched]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class BenchOptions:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the model is made here, so that its sizes are known."""
+        """Return whether the model is made here, so that its sizes are known."""
         return self.model in get_args(ModelKind)
 
     @property
@@ -76,7 +75,6 @@ class BenchOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `safe-offload bench engine`."""
 
     def add(name: str, what: str, **how: Any) -> None:
         default = getattr(BenchOptions, name[2:].replace("-", "_"), None)
@@ -114,7 +112,6 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
-    """Return what was asked for; raise ConfigError if it makes no sense."""
     for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -125,14 +122,8 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
     return BenchOptions(**{one.name: getattr(arguments, one.name) for one in fields(BenchOptions)})
 
 
-def measure(
-    options: BenchOptions, say: Say, log_folder: Path | None = None, ask: Ask = answer_watched
-) -> EngineFound:
-    """Start both engines, run the rounds, stop the engines; `say` takes progress.
-
-    `ask` runs one request in the process of an engine. SafeOffloadError is raised if an engine did
-    not start, died, or did not answer in time.
-    """
+def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> EngineFound:
+    """Start both engines, run the rounds, stop the engines; `say` takes progress."""
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="safe-offload-bench-") as name, ExitStack() as running:
         folder = Path(name)
@@ -147,13 +138,13 @@ def measure(
             engines[engine] = running.enter_context(EngineProcess(engine, how, log_path))
             started.append(engines[engine].wait_until_started(_START_TIMEOUT_S))
             say(f"  ready after {started[-1].start_s:.0f} s")
-        observed = _run_rounds(options, engines, say, ask)
+        observed = _run_rounds(options, engines, say)
     connector = options.connector_config["kv_connector"]
     return EngineFound(connector, observed, started[0], asdict(options), machine)
 
 
 def _run_rounds(
-    options: BenchOptions, engines: dict[str, EngineProcess], say: Say, ask: Ask
+    options: BenchOptions, engines: dict[str, EngineProcess], say: Say
 ) -> list[Observed]:
     """Run the warm-up, which is round 0 and not kept, and the rounds.
 
@@ -170,7 +161,9 @@ def _run_rounds(
         questions = [make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
         for name in names:
             passes = [*questions, *questions, questions[-1]]
-            watched = [engines[name].call(ask, one, options.answer_timeout) for one in passes]
+            watched = [
+                engines[name].call(answer_watched, one, options.answer_timeout) for one in passes
+            ]
             first_s, second_s = (
                 statistics.fmean(one.answer.ttft_s for one in watched[start : start + NUM_PROMPTS])
                 for start in (0, NUM_PROMPTS)

@@ -109,7 +109,6 @@ class Observed:
 
 
 def select(observed: Sequence[Observed], engine: str, kind: str) -> list[Observed]:
-    """Return the requests of one engine and kind."""
     return [one for one in observed if (one.engine, one.kind) == (engine, kind)]
 
 

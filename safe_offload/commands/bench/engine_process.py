@@ -144,7 +144,6 @@ class EngineProcess:
         return answered
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """End the engine and every process that it started, by force what does not go."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(timeout_s)
@@ -169,7 +168,6 @@ class EngineProcess:
         return message
 
     def error(self, what: str) -> SafeOffloadError:
-        """Return an error that shows the end of the engine's log."""
         lines = self._log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         end = "\n".join(lines)
         return SafeOffloadError(f"engine {self.name!r}: {what}. The end of its log:\n{end}")
@@ -208,7 +206,7 @@ def _answer_calls(connection: Connection, options: EngineOptions) -> None:
         block_size=cache_config.block_size,
     )
     # An end of the pipe that is gone means that the benchmark is, and this process waits for its
-    # engine's when it ends: an engine that nobody tells to end would live for ever.
+    # engine's when it ends: an engine that is not told to end would live for ever.
     with contextlib.suppress(EOFError, BrokenPipeError):
         connection.send((False, started))
         while (call := connection.recv()) is not None:

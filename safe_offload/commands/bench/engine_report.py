@@ -79,7 +79,6 @@ class EngineFound:
         return doubts
 
     def at(self, engine: str, place: int) -> list[Observed]:
-        """Return the requests at one place of A, B, C, A, B, C, by round."""
         return [one for one in self.observed if (one.engine, one.place) == (engine, place)]
 
     def _round_ratios(self, above: str, below: str, kind: str) -> list[float]:
@@ -94,7 +93,6 @@ class EngineFound:
 
 
 def make_report(found: EngineFound) -> Report:
-    """Return a line for each of A, B, C, A, B, C, the sums, doubts, and where the time goes."""
     doubts = [f"  {doubt}" for doubt in found.doubts]
     if doubts:
         doubts.insert(0, "DISTURBED, repeat it on an idle machine:")

@@ -31,7 +31,6 @@ class WorkerProbe:
         self._probe.watch_copies()
 
     def take_probe(self) -> dict[str, Any]:
-        """Return what was recorded since the last call: plain numbers and words."""
         return self._probe.take()
 
     def kv_cache_bytes(self: Any) -> int:
@@ -94,7 +93,6 @@ class Recorder:
         _note_calls(WorkerBridge, "build_connector_worker_meta", reported)
 
     def take(self) -> dict[str, Any]:
-        """See `WorkerProbe.take_probe`."""
         taken = dict(vars(self))
         self.steps: list[list[Any]] = []  # begin, end, tokens
         self.submits: list[tuple[float, str, int]] = []  # time, direction, transfer id

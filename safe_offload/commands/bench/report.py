@@ -25,11 +25,9 @@ class Report:
     machine: dict[str, Any]  # see `describe_machine`
 
     def render(self) -> str:
-        """Return the text."""
         return "\n\n".join([self.method, *filter(None, self.sections)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return what goes into the file."""
         head = {"method": self.method, "machine": self.machine, "options": self.options}
         return head | self.figures
 
@@ -61,7 +59,6 @@ def table(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Return the lowest and the highest in words."""
     return f"{min(values):{form}} to {max(values):{form}}"
 
 

@@ -70,12 +70,8 @@ def write_tiny_model(
 ) -> Path:
     """Write a tiny model and its tokenizer into a folder; return the folder, vLLM's model.
 
-    Args:
-        kind: `llama`: plain attention. `gemma3`: two sliding-window layers, then one of full
-            attention, and so on: several KV cache groups. `deepseek`: multi-head latent attention.
-        num_layers: 2 for llama and deepseek, 6 for gemma3 if not given.
-        sliding_window: what a sliding-window layer of gemma3 looks back, in tokens.
-        seed: the weights follow from it and from nothing else.
+    `llama` has plain attention, `deepseek` multi-head latent attention. `gemma3` has two layers
+    with a sliding window, in tokens, then one of full attention, so several KV cache groups.
     """
     if kind not in get_args(ModelKind):
         raise ConfigError(f"model kind {kind!r}: expected one of {', '.join(get_args(ModelKind))}")

@@ -10,12 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from safe_offload.commands.cache.prune import prune
-from safe_offload.commands.cache.store import CacheError, Item
+from safe_offload.commands.cache.store import CacheError, Item, Store, name_at
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
 from safe_offload.tiers import naming
-from safe_offload.tiers.files.capacity import Kept
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.objects.store import Problem, fix_for, open_store, problem_of, shown
 
@@ -24,11 +22,10 @@ _PIECE_BYTES: Final = 4 * MIB
 _PAGE_ITEMS: Final = 1000
 
 
-class BucketStore:
-    """Implements Store for a bucket.
+class BucketStore(Store):
+    """A bucket.
 
     Args:
-        config: of the tier.
         timeout_s: of one request.
         store: the bucket, where it is not to be opened here.
 
@@ -44,12 +41,8 @@ class BucketStore:
         config = dataclasses.replace(config, timeout_s=timeout_s)
         self._store: Any = open_store(config) if store is None else store
 
-    def is_cache(self) -> bool:
-        """See Store."""
-        return True  # names that are not ours are not touched
-
     def namespaces(self) -> Mapping[str, bytes]:
-        """See Store."""
+        """See `Store`."""
         import obstore
 
         with self._errors():
@@ -58,7 +51,7 @@ class BucketStore:
             return {name: self._description(name) for name in names}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See Store; a thousand in each request."""
+        """See `Store`; a thousand in each request."""
         import obstore
 
         with self._errors():
@@ -67,7 +60,7 @@ class BucketStore:
                 yield from filter(None, map(_item_of, page))
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See Store."""
+        """See `Store`."""
         import obstore
 
         with self._errors(gone=True):
@@ -87,22 +80,15 @@ class BucketStore:
                 yield head
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See Store; stores do not say what was there."""
+        """See `Store`; stores do not say what was there."""
         if items:
             self._delete([item.place for item in items])
         return list(items)
 
-    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """See Store."""
-        return prune(self, to_bytes, used_before_s)
-
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See Store."""
+        """See `Store`."""
         if namespaces:
             self._delete([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
-
-    def close(self) -> None:
-        """See Store."""
 
     def _delete(self, paths: list[str]) -> None:
         import obstore
@@ -152,7 +138,5 @@ def _item_of(meta: Mapping[str, Any]) -> Item | None:
     folder, _, file = rest.partition("/")
     if not naming.is_namespace_folder(namespace) or not naming.is_object_folder(folder):
         return None
-    name = naming.name_of(namespace, file)
-    if name is not None and naming.path_of(name)[0] != folder:
-        name = None
+    name = name_at(namespace, folder, file)
     return Item(namespace, meta["path"], name, meta["size"], meta["last_modified"].timestamp())

@@ -17,16 +17,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places
-from safe_offload.commands.cache.check import problem_of, seal_for
-from safe_offload.commands.cache.dry_run import DryRun
-from safe_offload.commands.cache.prune import batches
-from safe_offload.commands.cache.store import CacheError, Item, Store
+from safe_offload.commands.cache.store import CacheError, DryRun, Item, Store, batches
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import TIB, format_bytes
 from safe_offload.tiers import naming
-from safe_offload.tiers.seal import NOT_CHECKED, open_seal
+from safe_offload.tiers.seal import NOT_CHECKED, PLAIN, Seal, open_seal, seal_of
 
 _BAD_SHOWN_MAX: Final = 20
 _PLACE_LENGTH_MAX: Final = 200
@@ -205,13 +202,13 @@ def _ago(now_s: float, at_s: float) -> str:
 
 def _verify(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
     key_seal = open_seal(config.hmac_key_file)
-    seals = {name: seal_for(each, key_seal) for name, each in store.namespaces().items()}
+    seals = {name: _seal_for(each, key_seal) for name, each in store.namespaces().items()}
     num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
     for item in store.items():
         if item.is_temporary:
             continue
         try:
-            problem = problem_of(store, item, seals.get(item.namespace, key_seal))
+            problem = store.problem_of(item, seals.get(item.namespace, key_seal))
         except FileNotFoundError:
             continue  # evicted meanwhile
         if problem == NOT_CHECKED:
@@ -251,6 +248,17 @@ def _verify(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
             "key and were not checked. Fix: give it with --hmac-key-file."
         )
     return document, "\n".join(lines), 0 if is_well and not num_sealed else 1
+
+
+def _seal_for(described: bytes, seal: Seal) -> Seal:
+    """Return what checks the objects of a namespace: `seal` if they are sealed with its key.
+
+    Args:
+        described: the description of the namespace, empty if it is gone.
+        seal: of the key that was given; PLAIN for none.
+    """
+    facts = naming.facts_of(described)
+    return seal_of(facts, seal) or PLAIN if facts else seal
 
 
 # ---- prune and rm -----------------------------------------------------------------------------

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from safe_offload.errors import SafeOffloadError
+from safe_offload.tiers import naming
 from safe_offload.tiers.base import Name
-from safe_offload.tiers.files.capacity import Kept
+from safe_offload.tiers.files.capacity import ORPHAN_AGE_S, Kept
+from safe_offload.tiers.seal import PLAIN, Seal
+
+BATCH_ITEMS: Final = 1000
+_CLOCK_S: Final = 1.0
+"""Times of use are whole seconds, and may be one off when they are asked for again."""
 
 
 class CacheError(SafeOffloadError):
@@ -34,7 +47,7 @@ class Item(NamedTuple):
     is_temporary: bool = False
 
 
-class Store(Protocol):
+class Store(ABC):
     """The place of a tier.
 
     Attributes:
@@ -43,17 +56,21 @@ class Store(Protocol):
     """
 
     label: str
-    use: str
+    use = "USED"
 
     def is_cache(self) -> bool:
-        """Return whether a tier has used it, so that something may be deleted there."""
+        """Return whether something may be deleted: always where other names are not touched."""
+        return True
 
+    @abstractmethod
     def namespaces(self) -> Mapping[str, bytes]:
         """Return the names of all namespaces, with the description of each or nothing."""
 
+    @abstractmethod
     def items(self, namespace: str = "") -> Iterator[Item]:
         """Yield every object, or those of a namespace; what vanishes meanwhile is passed over."""
 
+    @abstractmethod
     def pieces(self, item: Item) -> Iterator[bytes]:
         """Yield the header of an object, HEADER_BYTES if it has one, and then its bytes.
 
@@ -62,14 +79,135 @@ class Store(Protocol):
             OSError: it cannot be read.
         """
 
+    @abstractmethod
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that were there."""
 
-    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Delete what was last used before that, and more until so many bytes are there."""
-
+    @abstractmethod
     def forget(self, namespaces: Sequence[str]) -> None:
         """Delete what else there is of namespaces whose objects are gone."""
 
-    def close(self) -> None:
+    def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
+        """Return what is wrong with an object; empty if nothing is, NOT_CHECKED without its key.
+
+        Raises:
+            FileNotFoundError: it is not there any more.
+        """
+        try:
+            pieces = self.pieces(item)
+            found = next(pieces, b"")
+            if not naming.is_sealed(found) and naming.Header.read(found) is None:
+                return "it has no header of this version"
+            if item.name is None:
+                return "its header names another object"
+            return seal.problem_of(found, item.name, map(memoryview, pieces))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+
+    def close(self) -> None:  # noqa: B027 - not every place holds something
         """Give back what is held."""
+
+    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
+        """Delete what was last used before that, and more until `to_bytes` are there.
+
+        Here all objects are looked at, and then all of them again; 16 bytes of each are kept.
+
+        Raises:
+            CacheError: the place does not know when an object was used.
+        """
+        sizes, used_at = array("q"), array("d")
+        for item in self.items():
+            if not item.used_at_s:
+                raise CacheError(
+                    f"{self.label} does not say when objects were used. Fix: let it evict by "
+                    "itself (maxmemory and its policy), or choose allkeys-lru in the place of "
+                    "allkeys-lfu."
+                )
+            sizes.append(item.size_bytes)
+            used_at.append(item.used_at_s)
+        held_bytes = sum(sizes)
+        excess_bytes = 0 if to_bytes is None else held_bytes - to_bytes
+        until_s = _cutoff_s(sizes, used_at, excess_bytes)
+        num_evicted, evicted_bytes = 0, 0
+        if used_before_s or excess_bytes > 0:
+            for batch in batches(self.items()):
+                due, due_bytes = [], 0
+                for item in batch:
+                    is_excess = evicted_bytes + due_bytes < excess_bytes
+                    is_old = item.used_at_s <= until_s + _CLOCK_S
+                    is_due = (is_excess and is_old) or item.used_at_s < used_before_s
+                    if is_due and not item.is_temporary:
+                        due.append(item)
+                        due_bytes += item.size_bytes
+                deleted = self.delete(due)
+                num_evicted += len(deleted)
+                evicted_bytes += sum(item.size_bytes for item in deleted)
+        return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, 0)
+
+
+class DryRun(Store):
+    """A place in which nothing is deleted, to see what would be."""
+
+    def __init__(self, store: Store) -> None:
+        self.label, self.use = store.label, store.use
+        self._store = store
+        self._orphans = set[str]()
+
+    def is_cache(self) -> bool:
+        """See `Store`."""
+        return self._store.is_cache()
+
+    def namespaces(self) -> Mapping[str, bytes]:
+        """See `Store`."""
+        return self._store.namespaces()
+
+    def items(self, namespace: str = "") -> Iterator[Item]:
+        """See `Store`; but for the temporaries that `prune` sweeps."""
+        orphan_before_s = time.time() - ORPHAN_AGE_S
+        for item in self._store.items(namespace):
+            if item.is_temporary and item.used_at_s < orphan_before_s:
+                self._orphans.add(item.place)
+            else:
+                yield item
+
+    def pieces(self, item: Item) -> Iterator[bytes]:
+        """See `Store`."""
+        return self._store.pieces(item)
+
+    def delete(self, items: Sequence[Item]) -> list[Item]:
+        """Return what would be deleted."""
+        return list(items)
+
+    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
+        """Return what `Store.prune` would do."""
+        kept = super().prune(to_bytes, used_before_s)
+        return replace(kept, num_orphans=len(self._orphans))
+
+    def forget(self, namespaces: Sequence[str]) -> None:
+        """Forget nothing."""
+
+
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield lists of at most BATCH_ITEMS."""
+    left = iter(items)
+    while batch := list(islice(left, BATCH_ITEMS)):
+        yield batch
+
+
+def name_at(namespace: str, folder: str, file: str) -> Name | None:
+    """Return the name of the object that is found there; None if none ever is."""
+    name = naming.name_of(namespace, file)
+    return name if name is not None and naming.path_of(name)[0] == folder else None
+
+
+def _cutoff_s(sizes: array[int], used_at: array[float], excess_bytes: int) -> float:
+    """Return up to which time of use objects must go, so that the excess does."""
+    if excess_bytes <= 0:
+        return 0.0
+    times = np.array(used_at)
+    order = np.argsort(times, kind="stable")
+    gone_bytes = np.cumsum(np.array(sizes, dtype=np.int64)[order])
+    last = int(np.searchsorted(gone_bytes, excess_bytes))
+    return float(times[order[min(last, len(order) - 1)]])

@@ -13,14 +13,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from safe_offload.commands.cache.prune import prune
-from safe_offload.commands.cache.store import Item
+from safe_offload.commands.cache.store import Item, Store
 from safe_offload.commands.cache.valkey_client import Server
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
-from safe_offload.tiers.files.capacity import Kept
-from safe_offload.tiers.naming import HEADER_BYTES, is_namespace_folder
-from safe_offload.tiers.valkey.names import ALL_KEYS, PREFIX, description_key, name_of_key
+from safe_offload.tiers.naming import HEADER_BYTES
+from safe_offload.tiers.valkey.names import (
+    ALL_KEYS,
+    PREFIX,
+    description_key,
+    name_of_key,
+    namespace_of_key,
+)
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -30,40 +34,34 @@ _PIECE_BYTES: Final = 4 * MIB
 _BATCH_KEYS: Final = 1000
 
 
-class ValkeyStore:
-    """Implements Store for a server.
+class ValkeyStore(Store):
+    """A server or cluster.
 
     Raises:
         CacheError: it cannot be used, with the fix.
     """
 
-    use = "USED"
-
     def __init__(self, config: TierConfig) -> None:
         self._server = Server(config, TIMEOUT_S)
         self.label = self._server.label
 
-    def is_cache(self) -> bool:
-        """See Store."""
-        return True  # keys that are not ours are not touched
-
     def namespaces(self) -> Mapping[str, bytes]:
-        """See Store; a server may have evicted a description."""
+        """See `Store`; a server may have evicted a description."""
         found = dict[str, bytes]()
         with self._server.errors():
             for _, keys in self._keys(ALL_KEYS):
-                found.update(dict.fromkeys(filter(None, map(_namespace_of, keys)), b""))
+                found.update(dict.fromkeys(filter(None, map(namespace_of_key, keys)), b""))
             return {namespace: self._description(namespace) for namespace in sorted(found)}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See Store."""
+        """See `Store`."""
         pattern = f"{PREFIX}{namespace}:*" if namespace else ALL_KEYS
         with self._server.errors():
             for node, keys in self._keys(pattern):
                 yield from self._items(node, keys)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See Store."""
+        """See `Store`."""
         with self._server.errors():
             yield self._range(item.place, 0, HEADER_BYTES)
             at = HEADER_BYTES
@@ -74,20 +72,16 @@ class ValkeyStore:
                 raise FileNotFoundError(errno.ENOENT, "evicted")
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See Store."""
+        """See `Store`."""
         were_there = self._unlink(item.place for item in items)
         return [item for item, was in zip(items, were_there, strict=True) if was]
 
-    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """See Store."""
-        return prune(self, to_bytes, used_before_s)
-
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See Store."""
+        """See `Store`."""
         self._unlink(description_key(bytes.fromhex(name)).decode() for name in namespaces)
 
     def close(self) -> None:
-        """See Store."""
+        """See `Store`."""
         self._server.close()
 
     def _keys(self, pattern: str) -> Iterator[tuple[Redis, list[bytes]]]:
@@ -103,7 +97,7 @@ class ValkeyStore:
                     break
 
     def _items(self, node: Redis, keys: Iterable[bytes]) -> Iterator[Item]:
-        found = [(ns, key) for key in keys if (ns := _namespace_of(key))]
+        found = [(ns, key) for key in keys if (ns := namespace_of_key(key))]
         found = [(ns, key) for ns, key in found if key != description_key(bytes.fromhex(ns))]
         batch = node.pipeline(transaction=False)
         for _, key in found:
@@ -153,14 +147,6 @@ class ValkeyStore:
                 for index, answer in zip(indices, batch.execute(), strict=True):
                     was_there[index] = bool(answer)
             return was_there
-
-
-def _namespace_of(key: bytes) -> str:
-    """Return the namespace in a key of ours; empty if it is none."""
-    namespace, _, file = key.removeprefix(PREFIX.encode()).partition(b":")
-    is_ours = key.startswith(PREFIX.encode()) and key.isascii() and file
-    name = namespace.decode() if is_ours else ""
-    return name if is_namespace_folder(name) else ""
 
 
 def _is_other_type(error: Any) -> bool:

@@ -24,7 +24,7 @@ from safe_offload.start.checks import DEFAULT_HASH
 PLUGIN_NAME: Final = "safe_offload"
 PLUGINS_VARIABLE: Final = "VLLM_PLUGINS"
 ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
-"""That nobody can make collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
+"""Hashes that cannot be made to collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,16 @@ class Written:
     """What `--kv-transfer-config` says.
 
     Attributes:
-        text: empty if it was not given, or in another form than JSON.
         extras: `kv_connector_extra_config` of each of our connectors; the defaults if the text
             cannot be used.
         failure_policy, role: as they would be in force.
-        problem: why it cannot be used; empty if it can.
     """
 
-    text: str
+    text: str  # empty if it was not given, or in another form than JSON
     extras: tuple[Mapping[str, Any], ...] = ({},)
     failure_policy: str = DEFAULT_FAILURE_POLICY
     role: str = DEFAULT_KV_ROLE
-    problem: str = ""
+    problem: str = ""  # why it cannot be used; empty if it can
 
     @classmethod
     def read(cls, text: str) -> Written:

@@ -31,20 +31,13 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        id: theme and name, such as "memory.pool"; it stays the same from version to version.
-        found: in one sentence.
-        expected: what would be right; empty if that is what was found.
-        fix: what to do; empty if there is nothing to do.
-    """
-
-    id: str
+    id: str  # theme and name, such as "memory.pool"; it stays the same from version to version
     severity: Severity
-    found: str
-    expected: str = ""
-    fix: str = ""
+    found: str  # in one sentence
+    expected: str = ""  # what would be right; empty if that is what was found
+    fix: str = ""  # what to do; empty if there is nothing to do
 
     def to_json(self) -> dict[str, str]:
         """Return the fields as words."""
@@ -115,19 +108,14 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 def render(findings: Sequence[Finding]) -> str:
     """Return the findings as text, by theme, with a line that sums them up."""
-    lines: list[str] = []
-    for theme in dict.fromkeys(found.id.partition(".")[0] for found in findings):
-        lines += [f"{theme}"]
-        for found in findings:
-            if found.id.partition(".")[0] == theme:
-                lines += _lines(found)
-        lines.append("")
-    counts = {
-        severity: sum(found.severity is severity for found in findings) for severity in Severity
-    }
+    by_theme: dict[str, list[str]] = {}
+    for found in findings:
+        theme = found.id.partition(".")[0]
+        by_theme.setdefault(theme, [theme]).extend(_lines(found))
+    lines = [line for some in by_theme.values() for line in (*some, "")]
     words = [
-        _count(counts[Severity.ERROR], "error"),
-        _count(counts[Severity.WARNING], "warning"),
+        _count(sum(found.severity is severity for found in findings), severity.value)
+        for severity in (Severity.ERROR, Severity.WARNING)
     ]
     is_well = not exit_status(findings)
     lines.append("Nothing to change." if is_well else f"{', '.join(words)}: see each `fix:` above.")

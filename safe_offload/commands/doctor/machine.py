@@ -27,29 +27,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts of the machine and of what this process may use of it.
+    """Facts of the machine and of what this process may use of it; empty if not known."""
 
-    Attributes:
-        available_bytes: of host memory, without swapping and below every limit of the cgroups.
-        machine_available_bytes: the same without the limits of the cgroups.
-        memlock_bytes: that a process may lock; None for no limit.
-        huge_pages: the word in brackets in `transparent_hugepage/enabled`, empty if unknown.
-        nodes: by number; empty if the system does not tell.
-        allowed_nodes: that this process may take memory from; empty if the system does not tell.
-        cores: that this process may run on.
-        environment: its variables.
-        is_root: this process may do everything.
-    """
-
-    available_bytes: int
-    machine_available_bytes: int
+    available_bytes: int  # of host memory, without swapping and below every limit of the cgroups
+    machine_available_bytes: int  # the same without the limits of the cgroups
     swap_bytes: int = 0
     swap_used_bytes: int = 0
-    memlock_bytes: int | None = None
-    huge_pages: str = ""
+    memlock_bytes: int | None = None  # that a process may lock; None for no limit
+    huge_pages: str = ""  # the word in brackets in `transparent_hugepage/enabled`
     nodes: Mapping[int, Node] = field(default_factory=dict)
-    allowed_nodes: frozenset[int] = frozenset()
-    cores: frozenset[int] = frozenset()
+    allowed_nodes: frozenset[int] = frozenset()  # that this process may take memory from
+    cores: frozenset[int] = frozenset()  # that this process may run on
     environment: Mapping[str, str] = field(default_factory=dict)
     is_root: bool = False
 

@@ -16,17 +16,11 @@ from safe_offload.worker.memory.host_memory import check_host_bytes
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The host memory of one of our connectors, on this machine.
-
-    Attributes:
-        config: its settings.
-        rank_bytes: of each rank; None if it is set in blocks whose size is not known.
-        num_ranks: of all engines on this machine.
-    """
+    """The host memory of one of our connectors, on this machine."""
 
     config: OffloadConfig
-    rank_bytes: int | None
-    num_ranks: int
+    rank_bytes: int | None  # None if it is set in blocks whose size is not known
+    num_ranks: int  # of all engines on this machine
 
     @property
     def bytes(self) -> int | None:
@@ -141,13 +135,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
 def check_numa(
     machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[Pool]
 ) -> Iterator[Finding]:
-    """Compare the node of each GPU with the cores and the memory that this process may use.
-
-    Args:
-        machine: has the nodes.
-        gpu_nodes: of each GPU, by its name; None where there is only one or none.
-        pools: whose pages should lie on these nodes.
-    """
+    """Compare the node of each GPU, None if unknown, with what this process may use."""
     id = "memory.numa"
     if not gpu_nodes:
         yield info(id, f"{_nodes(len(machine.nodes))}; no GPU, so any of them will do")

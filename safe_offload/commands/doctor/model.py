@@ -25,11 +25,10 @@ class BreakEven:
     """From how many tokens on a hit is expected to be loaded faster than computed.
 
     Attributes:
-        num_tokens: None if never.
         compute_tokens_per_s, load_tokens_per_s: of a long prompt.
     """
 
-    num_tokens: int | None
+    num_tokens: int | None  # None if never
     compute_tokens_per_s: int
     load_tokens_per_s: int
 
@@ -99,12 +98,11 @@ def break_even(
 ) -> BreakEven:
     """Estimate by the rule that the scheduler side goes by (`Costs`), from what was measured.
 
+    Attention itself is left out, so that computing is not made slower than it is.
+
     Args:
-        model: says how many weights compute a token and how many bytes it takes.
-        num_ranks: that share both equally.
         gbps: of loads, 10^9 bytes a second of one rank.
-        weight_seconds: see `trial.weight_seconds`. Attention itself is left out, so that computing
-            is not made slower than it is.
+        weight_seconds: see `trial.weight_seconds`.
     """
     costs = Costs(None, model.num_step_tokens_max)
     step_s = {n: s * model.num_parameters / num_ranks for n, s in weight_seconds.items()}
@@ -144,9 +142,9 @@ def check_break_even(found: BreakEven) -> Iterator[Finding]:
             f"no hit is expected to be loaded faster than it is computed {rates}; `safe-offload "
             "bench engine` measures it with the model",
         )
-    else:
-        yield info(
-            id,
-            f"a hit is expected to pay from about {found.num_tokens} tokens on {rates}; the server "
-            "measures it and decides by that",
-        )
+        return
+    yield info(
+        id,
+        f"a hit is expected to pay from about {found.num_tokens} tokens on {rates}; the server "
+        "measures it and decides by that",
+    )

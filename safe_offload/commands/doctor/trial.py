@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,65 +17,70 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from safe_offload.commands.bench.transfer_cases import KIB, Case
-from safe_offload.commands.bench.transfer_rigs import OURS, CpuRig, GpuRig, Rig
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.units import KIB, MIB
 from safe_offload.errors import DeviceError, SafeOffloadError, TransferError
-from safe_offload.layout import HostLayout
-from safe_offload.protocol import FailureReason, Transfer, ids_of
-from safe_offload.worker.copies.base import CopyPath, Direction
+from safe_offload.layout import Geometry, HostLayout, Segment
+from safe_offload.protocol import FailureReason, MemoryKind, Transfer, ids_of
+from safe_offload.worker.copies.base import Copy, CopyPath, Direction, ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.cpu import find_move, find_touch, move_each
 from safe_offload.worker.copies.device import Device
+from safe_offload.worker.copies.rows import Rows
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.memory import placement
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.page_lock import SLAB_BYTES
-from safe_offload.worker.self_test import Rows, SelfTest
+from safe_offload.worker.self_test import SelfTest
 from safe_offload.worker.transfers import Transfers
+
+
+def make_layout(range_bytes: int, num_blocks: int, num_layers: int) -> HostLayout:
+    """Return a KV cache, layers outermost, and as many host slots as blocks, in one slab."""
+    layer_bytes = range_bytes * num_blocks
+    starts = range(0, num_layers * layer_bytes, layer_bytes)
+    segments = tuple(Segment(range_bytes, start, range_bytes) for start in starts)
+    return HostLayout.in_one_slab(Geometry(segments, num_blocks), num_blocks)
+
 
 ROUNDS: Final = 1000
 """Fenced overwrites of each way to copy."""
 ORDER_S_MAX: Final = 20.0
-"""After so long no further round is begun."""
+"""No further round begins after that."""
 COPY_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.0001
-SMALL: Final = Case(4 * KIB, 16, 4)
-LARGE: Final = Case(64 * KIB, 32, 32)
+LOCK_TIMEOUT_S: Final = 120.0
+SMALL: Final = make_layout(4 * KIB, 16, 4)
+LARGE: Final = make_layout(64 * KIB, 32, 32)
+TRAFFICS: Final = {"store": (Direction.STORE,), "load": (Direction.LOAD,), "both": tuple(Direction)}
+"""Which copies run at once; both: half of the blocks each way."""
 TIMED_COPIES: Final = 5
-READY_BYTES: Final = 256 << 20  # touched on trial; a GPU locks a slab of SLAB_BYTES
+READY_BYTES: Final = 256 * MIB  # touched on trial; a GPU locks a slab of SLAB_BYTES
 
 
 @dataclass(slots=True)
 class Trial:
-    """What the trial of one device found; `run` fills it in, and each part may fail alone.
+    """What the trial of one device found; each part may fail alone.
 
     Attributes:
-        device: "cpu", or of a GPU such as "cuda:0".
-        name: with the product's.
-        node: NUMA node of a GPU.
-        has_compiled_loop: of the CPU backend.
         passed: ways to copy that passed the self-test; None if there was no test.
-        problems: of those that did not.
         rounds: by way to copy, fenced overwrites that were tried.
         torn: of these, in how many the overwrite reached a store.
         gbps: by way to copy and kind of traffic, 10^9 bytes a second.
-        ready_bytes_per_s: at which host memory is touched, or page-locked for a GPU.
-        pages: that the memory on trial has got.
         failures: parts of the trial that could not be done, by their name.
     """
 
-    device: str
-    name: str
-    node: int | None = None
-    has_compiled_loop: bool = True
+    device: str  # "cpu", or of a GPU such as "cuda:0"
+    name: str  # with the product's
+    node: int | None = None  # NUMA node of a GPU
+    has_compiled_loop: bool = True  # of the CPU backend
     passed: tuple[str, ...] | None = None
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # of the ways that did not pass
     rounds: dict[str, int] = field(default_factory=dict)
     torn: dict[str, int] = field(default_factory=dict)
     gbps: dict[str, dict[str, float]] = field(default_factory=dict)
-    ready_bytes_per_s: float = 0.0
-    pages: str = ""
+    ready_bytes_per_s: float = 0.0  # at which host memory is touched, or page-locked for a GPU
+    pages: str = ""  # that the memory on trial has got
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -96,18 +102,11 @@ def run_trial(
     open: OpenBackend = open_backend,
     rounds: int = ROUNDS,
 ) -> Trial:
-    """Try the copies of a device.
-
-    Args:
-        device: the CPU or a GPU.
-        config: says which way to copy is asked for.
-        open: makes the backend for a KV cache.
-        rounds: fenced overwrites of each way to copy.
-    """
+    """Try the copies of a device, with as many fenced overwrites of each way to copy."""
     trial = Trial(str(device), _name_of(device), has_compiled_loop=find_move() is not move_each)
     parts: Mapping[str, Callable[[], None]] = {
         "self-test": functools.partial(_try_copies, trial, device, config, open, rounds),
-        "rates": functools.partial(_measure_rates, trial, device),
+        "rates": functools.partial(_measure_rates, trial, device, config, open),
         "ready": functools.partial(_make_ready, trial, device),
     }
     is_cpu = device.type == "cpu"
@@ -136,17 +135,17 @@ def _name_of(device: torch.device) -> str:
 def _try_copies(
     trial: Trial, device: torch.device, config: OffloadConfig, open: OpenBackend, rounds: int
 ) -> None:
-    layout = SMALL.make_layout()
     storage = torch.zeros(SMALL.size_bytes, dtype=torch.uint8, device=device)
-    host = HostMemory.allocate(layout.size_bytes)
-    backend, rows = open(storage.untyped_storage(), device, layout, host, config)
+    memory = HostMemory.allocate(SMALL.size_bytes)
+    host = memory.tensor.numpy()
+    backend, rows = open(storage.untyped_storage(), device, SMALL, memory, config)
     transfers = Transfers(backend, LoopThread(), config.max_inflight_bytes)
     try:
-        test = SelfTest(transfers, backend, rows, host.tensor.numpy(), layout)
+        test = SelfTest(transfers, backend, rows, host, SMALL)
         is_sound = test.run()
         trial.problems = {path.value: problem for path, problem in test.problems.items()}
         trial.passed = tuple(path.value for path in backend.paths) if is_sound else ()
-        order = Order(transfers, rows, host.tensor.numpy(), layout)
+        order = Order(transfers, rows, host, SMALL)
         for path in backend.paths if is_sound else ():
             backend.use((path,))
             trial.rounds[path.value], trial.torn[path.value] = order.count_torn(rounds)
@@ -157,11 +156,7 @@ def _try_copies(
 class Order:
     """Stores whose block is overwritten right after a fence, round after round.
 
-    Args:
-        transfers: there are none.
-        rows: the blocks.
-        host: the host memory, shape (size_bytes,), uint8.
-        layout: where blocks and slots lie.
+    `host` is the host memory, shape (size_bytes,), uint8.
     """
 
     def __init__(self, transfers: Transfers, rows: Rows, host: Any, layout: HostLayout) -> None:
@@ -195,7 +190,9 @@ class Order:
                 self._transfers.fence((self._last_id,))
             overwrite()
             self._wait()
-            num_torn += any(np.any(part != before) for slot in slots for part in self._parts(slot))
+            ranges = (self._layout.ranges_of(slot) for slot in slots)
+            parts = (self._host[at : at + length] for each in ranges for at, length in each)
+            num_torn += any(np.any(part != before) for part in parts)
         return rounds, num_torn
 
     def _filled(self, count: int, value: int) -> Any:
@@ -211,36 +208,62 @@ class Order:
             if failure is not None:
                 raise TransferError(failure, "a store on trial failed")
 
-    def _parts(self, slot: int) -> Iterator[Any]:
-        for start, length in self._layout.ranges_of(slot):
-            yield self._host[start : start + length]
-
 
 # ---- fast -------------------------------------------------------------------------------------
 
 
-def _measure_rates(trial: Trial, device: torch.device) -> None:
+def _measure_rates(
+    trial: Trial, device: torch.device, config: OffloadConfig, open: OpenBackend
+) -> None:
     """Time every sound way to copy in each direction, and in both at once."""
-    with closing(_make_rig(device)) as rig:
-        rig.storage.fill_(1)  # pages that were never written are all one page of zeros
-        if isinstance(rig, GpuRig):
-            trial.node = placement.numa_node_of(rig.device.pci_address)
-        for path in trial.passed or ():
-            rig.backend.use((CopyPath(path),))
-            for traffic in LARGE.traffics:
-                copy = rig.ways(traffic)[OURS]
-                copy()
-                seconds = sorted(copy() for _ in range(TIMED_COPIES))
-                gbps = LARGE.moved_bytes(traffic) / seconds[TIMED_COPIES // 2] / 1e9
-                trial.gbps.setdefault(path, {})[traffic.value] = round(gbps, 2)
+    if trial.is_gpu:
+        trial.node = placement.numa_node_of(Device(device).pci_address)
+    if not trial.passed:
+        return
+    # Ones: pages that were never written are all one page of zeros.
+    storage = torch.ones(LARGE.size_bytes, dtype=torch.uint8, device=device)
+    memory = HostMemory.allocate(LARGE.size_bytes)
+    opened, _ = open(storage.untyped_storage(), device, LARGE, memory, config)
+    backend: Any = opened  # whose completions have a future
+    with closing(backend):
+        if trial.is_gpu:
+            _wait_until_locked(backend)
+        for path in trial.passed:
+            backend.use((CopyPath(path),))
+            for traffic, directions in TRAFFICS.items():
+                copies = _scattered_copies(directions)
+                seconds = [_time_copies(backend, copies) for _ in range(TIMED_COPIES + 1)]
+                gbps = LARGE.size_bytes / statistics.median_low(seconds[1:]) / 1e9
+                trial.gbps.setdefault(path, {})[traffic] = round(gbps, 2)
 
 
-def _make_rig(device: torch.device) -> Rig:
-    if device.type == "cpu":
-        return CpuRig(LARGE)
-    storage = torch.empty(LARGE.size_bytes, dtype=torch.uint8, device=device)
-    make_event = functools.partial(torch.cuda.Event, enable_timing=True)
-    return GpuRig(LARGE, storage, Device(device), make_event)
+def _wait_until_locked(backend: ProvableBackend) -> None:
+    end_s = time.monotonic() + LOCK_TIMEOUT_S
+    while backend.num_usable_slots < backend.num_slots and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+    is_ready = backend.num_usable_slots == backend.num_slots
+    if not is_ready or backend.memory.kind is MemoryKind.PAGEABLE:
+        raise SafeOffloadError(
+            f"the driver does not page-lock {LARGE.size_bytes} bytes; fix: ulimit -l unlimited"
+        )
+
+
+def _scattered_copies(directions: Sequence[Direction]) -> list[Copy]:
+    """Return copies of all blocks, an equal part in each direction."""
+    generator = np.random.default_rng(0)
+    blocks, slots = (
+        np.array_split(generator.permutation(LARGE.num_slots), len(directions)) for _ in range(2)
+    )
+    return [Copy(*parts) for parts in zip(directions, blocks, slots, strict=True)]
+
+
+def _time_copies(backend: Any, copies: Sequence[Copy]) -> float:
+    """Return the seconds from giving copies to the backend until all have ended."""
+    start_s = time.perf_counter()
+    completions = [backend.issue(copy, backend.mark()) for copy in copies]
+    for completion in completions:
+        completion.future.result(COPY_TIMEOUT_S)
+    return time.perf_counter() - start_s
 
 
 def _make_ready(trial: Trial, device: torch.device) -> None:
@@ -275,7 +298,7 @@ def _lock(gpu: Device, address: int, size_bytes: int) -> None:
 def weight_seconds(device: str, dtype: str) -> dict[int, float]:
     """Return by number of tokens the seconds that computing them takes for each weight.
 
-    A matrix as those of a layer is multiplied with so many rows; the time is that of the median.
+    A matrix as those of a layer is multiplied with that many rows; the median counts.
     """
     width, sizes = (1024, (1, 64, 256)) if device == "cpu" else (8192, (1, 256, 4096))
     kind = getattr(torch, dtype)

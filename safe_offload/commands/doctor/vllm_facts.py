@@ -25,39 +25,28 @@ class EngineFacts:
 
     Attributes:
         transfer_config: fields of its KVTransferConfig, as vLLM and we have completed them.
-        num_ranks: workers of one engine.
-        num_local_ranks: workers on this machine, of all data-parallel replicas here.
-        other_offloading_gib: `--kv-offloading-size`; None if it is not set.
-        has_hash_seed: hashes begin with the same seed in every process.
     """
 
     prefix_caching: bool
     hash_algorithm: str
     transfer_config: dict[str, Any]
-    num_ranks: int
-    num_local_ranks: int
-    other_offloading_gib: float | None
-    has_hash_seed: bool
+    num_ranks: int  # workers of one engine
+    num_local_ranks: int  # workers on this machine, of all data-parallel replicas here
+    other_offloading_gib: float | None  # `--kv-offloading-size`; None if it is not set
+    has_hash_seed: bool  # hashes begin with the same seed in every process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What follows from a model's configuration; of all ranks together, as if there were one.
+    """What follows from a model's configuration; of all ranks together, as if there were one."""
 
-    Attributes:
-        block_bytes: of a GPU block, over all layers.
-        num_request_blocks: that a request of `max_model_len` holds.
-        num_parameters: that compute each token; of experts only those that are chosen.
-        num_step_tokens_max: a step computes no more.
-    """
-
-    block_bytes: int
-    num_request_blocks: int
+    block_bytes: int  # of a GPU block, over all layers
+    num_request_blocks: int  # that a request of `max_model_len` holds
     max_model_len: int
     num_groups: int
-    num_parameters: int
+    num_parameters: int  # that compute each token; of experts only those that are chosen
     dtype: str
-    num_step_tokens_max: int
+    num_step_tokens_max: int  # a step computes no more
 
     @property
     def token_bytes(self) -> float:
@@ -67,38 +56,27 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """What the process found out; each `..._problem` says why something is not known.
+    """What the process found out; each `..._problem` says why something is not known."""
 
-    Attributes:
-        version: of vLLM; empty if it cannot be imported.
-        tested: versions that this package is tested with.
-        connector: module that vLLM takes our name for; empty if it does not know the name.
-        model_name: empty if none was given.
-    """
-
-    version: str = ""
-    tested: tuple[tuple[int, int], ...] = ()
+    version: str = ""  # of vLLM; empty if it cannot be imported
+    tested: tuple[tuple[int, int], ...] = ()  # versions that this package is tested with
     torch_version: str = ""
     problem: str = ""
-    connector: str = ""
+    connector: str = ""  # module that vLLM takes our name for; empty if it does not know the name
     connector_problem: str = ""
     arguments_problem: str = ""
     engine: EngineFacts | None = None
     engine_problem: str = ""
-    model_name: str = ""
+    model_name: str = ""  # empty if none was given
     model: ModelFacts | None = None
     model_problem: str = ""
 
 
 @dataclass(slots=True)
 class Probe:
-    """The process that asks vLLM; it begins at once, so that other checks run beside it.
+    """The process that asks vLLM; it begins at once, so that other checks run beside it."""
 
-    Args:
-        arguments: of `vllm serve`.
-    """
-
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # of `vllm serve`
     _process: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, kv_events, specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -179,7 +179,7 @@ class KvEvents(NoEvents):
     """
 
     def __init__(
-        self, groups: Sequence[compat.EventGroup], hash_block_size: int, origins: Origins
+        self, groups: Sequence[kv_events.EventGroup], hash_block_size: int, origins: Origins
     ) -> None:
         self._groups = groups
         self._hash_block_size = hash_block_size
@@ -269,7 +269,7 @@ class KvEvents(NoEvents):
         has_extra_keys = any(description.extra_keys for _, description in run)
         extra_keys = [description.extra_keys for _, description in run] if has_extra_keys else None
         self._events.append(
-            compat.block_stored(
+            kv_events.block_stored(
                 self._groups[group_idx],
                 block_hashes=[maybe_convert_block_hash(block_hash) for (_, block_hash), _ in run],
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
@@ -293,7 +293,7 @@ class KvEvents(NoEvents):
                 group_idx, block_hash = key
                 hashes[group_idx].append(maybe_convert_block_hash(block_hash))
         for group_idx, block_hashes in hashes.items():
-            self._events.append(compat.block_removed(self._groups[group_idx], block_hashes))
+            self._events.append(kv_events.block_removed(self._groups[group_idx], block_hashes))
 
     # ---- vLLM asks -----------------------------------------------------------------------------
 
@@ -313,12 +313,12 @@ def make_events(
         kv_cache_config: the scheduler's view of the GPU KV cache.
         is_lazy: blocks are stored after their requests have ended too.
     """
-    if not compat.publishes_kv_events(vllm_config):
+    if not kv_events.publishes_kv_events(vllm_config):
         return NO_EVENTS
-    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     config = replace(kv_cache_config, num_blocks=1)
-    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
-    groups = compat.event_groups(kv_cache_config, coordinator.group_block_sizes)
+    coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
+    groups = kv_events.event_groups(kv_cache_config, coordinator.group_block_sizes)
     hash_block_size = sizes[1]
     hashes_per_block = max(group.block_size for group in groups) // hash_block_size
     num_kept = 2 * kv_cache_config.num_blocks * hashes_per_block if is_lazy else 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, specs
 from safe_offload.scheduler.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -144,11 +144,11 @@ class FullAttentionInRuns(FullAttentionManager):
 
 def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
-    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     # It makes a pool of its own, which has no use: one block is the least.
     config = replace(kv_cache_config, num_blocks=1)
-    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
-    compat.replace_full_attention(coordinator, FullAttentionInRuns)
+    coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
+    cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
     coordinator.block_pool = pool
     for manager in coordinator.single_type_managers:
         manager.block_pool = pool
@@ -175,14 +175,14 @@ class HostHits:
     ) -> None:
         self.slots = slots
         self.directory = slots.directory
-        _, hash_block_size = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+        _, hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
         pool = FoundAsBlocks(self.directory, hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
         self.geometry = Geometry(vllm_config, kv_cache_config, self._coordinator)
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
-        self._full_group = compat.full_attention_group(self._coordinator, hash_block_size)
+        self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int

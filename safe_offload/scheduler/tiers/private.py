@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from safe_offload.media_ids import tells_content
+from safe_offload.compat.media_ids import tells_content
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

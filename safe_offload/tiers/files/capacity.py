@@ -1,20 +1,17 @@
 """How much a directory may hold, kept by all processes that share it together.
 
 `usage` says how many bytes are taken. A process takes some of them ahead, under a `flock` that it
-holds for microseconds, and writes objects into what it has taken. So what lies in the directory is
-never more than `usage` says, and that is never more than the limit. What a process that is killed
-had taken ahead stays taken until the directory is next counted.
+holds for microseconds, and writes objects into what it has taken. So the directory never holds more
+than `usage` says, which is never more than the limit. What a killed process had taken ahead stays
+taken until the next count. A process without a limit takes what it writes as well, so that those
+with one know of it.
 
-When little is left, one process counts what is there and evicts what has not been used for longest.
-It holds `evict.lock`, which the kernel frees with its process. A count makes what was taken ahead
-before it void (the generation in `usage`), since it counts only what has been written.
-
-A process without a limit takes what it writes as well, so that those with one know of it, and evict
-before they write.
+When little is left, one process counts what is there and evicts the least recently used. It holds
+`evict.lock`, which the kernel frees with its process. A count sees only what has been written, so
+it makes void what was taken ahead before (the generation in `usage`).
 
 When the file system is full, a batch is evicted, and `evict.lock` says what was there afterwards.
-If no more than that is there when it is full again, others have taken the room, and nothing is
-evicted.
+If no more than that is there when it is full again, others have taken the room: nothing is evicted.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -65,8 +62,7 @@ _UNKNOWN_BYTES: Final = 1 << 62  # taken, until it is known: more than any limit
 _UNCOUNTED: Final = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What the file `usage` says.
 
     Attributes:
@@ -79,25 +75,18 @@ class Usage:
 
     @classmethod
     def read(cls, usage_fd: int) -> Usage | None:
-        """Return what it says; None if it says nothing that can be trusted."""
+        """Return what the file says; None if that cannot be trusted."""
         pair = _read_pair(usage_fd)
         return None if pair is None else cls(*pair)
 
     def write(self, usage_fd: int) -> None:
         """Write it, in one call."""
-        _write_pair(usage_fd, self.generation, self.taken_bytes)
+        _write_pair(usage_fd, *self)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a count found and did.
-
-    Attributes:
-        held_bytes: what is there now.
-        num_evicted: objects that were deleted.
-        evicted_bytes: their size.
-        num_orphans: temporaries that were deleted.
-    """
+    """What a count found and did: orphans are temporaries, which were deleted."""
 
     held_bytes: int
     num_evicted: int = 0
@@ -124,10 +113,7 @@ class Capacity:
         self.used_bytes = -1
 
     def take(self, root_fd: int, size_bytes: int) -> int | None:
-        """Take room for a file.
-
-        Returns:
-            What `settle` is to be told when the file is there; None if there is no room.
+        """Take room for a file; return what `settle` is to be told, or None if there is no room.
 
         Raises:
             OSError: the directory cannot be written, or its file system has no `flock`.
@@ -138,18 +124,13 @@ class Capacity:
             return _UNCOUNTED if self._limit_bytes is None else None
 
     def settle(self, root_fd: int, size_bytes: int, generation: int) -> None:
-        """Make sure that a file is counted that has its name now.
+        """Make sure that a file is counted that has its name now; raise as `take`.
 
         A count that began since its room was taken may have missed it, or not: it is added.
-
-        Raises:
-            OSError: as of `take`.
         """
         with _opened(USAGE_FILE, root_fd) as usage_fd:
             usage = Usage.read(usage_fd)
-            if usage is None or usage.generation == generation:
-                return
-            if not self._locked(usage_fd):
+            if usage is None or usage.generation == generation or not self._locked(usage_fd):
                 return
             usage = Usage.read(usage_fd)
             if usage is not None:
@@ -160,15 +141,14 @@ class Capacity:
         return self._limit_bytes is not None and size_bytes > self._limit_bytes
 
     def wants_count(self, *, is_refused: bool = False) -> bool:
-        """Return whether the directory should be counted (`keep`).
+        """Return whether to count (`keep`): little is left, or a write was refused.
 
-        That is so if little is left, or somebody was refused, unless the last count has just made
-        no room.
+        Not if the last count has just made no room.
         """
         return (self._is_short or is_refused) and time.monotonic() >= self._count_again_at_s
 
     def await_count(self, num_counts: int) -> None:
-        """Wait until there have been more counts than a number, a short time at most."""
+        """Wait, a short time at most, until there have been more counts."""
         with self._lock:
             self._room.wait_for(lambda: self.num_counts != num_counts, _PATIENCE_S)
 
@@ -184,11 +164,8 @@ class Capacity:
             if not self._locked(usage_fd):
                 return False
             usage = Usage.read(usage_fd)
-            if usage is None:
-                self._is_short = True
-                return False
-            got_bytes = self._grant(usage.taken_bytes, size_bytes)
-            if not got_bytes:
+            got_bytes = 0 if usage is None else self._grant(usage.taken_bytes, size_bytes)
+            if usage is None or not got_bytes:
                 self._is_short = True
                 return False
             if usage.generation != self._generation:
@@ -223,18 +200,10 @@ class Capacity:
         return True
 
     def keep(self, root_fd: int, *, is_disk_full: bool = False) -> Kept | None:
-        """Count what is there, sweep orphans, and evict if little is left.
-
-        Args:
-            root_fd: of the directory.
-            is_disk_full: evict a batch of whatever is there, since the file system is full, unless
-                the last one has made no room.
+        """Call `keep` with the limit, and note what has become of the room.
 
         Returns:
             What was done; None if another process was at it, which has been waited for.
-
-        Raises:
-            OSError: the directory cannot be written, or its file system has no `flock`.
         """
         kept, has_room = None, False
         try:
@@ -255,11 +224,7 @@ class Capacity:
                 self._room.notify_all()
 
     def close(self, root_fd: int) -> None:
-        """Give back to the others what was taken ahead.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Give back to the others what was taken ahead; raise as `take`."""
         with self._lock:
             if self._ahead_bytes <= 0:
                 return
@@ -283,8 +248,6 @@ def keep(
     """Count what is there, sweep orphans, and evict if there is more than EVICT_FROM of the limit.
 
     Args:
-        root_fd: of the directory.
-        limit_bytes: of all processes together; None for no limit.
         is_disk_full: evict a batch of whatever is there, unless the last one has made no room.
         to_bytes: evict until no more than that is there.
         used_before_ns: evict what was last used before that, in any case.
@@ -313,9 +276,8 @@ def keep(
         cutoff_ns = max(files.cutoff_ns(held_bytes - to_bytes), used_before_ns)
         num_evicted, evicted_bytes = 0, 0
         if cutoff_ns > 0:
-            num_evicted, evicted_bytes = _evict(
-                root_fd, cutoff_ns, held_bytes - to_bytes, used_before_ns
-            )
+            excess_bytes = held_bytes - to_bytes
+            num_evicted, evicted_bytes = _evict(root_fd, cutoff_ns, excess_bytes, used_before_ns)
         held_bytes -= evicted_bytes
         if is_disk_full and num_evicted:
             last.note(held_bytes - files.temporary_bytes, evicted_bytes)
@@ -325,11 +287,7 @@ def keep(
 
 
 class _LastBatch:
-    """What `evict.lock` says of the last batch that was evicted because the file system was full.
-
-    Args:
-        lock_fd: locked.
-    """
+    """What `evict.lock` says of the last batch that was evicted for a full file system."""
 
     def __init__(self, lock_fd: int) -> None:
         self._lock_fd = lock_fd
@@ -340,10 +298,10 @@ class _LastBatch:
         self._held_bytes, self._evicted_bytes = last or (0, 0)
 
     def next_bytes(self, held_bytes: int) -> int:
-        """Return how much to evict now that it is full again.
+        """Return how much to evict now that the file system is full again.
 
-        If there is less than half of the room that the last batch has made in what is held, others
-        have it: then nothing, but one object an hour, to find out whether that has changed.
+        If others have more than half of the room that the last batch has made, one object an hour,
+        to find out whether that has changed.
         """
         if held_bytes >= self._held_bytes + self._evicted_bytes // 2:
             return held_bytes - int(EVICT_TO * held_bytes)
@@ -355,7 +313,6 @@ class _LastBatch:
 
 
 def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
-    """Return how many bytes may stay."""
     if limit_bytes is None:
         return held_bytes
     # What is there may be a little less than what is taken, and there must be room afterwards.
@@ -365,7 +322,7 @@ def _target(held_bytes: int, limit_bytes: int | None, before: Usage) -> int:
 
 
 def _begin_count(usage_fd: int) -> Usage:
-    """Make void what was taken ahead; nobody can take anything if it is not known what is taken."""
+    """Make void what was taken ahead; nothing can be taken while it is not known what is."""
     _lock(usage_fd)
     usage = Usage.read(usage_fd)
     if usage is None:
@@ -412,7 +369,7 @@ class _Files:
 
 
 def _count(root_fd: int) -> tuple[int, _Files]:
-    """Return how many orphans were swept, and the other files."""
+    """Sweep orphans; return how many there were, and the other files."""
     files, num_orphans = _Files(), 0
     orphan_before_ns = time.time_ns() - int(ORPHAN_AGE_S * 1e9)
     for file, folder_fd in walk(root_fd):
@@ -438,12 +395,16 @@ def _evict(root_fd: int, cutoff_ns: int, excess_bytes: int, used_before_ns: int)
 
 @contextmanager
 def _opened(name: str, root_fd: int) -> Iterator[int]:
-    """Open one of the two files, once it is seen to be ours; closing it gives up its lock."""
+    """Open one of the two files, if it is ours; closing it gives up its lock."""
     uids = (os.geteuid(), os.fstat(root_fd).st_uid)
     try:
         opened_fd = os.open(name, _LOCK_FLAGS, FILE_MODE, dir_fd=root_fd)
     except OSError as error:
-        raise _refused(name, root_fd, uids) or error from None
+        why: OSError | None = error
+        with suppress(OSError):
+            found = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+            why = refusal(found, os.path.join(path_of(root_fd), name), uids)
+        raise why or error from None
     try:
         require_ours(opened_fd, *uids)
         yield opened_fd
@@ -451,16 +412,8 @@ def _opened(name: str, root_fd: int) -> Iterator[int]:
         os.close(opened_fd)
 
 
-def _refused(name: str, root_fd: int, uids: Sequence[int]) -> OSError | None:
-    """Return why a file cannot be opened: it is not ours; None if it is, or not there."""
-    with suppress(OSError):
-        found = os.stat(name, dir_fd=root_fd, follow_symlinks=False)
-        return refusal(found, os.path.join(path_of(root_fd), name), uids)
-    return None
-
-
 def _read_pair(file_fd: int) -> tuple[int, int] | None:
-    """Read two numbers; None if they are not there, or not whole."""
+    """Return two numbers; None if they are not there, or not whole."""
     found = os.pread(file_fd, _PAIR_BYTES + 1, 0)
     fields = found[: _PAIR.size]
     if len(found) != _PAIR_BYTES or found[_PAIR.size :] != _digest(fields):
@@ -470,7 +423,6 @@ def _read_pair(file_fd: int) -> tuple[int, int] | None:
 
 
 def _write_pair(file_fd: int, first: int, second: int) -> None:
-    """Write two numbers, in one call."""
     fields = _PAIR.pack(first, second)
     os.pwrite(file_fd, fields + _digest(fields), 0)
     os.ftruncate(file_fd, _PAIR_BYTES)

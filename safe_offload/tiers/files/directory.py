@@ -5,10 +5,9 @@
     ROOT/NAMESPACE/namespace.json   what the namespace is, for people
     ROOT/usage, ROOT/evict.lock     see capacity.py
 
-No descriptor is kept between jobs, so the file system can be unmounted and the directory removed
-while it is in use. What is opened is judged by its descriptor, so nothing can be swapped before:
-on the way to the root what others cannot replace, below it what is ours, and no link. The page on
-security says what is accepted, and why.
+No descriptor is kept between jobs, so the file system can be unmounted while it is in use. What is
+opened is judged by its descriptor, so that it cannot be swapped in between: on the way to the root
+what others cannot replace, below it what is ours, and no link (docs/guides/security.md).
 
 Source: open(2) (O_PATH, O_NOFOLLOW), proc_pid_fdinfo(5), Linux (PROC_PID_INIT_INO, proc_ns.h).
 """
@@ -19,7 +18,8 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from safe_offload.tiers.naming import is_namespace_folder, is_object_folder
@@ -38,12 +38,9 @@ _GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 
 
 class Stored(NamedTuple):
-    """A file that was found below the root.
+    """A file below the root: names of the folder of its namespace, the one below that, and its own.
 
     Attributes:
-        namespace: name of its namespace's folder.
-        folder: name of the one below that.
-        file: its own name.
         size_bytes: as `size_on_disk` has it.
         used_at_ns: when it was last read or written, since 1970.
     """
@@ -56,7 +53,7 @@ class Stored(NamedTuple):
 
     @property
     def is_temporary(self) -> bool:
-        """Return whether it is an object that is being written, or was when its writer died."""
+        """Return whether it is being written, or was when its writer died."""
         return self.file.startswith(TEMPORARY_PREFIX)
 
 
@@ -66,12 +63,7 @@ def size_on_disk(length_bytes: int) -> int:
 
 
 class NotOursError(PermissionError):
-    """What others could fill or replace is not used.
-
-    Attributes:
-        problem: what it is, and whose.
-        fix: how to mend it.
-    """
+    """What others could fill or replace is not used: what it is, whose, and how to mend it."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(errno.EPERM, f"{problem}. Fix: {fix}")
@@ -80,11 +72,7 @@ class NotOursError(PermissionError):
 
 
 def open_root(path: str) -> int:
-    """Return a descriptor of the root, whosever it is.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Return a descriptor of the root, whoever owns it."""
     return os.open(path, _FOLDER_FLAGS)
 
 
@@ -143,8 +131,8 @@ def _make_missing(name: str, parent_fd: int, mode: int) -> None:
 def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> None:
     """Refuse a step on the way to the root, or the root, that belongs to others or is open to all.
 
-    A group that may write is accepted: an fsGroup of Kubernetes makes one of every volume. What its
-    members put there is judged when it is opened, so that they can only take the cache away.
+    A group that may write is accepted: an fsGroup of Kubernetes makes one of every volume. Its
+    members can only take the cache away, since what they put there is judged when it is opened.
     """
     found, where = os.fstat(step_fd), path_of(step_fd)
     if found.st_uid != uid and not _is_root(found.st_uid):
@@ -168,7 +156,7 @@ def _require_safe(step_fd: int, parent_fd: int, uid: int, *, is_root: bool) -> N
 
 
 def _is_root(uid: int) -> bool:
-    """Return whether this is root, as seen from here: in a container it may have no number."""
+    """Return whether this is root, which has another number in some containers."""
     if uid == 0:
         return True
     with contextlib.suppress(OSError):
@@ -179,8 +167,8 @@ def _is_root(uid: int) -> bool:
 def _is_volume(folder_fd: int, parent_fd: int, found: os.stat_result) -> bool:
     """Return whether a folder of root's is mounted into a container.
 
-    Many volumes let everybody write (emptyDir, local-path, Azure Files). Who everybody is there,
-    whoever starts the containers has decided.
+    Many volumes are open to every user (emptyDir, local-path, Azure Files). Which users there are
+    has been decided by those who start the containers.
     """
     if not _is_root(found.st_uid) or _mount_of(folder_fd) == _mount_of(parent_fd):
         return False
@@ -192,17 +180,13 @@ def _is_volume(folder_fd: int, parent_fd: int, found: os.stat_result) -> bool:
 def _mount_of(opened_fd: int) -> str:
     """Return the id of the mount that a descriptor is on; empty if it is not known."""
     with contextlib.suppress(OSError):
-        info_fd = os.open(f"/proc/self/fdinfo/{opened_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            lines = os.read(info_fd, PAGE_BYTES).decode().splitlines()
-        finally:
-            os.close(info_fd)
+        lines = Path(f"/proc/self/fdinfo/{opened_fd}").read_text().splitlines()
         return next((line for line in lines if line.startswith("mnt_id")), "")
     return ""
 
 
 def path_of(opened_fd: int) -> str:
-    """Return where something is that has been opened; only for people."""
+    """Return the path of what has been opened, for messages."""
     try:
         return os.readlink(f"/proc/self/fd/{opened_fd}")
     except OSError:
@@ -210,20 +194,12 @@ def path_of(opened_fd: int) -> str:
 
 
 def open_folder(name: str, parent_fd: int) -> int:
-    """Return a descriptor of a folder, which is no link.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Return a descriptor of a folder, which is no link."""
     return os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent_fd)
 
 
 def open_our_folder(name: str, parent_fd: int, uid: int) -> int:
-    """Return a descriptor of a folder; see `require_ours`.
-
-    Raises:
-        OSError: it cannot be opened, or is not ours.
-    """
+    """Return a descriptor of a folder that `require_ours` accepts."""
     folder_fd = open_folder(name, parent_fd)
     try:
         require_ours(folder_fd, uid)
@@ -248,8 +224,7 @@ def require_ours(opened_fd: int, *uids: int) -> None:
     Volumes of Kubernetes with an fsGroup are given to a group each time that they are mounted.
 
     Raises:
-        NotOursError: it belongs to another user, who could put anything there; or it is a link to a
-            file, which may be anybody's.
+        NotOursError: see `refusal`.
     """
     found = os.fstat(opened_fd)
     if (problem := refusal(found, opened_fd, uids)) is not None:
@@ -259,7 +234,10 @@ def require_ours(opened_fd: int, *uids: int) -> None:
 
 
 def refusal(found: os.stat_result, where: int | str, uids: Sequence[int]) -> NotOursError | None:
-    """Return why a folder or file is not used that is there, or is open; None if it is ours."""
+    """Return why a folder or file is not used; None if it is ours, and a file has no other name.
+
+    `where` is its path or descriptor; the first of `uids` is for the message.
+    """
     is_file = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
     if found.st_uid in uids and (is_file or stat.S_ISDIR(found.st_mode)):
         return None
@@ -290,34 +268,27 @@ def walk(root_fd: int, only: str = "") -> Iterator[tuple[Stored, int]]:
 
     What cannot be opened, and what vanishes meanwhile, is passed over. Anything but a file is too.
     """
-    for namespace in [only] if only else sorted(os.listdir(root_fd)):
-        if not is_namespace_folder(namespace):
+    names = [only] if only else os.listdir(root_fd)
+    for namespace, namespace_fd in _folders(root_fd, filter(is_namespace_folder, names)):
+        names = os.listdir(namespace_fd)
+        for folder, folder_fd in _folders(namespace_fd, filter(is_object_folder, names)):
+            for file in _files(namespace, folder, folder_fd):
+                yield file, folder_fd
+
+
+def _folders(parent_fd: int, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield each folder that can be opened with its descriptor, which is closed afterwards."""
+    for name in sorted(names):
+        try:
+            folder_fd = open_folder(name, parent_fd)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             continue
-        with _entered(namespace, root_fd) as namespace_fd:
-            for folder in sorted(os.listdir(namespace_fd)) if namespace_fd is not None else ():
-                if not is_object_folder(folder):
-                    continue
-                with _entered(folder, namespace_fd) as folder_fd:
-                    if folder_fd is not None:
-                        for file in _files(namespace, folder, folder_fd):
-                            yield file, folder_fd
-
-
-@contextlib.contextmanager
-def _entered(name: str, parent_fd: int | None) -> Iterator[int | None]:
-    """Open a folder; None if it cannot be."""
-    assert parent_fd is not None
-    try:
-        folder_fd = open_folder(name, parent_fd)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        yield None
-        return
-    try:
-        yield folder_fd
-    finally:
-        os.close(folder_fd)
+        try:
+            yield name, folder_fd
+        finally:
+            os.close(folder_fd)
 
 
 def _files(namespace: str, folder: str, folder_fd: int) -> Iterator[Stored]:
@@ -339,3 +310,8 @@ def remove(file: str, folder_fd: int) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def rename(file: str, to: str, folder_fd: int) -> None:
+    """Give a file another name in its folder, in place of what has it."""
+    os.rename(file, to, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.files.directory import FILE_MODE, PAGE_BYTES, remove
+from safe_offload.tiers.files.directory import FILE_MODE, PAGE_BYTES, remove, size_on_disk
 from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import Seal
 
@@ -35,12 +35,7 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 
 
 class ObjectFiles:
-    """Reads and writes files of objects; any thread may.
-
-    Args:
-        slot_bytes: of the largest slot, for the buffer of a thread that needs one.
-        seal: makes and checks their headers.
-    """
+    """Reads and writes files of objects; any thread may. `slot_bytes` are of the largest slot."""
 
     def __init__(self, slot_bytes: int, seal: Seal) -> None:
         self._slot_bytes = slot_bytes
@@ -61,10 +56,10 @@ class ObjectFiles:
             found = os.fstat(file_fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.fstat(folder_fd).st_uid:
                 return Result.UNREADABLE
-            length_bytes = sum(buffer.nbytes for buffer in slot)
-            if found.st_size != HEADER_BYTES + length_bytes:
+            size_bytes = file_bytes_of(slot)
+            if found.st_size != size_bytes:
                 return Result.CORRUPT
-            result = self._read_into(file_fd, name, slot, length_bytes, is_direct=is_direct)
+            result = self._read_into(file_fd, name, slot, size_bytes, is_direct=is_direct)
             if result is Result.DONE:
                 _touch(file_fd, found)
             return result
@@ -72,29 +67,24 @@ class ObjectFiles:
             os.close(file_fd)
 
     def _read_into(
-        self, file_fd: int, name: Name, slot: Buffers, length_bytes: int, *, is_direct: bool
+        self, file_fd: int, name: Name, slot: Buffers, size_bytes: int, *, is_direct: bool
     ) -> Result:
         page = self._own.page
-        if not is_direct or _may_be_aligned(slot):
-            try:
-                num_bytes = _move(os.preadv, file_fd, [page, *slot])
-            except OSError as error:
-                if error.errno != errno.EINVAL or not is_direct:
-                    raise
-            else:
-                if num_bytes != HEADER_BYTES + length_bytes:
-                    return Result.CORRUPT
-                return self._seal.judge(bytes(page), name, slot)
-        whole = self._whole(HEADER_BYTES + length_bytes)
-        num_bytes = _move(os.preadv, file_fd, [whole])
-        if num_bytes != HEADER_BYTES + length_bytes:
+        num_bytes = _move_straight(os.preadv, file_fd, page, slot, is_direct=is_direct)
+        if num_bytes is not None:
+            if num_bytes != size_bytes:
+                return Result.CORRUPT
+            return self._seal.judge(bytes(page), name, slot)
+        whole = self._whole(size_bytes)
+        if _move(os.preadv, file_fd, [whole]) != size_bytes:
             return Result.CORRUPT
-        body = whole[HEADER_BYTES : HEADER_BYTES + length_bytes]
-        result = self._seal.judge(bytes(whole[:HEADER_BYTES]), name, [body])
+        result = self._seal.judge(
+            bytes(whole[:HEADER_BYTES]), name, [whole[HEADER_BYTES:size_bytes]]
+        )
         if result is Result.DONE:
-            start = 0
+            start = HEADER_BYTES
             for buffer in slot:
-                buffer[:] = body[start : start + buffer.nbytes]
+                buffer[:] = whole[start : start + buffer.nbytes]
                 start += buffer.nbytes
         return result
 
@@ -106,8 +96,7 @@ class ObjectFiles:
         Raises:
             OSError: it cannot be written.
         """
-        length_bytes = sum(buffer.nbytes for buffer in slot)
-        size_bytes = HEADER_BYTES + length_bytes
+        size_bytes = file_bytes_of(slot)
         flags = _WRITE_FLAGS | (os.O_DIRECT if is_direct else 0)
         file_fd = os.open(file, flags, FILE_MODE, dir_fd=folder_fd)
         try:
@@ -125,27 +114,24 @@ class ObjectFiles:
     ) -> None:
         page = self._own.page
         page[:] = head
-        if not is_direct or _may_be_aligned(slot):
-            try:
-                _write_all(file_fd, [page, *slot], size_bytes)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL or not is_direct:
-                    raise
+        num_bytes = _move_straight(os.pwritev, file_fd, page, slot, is_direct=is_direct)
+        if num_bytes is not None:
+            _require_all(num_bytes, size_bytes)
+            return
         whole = self._whole(size_bytes)
         start = HEADER_BYTES
         whole[:start] = head
         for buffer in slot:
             whole[start : start + buffer.nbytes] = buffer
             start += buffer.nbytes
-        _write_all(file_fd, [whole], whole.nbytes)
+        _require_all(_move(os.pwritev, file_fd, [whole]), whole.nbytes)
         os.ftruncate(file_fd, size_bytes)
 
     def _whole(self, size_bytes: int) -> memoryview:
         """Return a buffer of this thread for an object with its header, in whole pages."""
-        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        size_bytes = size_on_disk(size_bytes)
         if self._own.whole.nbytes < size_bytes:
-            largest_bytes = -(-(HEADER_BYTES + self._slot_bytes) // PAGE_BYTES) * PAGE_BYTES
+            largest_bytes = size_on_disk(HEADER_BYTES + self._slot_bytes)
             self._own.whole = memoryview(mmap.mmap(-1, max(size_bytes, largest_bytes)))
         return self._own.whole[:size_bytes]
 
@@ -158,37 +144,34 @@ class _OfThread(threading.local):
         self.whole = self.page
 
 
-def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
-    """Return whether files below a folder can bypass the page cache, and whose a new one is.
+def file_bytes_of(slot: Buffers) -> int:
+    """Return the length of the file of a slot's object."""
+    return HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
 
-    Args:
-        folder_fd: where it is tried.
-        file: name for a file that is made and deleted.
+
+def takes_direct(folder_fd: int, file: str) -> tuple[bool, int]:
+    """Return whether files of a folder can bypass the page cache, and the owner of a new one.
 
     Raises:
         OSError: no file can be made.
     """
-    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     try:
+        return True, _try_to_make(file, folder_fd, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return False, _try_to_make(file, folder_fd)
+
+
+def _try_to_make(file: str, folder_fd: int, flags: int = 0) -> int:
+    """Make a file, write to it if it bypasses the page cache, and delete it; return its owner."""
+    try:
+        file_fd = os.open(file, _WRITE_FLAGS | flags, FILE_MODE, dir_fd=folder_fd)
         try:
-            file_fd = os.open(file, _WRITE_FLAGS | os.O_DIRECT, FILE_MODE, dir_fd=folder_fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            remove(file, folder_fd)
-            file_fd = os.open(file, _WRITE_FLAGS, FILE_MODE, dir_fd=folder_fd)
-            is_direct = False
-        else:
-            is_direct = True
-        try:
-            if is_direct:
-                try:
-                    _write_all(file_fd, [page], PAGE_BYTES)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    is_direct = False
-            return is_direct, os.fstat(file_fd).st_uid
+            if flags & os.O_DIRECT:
+                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+                _require_all(_move(os.pwritev, file_fd, [page]), PAGE_BYTES)
+            return os.fstat(file_fd).st_uid
         finally:
             os.close(file_fd)
     finally:
@@ -206,19 +189,23 @@ def _touch(file_fd: int, found: os.stat_result) -> None:
                 raise
 
 
-def _may_be_aligned(slot: Buffers) -> bool:
-    """Return whether the lengths allow O_DIRECT; the kernel says so of the addresses (EINVAL)."""
-    return all(buffer.nbytes % _SECTOR_BYTES == 0 for buffer in slot)
-
-
-def _write_all(file_fd: int, buffers: Sequence[memoryview], size_bytes: int) -> None:
-    """Write buffers to the start of a file.
-
-    Raises:
-        OSError: not all of it was written.
-    """
-    if _move(os.pwritev, file_fd, buffers) != size_bytes:
+def _require_all(num_bytes: int, size_bytes: int) -> None:
+    if num_bytes != size_bytes:
         raise OSError(errno.EIO, "a short write")
+
+
+def _move_straight(
+    move: Move, file_fd: int, page: memoryview, slot: Buffers, *, is_direct: bool
+) -> int | None:
+    """Move a header and a slot; None if O_DIRECT does not take their lengths or addresses."""
+    if is_direct and any(buffer.nbytes % _SECTOR_BYTES for buffer in slot):
+        return None
+    try:
+        return _move(move, file_fd, [page, *slot])
+    except OSError as error:
+        if error.errno != errno.EINVAL or not is_direct:
+            raise
+        return None
 
 
 def _move(move: Move, file_fd: int, buffers: Sequence[memoryview]) -> int:

@@ -17,15 +17,15 @@ import secrets
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.batch import BadNames, Batch, Calls
 from safe_offload.tiers.files.capacity import Capacity
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
@@ -37,9 +37,15 @@ from safe_offload.tiers.files.directory import (
     open_our_root,
     open_root,
     remove,
+    rename,
     size_on_disk,
 )
-from safe_offload.tiers.files.object_file import TOUCH_AFTER_NS, ObjectFiles, takes_direct
+from safe_offload.tiers.files.object_file import (
+    TOUCH_AFTER_NS,
+    ObjectFiles,
+    file_bytes_of,
+    takes_direct,
+)
 from safe_offload.tiers.rare_log import RareLog
 from safe_offload.tiers.seal import PLAIN, Seal
 
@@ -47,7 +53,6 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 SWEEP_EVERY_S: Final = 3600.0
 
-_BAD_NAMES_MAX: Final = 100_000
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _IN_ITS_PLACE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _UNREADABLE: Final = (*_IN_ITS_PLACE, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EINVAL)
@@ -63,8 +68,7 @@ class FileTier:
     Args:
         config: of the tier; its directory is not touched before it is first used.
         slot_bytes: of the largest slot.
-        facts: what its namespaces are made of (naming.py), written down beside the objects.
-        seal: makes and checks the headers of objects.
+        facts: of its namespaces (naming.py), written down beside the objects.
 
     Raises:
         ConfigError: the system refuses a thread.
@@ -85,8 +89,7 @@ class FileTier:
         self._capacity = Capacity(config.capacity_bytes)
         self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads
-        # Names of what could not be read: they are not offered again.
-        self._bad_names: set[Name] = set()
+        self._bad_names = BadNames()
         self._readers = start_threads(config.num_threads, "safe-offload-tier-read")
         self._writers = start_threads(config.num_threads, "safe-offload-tier-write")
         self._asker = start_threads(1, "safe-offload-tier-ask")
@@ -96,8 +99,7 @@ class FileTier:
         self._wanted_after = -1  # how many counts had ended when the last one was wanted
         self._keep_at_s = 0.0
         self._has_made_room = False  # or tries to, on a full disk, and no write has worked since
-        self._batches: set[_Batch] = set()
-        self._is_closed = False
+        self._calls = Calls()
 
     # ---- the protocol, on the event loop ------------------------------------------------------
 
@@ -115,18 +117,12 @@ class FileTier:
 
     async def close(self) -> None:
         """See `Tier.close`."""
-        if self._is_closed:
+        if self._calls.is_closed:
             return
-        self._is_closed = True
-        for batch in self._batches:
-            batch.give_up()
-        while self._batches:
-            await asyncio.wait([future for batch in self._batches for future in batch.futures])
-            await asyncio.sleep(0)  # whoever waits for them goes on
+        await self._calls.close()
         for executor in (self._readers, self._writers, self._asker):
             executor.shutdown(wait=False, cancel_futures=True)
-        last = self._keeper.submit(self._leave)
-        await asyncio.wait([asyncio.wrap_future(last)])
+        await asyncio.wait([asyncio.wrap_future(self._keeper.submit(self._leave))])
         self._keeper.shutdown(wait=False)
 
     async def _run(
@@ -136,20 +132,19 @@ class FileTier:
         names: Sequence[Name],
         slots: Sequence[Buffers],
     ) -> list[Result]:
-        batch = _Batch(names, slots)
-        if self._is_closed:
+        batch = Batch(names, slots)
+        if self._calls.is_closed:
             return batch.results
-        self._batches.add(batch)
-        try:
-            batch.start(executor, min(self._num_threads, len(names)), self._work_off, work)
-            while not batch.is_over:
-                try:
-                    await asyncio.wait(batch.futures)
-                except asyncio.CancelledError:
-                    batch.give_up()
-        finally:
-            self._batches.discard(batch)
-            self.used_bytes = self._capacity.used_bytes
+        num_jobs = min(self._num_threads, len(names))
+        jobs = [executor.submit(self._work_off, batch, work) for _ in range(num_jobs)]
+
+        def give_up() -> None:
+            batch.left.clear()
+            for job in jobs:
+                job.cancel()
+
+        await self._calls.outlast([asyncio.wrap_future(job) for job in jobs], give_up)
+        self.used_bytes = self._capacity.used_bytes
         return batch.results
 
     # ---- on threads ---------------------------------------------------------------------------
@@ -158,18 +153,18 @@ class FileTier:
         with _Visit(self._place) as visit:
             return [name not in self._bad_names and visit.has(name) for name in names]
 
-    def _work_off(self, batch: _Batch, work: Work) -> None:
+    def _work_off(self, batch: Batch, work: Work) -> None:
         """Do objects of a batch until none is left."""
         try:
             with _Visit(self._place) as visit:
-                for index, name, slot in batch.take():
+                for index in batch.take_left():
+                    name, slot = batch.names[index], batch.slots[index]
                     batch.results[index] = self._do(work, visit, name, slot)
         except OSError as error:
             self._log.failure(error)
-            batch.fail()
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
-            batch.fail()
+        batch.settle(batch.take_left(), Result.FAILED)
 
     def _do(self, work: Work, visit: _Visit, name: Name, slot: Buffers) -> Result:
         num_counts = self._capacity.num_counts
@@ -215,17 +210,12 @@ class FileTier:
             result = Result.UNREADABLE
         if result is Result.UNREADABLE:
             self._log.bad_object(result, file)
-            self._note_bad(name)
+            self._bad_names.add(name)
         return result
-
-    def _note_bad(self, name: Name) -> None:
-        if len(self._bad_names) >= _BAD_NAMES_MAX:
-            self._bad_names.clear()
-        self._bad_names.add(name)
 
     def _write(self, visit: _Visit, name: Name, slot: Buffers) -> Result:
         folder, file = naming.path_of(name)
-        file_bytes = _size_of(slot)
+        file_bytes = file_bytes_of(slot)
         has_namespace = visit.enter(name.namespace)
         try:
             if not has_namespace or not visit.has_folder(folder):
@@ -239,7 +229,7 @@ class FileTier:
             temporary = _temporary_name()
             try:
                 self._files.write(temporary, folder_fd, name, slot, is_direct=self._place.is_direct)
-                os.rename(temporary, file, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                rename(temporary, file, folder_fd)
             except BaseException:
                 with contextlib.suppress(OSError):
                     remove(temporary, folder_fd)
@@ -272,7 +262,7 @@ class FileTier:
     def _want_count(self, *, is_disk_full: bool = False) -> None:
         """Have the directory counted soon, once at a time."""
         with self._keep_lock:
-            if self._is_closed:
+            if self._calls.is_closed:
                 return
             self._wanted_after = self._capacity.num_counts
             if self._is_counting:
@@ -315,56 +305,11 @@ class FileTier:
             logger.debug("%s: what was taken ahead stays taken: %s", self.label, error)
 
 
-class _Batch:
-    """Objects that threads do one after the other, until it is given up."""
-
-    def __init__(self, names: Sequence[Name], slots: Sequence[Buffers]) -> None:
-        self.results = [Result.CANCELLED] * len(names)
-        self.futures: list[asyncio.Future[None]] = []
-        self._names = names
-        self._slots = slots
-        self._left = deque(range(len(names)))
-        self._jobs: list[Future[None]] = []
-
-    def start(
-        self,
-        executor: ThreadPoolExecutor,
-        num_jobs: int,
-        job: Callable[[_Batch, Work], None],
-        work: Work,
-    ) -> None:
-        self._jobs = [executor.submit(job, self, work) for _ in range(num_jobs)]
-        self.futures = [asyncio.wrap_future(job) for job in self._jobs]
-
-    @property
-    def is_over(self) -> bool:
-        return all(future.done() for future in self.futures)
-
-    def take(self) -> Iterator[tuple[int, Name, Buffers]]:
-        while True:
-            try:
-                index = self._left.popleft()
-            except IndexError:
-                return
-            yield index, self._names[index], self._slots[index]
-
-    def give_up(self) -> None:
-        """Begin no more objects."""
-        self._left.clear()
-        for job in self._jobs:
-            job.cancel()
-
-    def fail(self) -> None:
-        """The objects that have not been begun fail."""
-        for index, _, _ in self.take():
-            self.results[index] = Result.FAILED
-
-
 class _Place:
-    """Where the directory is.
+    """The directory: made when it is first used, and again if it was removed.
 
-    It is made when it is first used, and again if it was removed. If what is mounted there is
-    unmounted, the tier fails until it is back: nothing is written to the file system below.
+    If what is mounted there is unmounted, the tier fails until it is back: nothing is written to
+    the file system below.
     """
 
     def __init__(self, path: str, label: str, facts: Mapping[str, object]) -> None:
@@ -378,11 +323,7 @@ class _Place:
         self._mount_point = ""
 
     def open(self) -> int:
-        """Return a descriptor of the root.
-
-        Raises:
-            OSError: it cannot be opened or made, or is not ours.
-        """
+        """Return a descriptor of the root, once it is known to be ours."""
         with contextlib.suppress(FileNotFoundError):
             root_fd = open_root(self._path)
             if _identity(root_fd) == self._known:
@@ -412,7 +353,6 @@ class _Place:
         return root_fd
 
     def describe(self, namespace: bytes, namespace_fd: int) -> None:
-        """Write down what a namespace is, beside its objects."""
         temporary = _temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file_fd = os.open(temporary, flags, FILE_MODE, dir_fd=namespace_fd)
@@ -420,9 +360,7 @@ class _Place:
             os.write(file_fd, naming.description(namespace, self._facts))
         finally:
             os.close(file_fd)
-        os.rename(
-            temporary, naming.DESCRIPTION_FILE, src_dir_fd=namespace_fd, dst_dir_fd=namespace_fd
-        )
+        rename(temporary, naming.DESCRIPTION_FILE, namespace_fd)
 
 
 class _Visit:
@@ -449,36 +387,26 @@ class _Visit:
         return self.enter(name.namespace) and os.access(path, os.R_OK, dir_fd=self._namespace_fd)
 
     def has_folder(self, name: str) -> bool:
-        """Return whether there is something called like one of the 256 folders."""
         return os.access(name, os.F_OK, dir_fd=self._namespace_fd)
 
     def folder(self, name: str) -> int:
-        """Return a descriptor of one of the 256 folders of the namespace.
-
-        Raises:
-            OSError: there is none, or it cannot be opened.
-        """
-        folder_fd = self._folder_fds.get(name)
-        if folder_fd is None:
-            folder_fd = open_our_folder(name, self._namespace_fd, self._place.uid)
-            self._folder_fds[name] = folder_fd
-        return folder_fd
+        """Return a descriptor of one of the 256 folders of the namespace."""
+        if name not in self._folder_fds:
+            opened_fd = open_our_folder(name, self._namespace_fd, self._place.uid)
+            self._folder_fds[name] = opened_fd
+        return self._folder_fds[name]
 
     def enter(self, namespace: bytes) -> bool:
-        """Open the folder of a namespace; return whether there is one.
-
-        Raises:
-            OSError: it cannot be opened, or is not ours.
-        """
+        """Open the folder of a namespace; return whether there is one."""
         if namespace == self._namespace:
             return True
         self._leave_namespace()
-        folder, uid = naming.namespace_folder(namespace), self._place.uid
+        folder = naming.namespace_folder(namespace)
         try:
-            namespace_fd = open_our_folder(folder, self.root_fd, uid)
+            self._namespace_fd = open_our_folder(folder, self.root_fd, self._place.uid)
         except FileNotFoundError:
             return False
-        self._namespace, self._namespace_fd = namespace, namespace_fd
+        self._namespace = namespace
         return True
 
     def make_folder(self, namespace: bytes, name: str) -> None:
@@ -525,20 +453,13 @@ class _Log:
             )
 
     def bad_object(self, result: Result, file: str) -> None:
-        if self._rare.is_due(result):
-            logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s",
-                *(self._label, result.value, file),
-            )
+        self._rare.bad_object(self._label, result, file)
 
 
 def open_ours(path: str, uid: int = -1, *, make: bool = False) -> tuple[int, int]:
-    """Return a descriptor of the root, and which user we are there, as far as is known.
+    """Return a descriptor of the root, and which user we are there; raise as `open_our_root`.
 
-    A server of files may take root for somebody else, so it is asked before all is given up.
-
-    Raises:
-        NotOursError, OSError: as of `open_our_root`.
+    A file server may map root to another user, so it is asked before all is given up.
     """
     uid = os.geteuid() if uid < 0 else uid
     try:
@@ -571,11 +492,6 @@ _numbers: Final = itertools.count()
 def _temporary_name() -> str:
     """Return a name that no other thread, process or machine uses."""
     return f"{TEMPORARY_PREFIX}{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
-
-
-def _size_of(slot: Buffers) -> int:
-    """Return the length of an object's file."""
-    return naming.HEADER_BYTES + sum(buffer.nbytes for buffer in slot)
 
 
 def _is_there(file: str, folder_fd: int, file_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""What bytes mean: every fact that could change them, as one digest.
+"""The cache key of a rank: every fact that could change the bytes of its blocks.
 
 Imports nothing of the worker. Door: `namespace`.
 """

@@ -1,9 +1,8 @@
 """What an engine computes, as far as all its configuration and its environment say.
 
 Everything counts, also what a newer vLLM adds, but for what is listed here with the reason why it
-cannot change what a model writes into a block. A field too many costs hits after it has changed; a
-field too few is a wrong answer. Only what differs between engines that compute the same, or is
-changed from one start to the next, is worth a place in the list.
+cannot change what a model writes into a block. A field too many costs hits; one too few is a wrong
+answer. The list has only what differs between equal engines, or from one start to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Final, NamedTuple
 
 IGNORED: Final[Mapping[str, Mapping[str, str]]] = {
@@ -196,12 +195,7 @@ class EngineFacts(NamedTuple):
 
 
 def engine_facts(vllm_config: object, variable_names: Iterable[str]) -> EngineFacts:
-    """Return all that an engine's configuration and environment say of its blocks.
-
-    Args:
-        vllm_config: of the engine.
-        variable_names: environment variables that vLLM knows.
-    """
+    """Return all that a configuration, and the variables that vLLM knows, say of blocks."""
     walk = _Walk()
     walk.tell("", vllm_config)
     for name in sorted(variable_names):
@@ -302,19 +296,14 @@ def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
         return sorted(_without_origin(to_dict()).items())
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    return list(_counted_fields(value))
-
-
-def _counted_fields(value: Any) -> Iterator[tuple[str, Any]]:
-    owner = type(value).__name__
+    owner, counted = type(value).__name__, []
     for field in dataclasses.fields(value):
-        name = f"{owner}.{field.name}"
-        if name in _NO_FACTS:
-            continue
-        found = getattr(value, field.name, None)
+        name, found = f"{owner}.{field.name}", getattr(value, field.name, None)
         if name in _PATHS and isinstance(found, str) and os.path.exists(found):
             found = os.path.basename(os.path.normpath(found))
-        yield field.name, found
+        if name not in _NO_FACTS:
+            counted.append((field.name, found))
+    return counted
 
 
 def _without_origin(config: Any) -> Any:

@@ -1,7 +1,7 @@
 """Digests of files that were read, kept for the next start and for the other ranks of a machine.
 
-A file in a directory of ours for each folder that was read, and a lock, so that one process reads
-it and the others take what that one kept. Without such a directory each reads for itself.
+A directory has a file and a lock for each folder that was read: one process reads the folder, and
+the others take what that one kept. Without a directory each reads for itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Stamp = tuple[int, ...]
 
 
 class Cancelled(Exception):
-    """Nobody wants to know any more."""
+    """Reading was given up."""
 
 
 class KeptDigests:
-    """What was kept of one folder; while it is entered, others wait for it."""
+    """What was kept of one folder; while it is entered, other processes wait for it.
+
+    Args:
+        directory: made if it is missing, and used if only we can write it.
+        root: the folder.
+        cancelled: asked while another process has the lock.
+    """
 
     def __init__(self, directory: str, root: str, cancelled: Callable[[], bool]) -> None:
-        """
-        Args:
-            directory: made if it is missing, and used if only we can write it.
-            root: the folder.
-            cancelled: asked while another process has the lock.
-        """
         self._directory = directory
         self._name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
         self._cancelled = cancelled
@@ -62,11 +62,7 @@ class KeptDigests:
         self._after[path] = [*stamp, digest]
 
     def __enter__(self) -> KeptDigests:
-        """Wait for the lock.
-
-        Raises:
-            Cancelled: meanwhile.
-        """
+        """Wait for the lock, or raise Cancelled."""
         with contextlib.ExitStack() as opened:
             try:
                 os.makedirs(self._directory, 0o700, exist_ok=True)
@@ -95,7 +91,7 @@ class KeptDigests:
         return file_fd
 
     def _lock(self, lock_fd: int) -> None:
-        give_up_at_s = time.monotonic() + _PATIENCE_S  # whoever has it may have been stopped
+        give_up_at_s = time.monotonic() + _PATIENCE_S  # its process may have been stopped
         while True:
             try:
                 return fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +122,7 @@ class KeptDigests:
         os.rename(f"{self._name}.{suffix}", f"{self._name}.json", **at)
 
     def _prune(self) -> None:
-        """Remove what was not used for longest, also what somebody who was killed has left."""
+        """Remove what was not used for longest, also what a killed process has left."""
         assert self._folder_fd is not None
         with os.scandir(self._folder_fd) as entries:
             used = sorted((entry.stat().st_mtime_ns, entry.name) for entry in entries)
@@ -135,11 +131,7 @@ class KeptDigests:
 
 
 def _require_ours(opened_fd: int) -> None:
-    """Refuse what others can write.
-
-    Raises:
-        PermissionError: it is not this user's alone.
-    """
+    """Raise PermissionError if others can write it."""
     found = os.fstat(opened_fd)
     is_shared = stat.S_ISREG(found.st_mode) and found.st_nlink != 1
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 or is_shared:

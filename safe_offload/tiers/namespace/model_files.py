@@ -1,10 +1,10 @@
 """Which files a model has on this machine, and a digest of what is in them.
 
 Everything below a model's folder counts, by name and whole content, unless it is proven not to
-matter: `NOT_READ` and `NOT_ENTERED`. What may not be what was loaded is said as a doubt.
+matter: `NOT_READ` and `NOT_ENTERED`. What may not be what was loaded is a doubt.
 
-Reading takes a second for 2 GB, so digests are kept between starts in a directory of ours, by all
-that tells that a file was changed. Hub files have theirs as the name of their blob.
+Reading takes a second for 2 GB, so digests are kept between starts (kept_digests.py). Files of the
+hub have theirs as the name of their blob.
 
 Source: git's racy-git.txt; huggingface_hub 2.4, file_download.py, `_create_symlink`.
 """
@@ -43,12 +43,11 @@ NUM_FILES_MAX: Final = 5000
 NUM_DOUBTS_MAX: Final = 4
 CHUNK_BYTES: Final = 1 << 20
 NICE: Final = 10
-"""Of each thread that reads (Linux): a tenth of what others get, so that it ends where all is busy.
-"""
+"""Of each thread that reads (Linux): a tenth of the CPU that others get, so that it still ends."""
 RACY_NS: Final = 2_000_000_000
 """A file may change twice in one tick of its clock: what has just changed is not kept."""
 TICK_NS: Final = 20_000_000
-"""How far apart a folder and a file are stamped that was made in it."""
+"""How far apart the stamps of a folder and of a file that was made in it may be."""
 LINKED_WITHIN_NS: Final = 10_000_000_000
 """The hub's client makes the first link to a blob at once; one made later vouches for nothing."""
 
@@ -75,9 +74,7 @@ class Found:
     Attributes:
         digest: of all names and contents; empty if there are no files.
         doubts: why that may not be what was loaded.
-        num_files: that count.
-        size_bytes: of them.
-        read_bytes: how much of that had to be read.
+        read_bytes: how much of the size had to be read.
     """
 
     digest: str
@@ -88,8 +85,6 @@ class Found:
 
 
 class _One(NamedTuple):
-    """What one file contains."""
-
     digest: str = ""
     doubt: str = ""
     size_bytes: int = 0
@@ -98,7 +93,7 @@ class _One(NamedTuple):
 
 @dataclass
 class _Listing:
-    """The files of a place by relative name, as far as they could be listed."""
+    """The files of a place by relative name."""
 
     since_ns: int
     files: dict[str, str] = field(default_factory=dict)
@@ -135,11 +130,9 @@ def _changed(path: str) -> str:
 
 
 def find_files(place: ModelPlace, since_ns: int) -> tuple[str, dict[str, str], list[str]]:
-    """Return where a model is, its files by relative name, and doubts; nothing if it is not here.
+    """Return where a model is, its files by relative name, and doubts about changes since a time.
 
-    Args:
-        place: of the model.
-        since_ns: what changed since then is doubted.
+    Without a model that is here, only doubts.
     """
     listing = _Listing(since_ns)
     root = ""
@@ -202,9 +195,12 @@ def process_started_ns() -> int:
 
 
 class FileDigests:
-    """SHA-256 of whole files, read once and kept between starts.
+    """SHA-256 of whole files, read once and kept between starts (see `KeptDigests`).
 
-    Ranks of one machine ask at the same time: one of them reads, the others take what it kept.
+    Args:
+        threads: that read at the same time, a file each.
+        since_ns: what changed since then is doubted; the start of this process if not given.
+        clock_ns: the time since 1970.
     """
 
     def __init__(
@@ -215,13 +211,6 @@ class FileDigests:
         since_ns: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """
-        Args:
-            directory: where digests are kept, made if it is missing, and used if it is ours alone.
-            threads: that read at the same time, a file each.
-            since_ns: what changed since then is doubted; the start of this process if not given.
-            clock_ns: the time since 1970.
-        """
         self._directory = directory
         self._threads = threads
         self._since_ns = process_started_ns() if since_ns is None else since_ns
@@ -230,9 +219,7 @@ class FileDigests:
     def digest(self, place: ModelPlace, cancelled: Callable[[], bool]) -> Found | None:
         """Return what the files of a model contain; None if cancelled. Never raises.
 
-        Args:
-            place: of the model.
-            cancelled: asked between chunks, by several threads.
+        `cancelled` is asked between chunks, by several threads.
         """
         root, files, doubts = find_files(place, self._since_ns)
         if not files:
@@ -251,13 +238,9 @@ class FileDigests:
         doubts += [one.doubt for one in found if one.doubt]
         if (more := len(doubts) - NUM_DOUBTS_MAX) > 0:
             doubts[NUM_DOUBTS_MAX:] = [f"and {more} more"]
-        return Found(
-            whole.hexdigest(),
-            tuple(doubts),
-            len(files),
-            sum(one.size_bytes for one in found),
-            sum(one.read_bytes for one in found),
-        )
+        size_bytes = sum(one.size_bytes for one in found)
+        read_bytes = sum(one.read_bytes for one in found)
+        return Found(whole.hexdigest(), tuple(doubts), len(files), size_bytes, read_bytes)
 
     def _digest_all(
         self, paths: Collection[str], kept: KeptDigests, cancelled: Callable[[], bool]
@@ -299,7 +282,7 @@ class FileDigests:
 
 
 def _stamp(now: os.stat_result) -> Stamp:
-    """Return what is another if a file was changed: an editor can keep all of it but the last."""
+    """Return what differs if a file was changed: an editor can keep all of it but the last."""
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
@@ -318,7 +301,6 @@ def _untouched_blob(path: str, link: os.stat_result, now: os.stat_result) -> str
 
 
 def _read(file_fd: int, cancelled: Callable[[], bool]) -> tuple[str, int]:
-    """Return the SHA-256 of a file, and its length."""
     with contextlib.suppress(OSError):  # pages that are mapped and dirty change without a stamp
         os.fdatasync(file_fd)
     with contextlib.suppress(OSError):  # NOREUSE (Linux 6.3): what is read once pushes nothing out

@@ -1,9 +1,9 @@
-"""What gives the bytes of this rank's blocks their meaning: the facts behind a namespace.
+"""The facts behind a namespace: all that the bytes of this rank's blocks depend on.
 
-Whoever has the same facts may use the objects, so a fact left out is a wrong answer, and one too
+An engine with the same facts may use the objects, so a fact left out is a wrong answer, and one too
 many only a miss: everything counts but what is known not to matter. What files hold is learned in
 the background; before that there is no namespace. Where the facts do not say what a process
-computes, what it stores is kept to its engine.
+computes, its objects are not shared with other engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from safe_offload import compat
+from safe_offload.compat import engine_config, model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.layout import Geometry, Segment
@@ -37,7 +37,6 @@ class Doubt:
     """Why the facts may not say what an engine computes.
 
     Attributes:
-        text: for people.
         may_be_vouched_for: `model_version` of a tier says what could not be read.
     """
 
@@ -47,13 +46,7 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What files hold.
-
-    Attributes:
-        facts: by name.
-        doubts: about them.
-        told: for the log.
-    """
+    """What files hold: facts by name, doubts about them, and what is logged of it."""
 
     facts: Mapping[str, str]
     doubts: tuple[Doubt, ...]
@@ -62,7 +55,7 @@ class Learned:
 
 @dataclass(slots=True)
 class Meaning:
-    """What the bytes of a rank's blocks mean.
+    """What the bytes of a rank's blocks depend on.
 
     Attributes:
         facts: by name; complete when what was learned of the files has been taken.
@@ -91,7 +84,7 @@ class Meaning:
     def learn(self, is_cancelled: Callable[[], bool]) -> Learned | None:
         """Return what the files hold, None if cancelled; it takes as long as reading them."""
         begin_s = time.monotonic()
-        digests = FileDigests(os.path.join(compat.cache_root(), KEPT_FOLDER))
+        digests = FileDigests(os.path.join(model_facts.cache_root(), KEPT_FOLDER))
         facts: dict[str, str] = {}
         doubts: list[Doubt] = []
         num_files = size_bytes = read_bytes = 0
@@ -100,7 +93,7 @@ class Meaning:
             if found is None:
                 return None
             facts[f"files.{name}"] = found.digest
-            # Who vouches for what is not here does not for what is here and has changed.
+            # Vouching for what is not here says nothing about what is here and has changed.
             is_here = bool(found.digest)
             if is_here or name in self.required:
                 doubts += [Doubt(text, may_be_vouched_for=not is_here) for text in found.doubts]
@@ -123,29 +116,25 @@ class Meaning:
 def meaning_of(
     vllm_config: Any, kv_cache_config: Any, geometry: Geometry, copy_rank: int
 ) -> Meaning:
-    """Return what the blocks of a rank mean; the model must have been loaded.
+    """Return what the blocks of a rank depend on; the model must have been loaded.
 
-    Args:
-        vllm_config: of the engine.
-        kv_cache_config: of the rank.
-        geometry: of the rank's blocks.
-        copy_rank: the first of the ranks that hold the same.
+    `copy_rank` is the first of the ranks that hold the same.
     """
-    facts, named, unclear = engine_facts(vllm_config, compat.variable_names())
+    facts, named, unclear = engine_facts(vllm_config, model_facts.variable_names())
     doubts = [Doubt(f"{path} cannot be compared with another engine's") for path in unclear]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         text = "its KV scales follow from the first requests that it serves"
         doubts.append(Doubt(text, may_be_vouched_for=False))
-    layers = compat.layer_segments(kv_cache_config)
+    layers = specs.layer_segments(kv_cache_config)
     places = sorted({(layer, *_place(geometry, segment)) for layer, segment in layers})
     names = dict.fromkeys(layer for layer, *_ in places)
-    attention = compat.layer_facts(vllm_config, names)
+    attention = model_facts.layer_facts(vllm_config, names)
     facts |= {
         "model": facts["model_config.model"].strip('"'),
-        "model_runner": "V2" if compat.uses_v2_model_runner(vllm_config) else "V1",
+        "model_runner": "V2" if engine_config.uses_v2_model_runner(vllm_config) else "V1",
         "rank": f"{copy_rank}",
-        "groups": "; ".join(compat.group_facts(kv_cache_config)),
-        "block_sizes": f"{compat.resolve_block_sizes(kv_cache_config, vllm_config)}",
+        "groups": "; ".join(model_facts.group_facts(kv_cache_config)),
+        "block_sizes": f"{specs.resolve_block_sizes(kv_cache_config, vllm_config)}",
         "slot_bytes": f"{geometry.slot_bytes}",
         "layers": "; ".join(f"{name}: {attention[name]}" for name in names),
         "layout": "; ".join(f"{layer} {at}+{length}" for layer, at, length in places),
@@ -169,13 +158,12 @@ def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:
     required = set()
     for name, config in models.items():
         revision = _commit_of(config.revision)
+        tokenizer_revision = _commit_of(config.tokenizer_revision)
         weights = getattr(config, "model_weights", "") or config.model
         found = {
             f"{name}.weights": ModelPlace(weights, revision, load.download_dir),
             name: ModelPlace(config.model, revision),
-            f"{name}.tokenizer": ModelPlace(
-                config.tokenizer, _commit_of(config.tokenizer_revision)
-            ),
+            f"{name}.tokenizer": ModelPlace(config.tokenizer, tokenizer_revision),
         }
         if f"{load.load_format}".lower() != DUMMY_WEIGHTS:
             required.add(f"{name}.weights")

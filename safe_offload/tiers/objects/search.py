@@ -33,7 +33,6 @@ async def find_present(names: Sequence[Name], ask: Ask) -> list[bool]:
     """Return of each name whether the store is taken to have it.
 
     Args:
-        names: group by group.
         ask: returns of some of them whether the store has them, with one request for each.
 
     Raises:
@@ -88,7 +87,7 @@ class _Group:
             self.low = place
 
     def between(self, number: int) -> list[int]:
-        """Return at most so many places between `low` and `high`, evenly spaced."""
+        """Return at most `number` places between `low` and `high`, evenly spaced."""
         return _spread(self.low, self.high, number)
 
     def end_at(self, share: float) -> int:
@@ -137,7 +136,7 @@ class _Search:
             group.low = group.end_at(share) - 1 if runs else -1
 
     async def _find_end(self, group: _Group, num_kept: int) -> None:
-        """Find the end of a group; so many requests are left for others."""
+        """Find the end of a group; `num_kept` requests are left for others."""
         if group.high == len(group) and len(group.answers) == 2:
             await self._ask({group: _spread(0, len(group) - 1, _POINTS_MAX)})
         while (gap := group.high - group.low - 1) > 0 and self._num_left > num_kept:
@@ -186,7 +185,7 @@ class _Search:
 
 
 def _spread(low: int, high: int, number: int) -> list[int]:
-    """Return at most so many places between two, evenly spaced."""
+    """Return at most `number` places between two, evenly spaced."""
     gap = high - low - 1
     number = max(0, min(number, gap))
     return [low + (gap + 1) * step // (number + 1) for step in range(1, number + 1)]

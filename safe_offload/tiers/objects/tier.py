@@ -15,13 +15,13 @@ import errno
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.batch import Batch, Calls
 from safe_offload.tiers.objects.search import find_present
 from safe_offload.tiers.objects.store import (
     Problem,
@@ -59,7 +59,6 @@ class ObjectTier:
     Args:
         config: of the tier; the store is not asked for anything before the tier is first used.
         facts: what its namespaces are made of (naming.py), written down beside the objects.
-        seal: makes and checks the headers of objects.
 
     Raises:
         ConfigError: see `open_store`.
@@ -87,9 +86,8 @@ class ObjectTier:
         # Objects that are not offered, and until when: for ever what cannot be used or deleted.
         self._withheld_until_s: dict[Name, float] = {}
         self._described: set[bytes] = set()
-        self._batches: set[_Batch] = set()
+        self._calls = Calls()
         self._looking: set[asyncio.Task[bool]] = set()
-        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<ObjectTier {self.label}>"
@@ -112,29 +110,52 @@ class ObjectTier:
 
     async def close(self) -> None:
         """See `Tier.close`."""
-        self._is_closed = True
-        for batch in self._batches:
-            batch.give_up()
         for task in self._looking:
             task.cancel()
-        while self._batches:
-            await asyncio.wait([worker for batch in self._batches for worker in batch.workers])
-            await asyncio.sleep(0)  # whoever waits for them goes on
+        await self._calls.close()
         self._store = None
 
     async def _run(
         self, work: Work, names: Sequence[Name], slots: Sequence[Buffers], connection: Connection
     ) -> list[Result]:
-        batch = _Batch(names, slots, self._connections.number)
-        if self._is_closed or not names:
+        """Do the objects of a batch some at a time, until it is given up or too many fail."""
+        batch, num_failed = Batch(names, slots), 0
+        if self._calls.is_closed:
             return batch.results
-        self._batches.add(batch)
+        loop = asyncio.get_running_loop()
+        leaving: asyncio.TimerHandle | None = None
+
+        async def do_next() -> bool:
+            nonlocal num_failed
+            index = next(batch.take_left(), None)
+            if index is None:
+                return False
+            result = batch.results[index] = await work(names[index], slots[index])
+            num_failed += result is Result.FAILED
+            if num_failed > self._connections.number:
+                batch.settle(batch.take_left(), Result.FAILED)
+            return True
+
+        def give_up() -> None:
+            nonlocal leaving
+            batch.left.clear()
+            leaving = leaving or loop.call_later(LEAVE_S, leave)
+
+        def leave() -> None:
+            for worker in workers:
+                worker.cancel()
+
+        num_workers = min(self._connections.number, len(names))
+        workers = [asyncio.ensure_future(connection(n, do_next)) for n in range(num_workers)]
+        await self._calls.outlast(workers, give_up)
+        if leaving is not None:
+            leaving.cancel()
         try:
-            await batch.run(work, connection)
+            for worker in workers:
+                if not worker.cancelled():
+                    worker.result()
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
-        finally:
-            self._batches.discard(batch)
         return batch.results
 
     # ---- one object ---------------------------------------------------------------------------
@@ -218,7 +239,7 @@ class ObjectTier:
         Raises:
             OSError: it cannot be asked.
         """
-        if self._is_closed:
+        if self._calls.is_closed:
             raise OSError(errno.ESHUTDOWN, "the tier is closed")
         asking = [asyncio.ensure_future(self._look(name)) for name in names]
         self._looking.update(asking)
@@ -303,14 +324,12 @@ class ObjectTier:
     def _note_seen(self, name: Name) -> None:
         self._withheld_until_s.pop(name, None)
         self._seen[name] = None
-        if len(self._seen) > _NAMES_MAX:
-            del self._seen[next(iter(self._seen))]
+        _forget_first(self._seen)
 
     def _withhold(self, name: Name, until_s: float) -> None:
         self._seen.pop(name, None)
         self._withheld_until_s[name] = until_s
-        if len(self._withheld_until_s) > _NAMES_MAX:
-            del self._withheld_until_s[next(iter(self._withheld_until_s))]
+        _forget_first(self._withheld_until_s)
 
     def _is_withheld(self, name: Name) -> bool:
         until_s = self._withheld_until_s.get(name)
@@ -348,69 +367,11 @@ class _Connections:
                     return
 
 
-class _Batch:
-    """Objects that are done some at a time, until it is given up or too many have failed.
-
-    Args:
-        num_workers: so many at a time.
-    """
-
-    def __init__(self, names: Sequence[Name], slots: Sequence[Buffers], num_workers: int) -> None:
-        self.results = [Result.CANCELLED] * len(names)
-        self.workers: list[asyncio.Task[None]] = []
-        self._names = names
-        self._slots = slots
-        self._left = deque(range(len(names)))
-        self._num_workers = num_workers
-        self._num_failed = 0
-        self._leaving: asyncio.TimerHandle | None = None
-
-    async def run(self, work: Work, connection: Connection) -> None:
-        """Do all; however often it is cancelled, nothing goes on when it returns.
-
-        Raises:
-            Exception: of `work`.
-        """
-
-        async def do_next() -> bool:
-            if not self._left:
-                return False
-            index = self._left.popleft()
-            result = self.results[index] = await work(self._names[index], self._slots[index])
-            self._num_failed += result is Result.FAILED
-            if self._num_failed > self._num_workers:
-                self._fail()
-            return True
-
-        count = min(self._num_workers, len(self._left))
-        self.workers = [asyncio.ensure_future(connection(n, do_next)) for n in range(count)]
-        while not all(worker.done() for worker in self.workers):
-            try:
-                await asyncio.wait(self.workers)
-            except asyncio.CancelledError:
-                self.give_up()
-        if self._leaving is not None:
-            self._leaving.cancel()
-        for worker in self.workers:
-            if not worker.cancelled():
-                worker.result()
-
-    def _fail(self) -> None:
-        """Begin no more objects: those that are left have failed."""
-        for index in self._left:
-            self.results[index] = Result.FAILED
-        self._left.clear()
-
-    def give_up(self) -> None:
-        """Begin no more objects, and soon give up those that have been begun."""
-        self._left.clear()
-        if self._leaving is None:
-            self._leaving = asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
-
-    def _leave(self) -> None:
-        for worker in self.workers:
-            worker.cancel()
-
-
 def _path_of(name: Name) -> str:
     return "/".join((naming.namespace_folder(name.namespace), *naming.path_of(name)))
+
+
+def _forget_first(names: dict[Name, Any]) -> None:
+    """Keep at most `_NAMES_MAX`."""
+    if len(names) > _NAMES_MAX:
+        del names[next(iter(names))]

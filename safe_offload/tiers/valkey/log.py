@@ -37,11 +37,7 @@ _FIXES: Final = {
 
 
 class ServerLog:
-    """Says what went wrong with a tier.
-
-    Args:
-        label: of the tier.
-    """
+    """Says what went wrong with a tier."""
 
     def __init__(self, label: str) -> None:
         self._label = label

@@ -42,7 +42,16 @@ class Address:
 
 
 class LoginError(ConnectionError):
-    """A server cannot be used. Its text names the fix and has no secret."""
+    """A server cannot be used. There is no secret in it.
+
+    Attributes:
+        problem: what is wrong.
+        fix: what to do, as a sentence without its full stop; empty if that is not known.
+    """
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}. {fix}" if fix else problem)
+        self.problem, self.fix = problem, fix
 
 
 class _RefusedError(Exception):
@@ -57,14 +66,15 @@ class Login:
     """Makes connections to the servers of a tier.
 
     Args:
-        config: of the tier.
+        name: in CLIENT LIST; none is given if it is empty.
 
     Raises:
         ConfigError: a file of certificates cannot be used.
     """
 
-    def __init__(self, config: TierConfig) -> None:
+    def __init__(self, config: TierConfig, name: str = CLIENT_NAME) -> None:
         self._config = config
+        self._name = name.encode()
         self._tls = tls_context(config)
 
     @property
@@ -75,13 +85,20 @@ class Login:
             return Address(path=location.path)
         return Address(location.host, location.port)
 
+    @property
+    def has_tls(self) -> bool:
+        """Return whether connections have TLS."""
+        return self._tls is not None
+
     async def connect(self, address: Address) -> Wire:
         """Return a connection that is logged in.
 
         Raises:
             LoginError: there is none.
         """
-        password = await self._password()
+        password = self._config.location.password
+        if self._config.password_file is not None:
+            password = await asyncio.to_thread(read_password, self._config)
         wire = Wire()
         try:
             async with asyncio.timeout(self._config.timeout_s):
@@ -91,7 +108,7 @@ class Login:
             wire.abort()
             if not isinstance(error, Exception):
                 raise
-            raise LoginError(_explain(error, address, self._tls)) from None
+            raise explained(error, address, has_tls=self.has_tls) from None
         return wire
 
     async def _open(self, wire: Wire, address: Address) -> None:
@@ -118,20 +135,15 @@ class Login:
         asked = [command(b"AUTH", *words)] if words else []
         if place.database:
             asked.append(command(*words_of(SELECT), b"%d" % place.database))
-        asked.append(command(*words_of(SETNAME), CLIENT_NAME.encode()))
-        *answers, named = await wire.ask_lines(asked, len(asked))
-        for answer in answers:
-            if isinstance(answer, Problem):
+        num_required = len(asked)
+        if self._name:
+            asked.append(command(*words_of(SETNAME), self._name))
+        for number, answer in enumerate(await wire.ask_lines(asked, len(asked))):
+            is_required = number < num_required  # it may go without a name
+            if isinstance(answer, Problem) and (is_required or answer.code == "NOAUTH"):
                 raise _RefusedError(answer)
-            if answer != b"OK":
+            if is_required and answer != b"OK":
                 raise WireError("the server answered something else than OK")
-        if isinstance(named, Problem) and named.code == "NOAUTH":
-            raise _RefusedError(named)  # else it may go without a name
-
-    async def _password(self) -> str:
-        if self._config.password_file is None:
-            return self._config.location.password
-        return await asyncio.to_thread(read_password, self._config.password_file)
 
 
 def command(*words: bytes) -> bytes:
@@ -139,19 +151,22 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
-def read_password(path: str) -> str:
-    """Return the password in a file.
+def read_password(config: TierConfig) -> str:
+    """Return what to log in with, from the file if there is one; empty for nothing.
 
     Raises:
-        LoginError: it cannot be read.
+        LoginError: the file cannot be read.
     """
+    path = config.password_file
+    if path is None:
+        return config.location.password
     try:
         with Path(path).open(encoding="utf-8") as file:
             return file.read(_PASSWORD_BYTES_MAX).rstrip("\r\n")
     except (OSError, ValueError) as error:
         raise LoginError(
-            f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}. Let the '
-            "user that runs vLLM read it"
+            f'the "password_file" {secret_file(path)} cannot be read: {_reason(error)}',
+            "Let the user that runs vLLM read it",
         ) from None
 
 
@@ -190,42 +205,52 @@ def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
-def _explain(error: Exception, address: Address, tls: ssl.SSLContext | None) -> str:
-    """Return why there is no connection, and the fix; never what the server wrote."""
+def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
+    """Return why a server cannot be used, and the fix; never what the server wrote.
+
+    Args:
+        server: what it is called.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
-        verdict = error.verify_message.rstrip(".")
-        return (
-            f"the certificate of {address} is refused: {verdict}. Name the server in the url "
-            'as its certificate does, and the authority that signed it in "ca_file"'
+        return LoginError(
+            f"the certificate of {server} is refused: {error.verify_message.rstrip('.')}",
+            "Name the server in the url as its certificate does, and the authority that signed it "
+            'in "ca_file"',
         )
     if isinstance(error, ssl.SSLError):
-        return f"{address} does not speak TLS with us: {_reason(error)}. Is it a TLS port?"
+        problem = f"{server} does not speak TLS with us: {_reason(error)}"
+        return LoginError(problem, "Is it a TLS port?")
     if isinstance(error, _RefusedError):
-        return _explain_refusal(error.problem, address)
+        return refused(error.problem, server)
     if isinstance(error, WireError):
-        hint = "" if tls else ". If it wants TLS, write rediss:// in the url"
-        return f"{address} does not answer as a Valkey or Redis server: {error}{hint}"
+        problem = f"{server} does not answer as a Valkey or Redis server: {error}"
+        return LoginError(problem, "" if has_tls else "If it wants TLS, write rediss:// in the url")
     if isinstance(error, TimeoutError):
-        hint = ", and whether this port speaks TLS" if tls else ""
-        return f"{address} does not answer. Check the network, whether the server hangs{hint}"
+        hint = ", and whether this port speaks TLS" if has_tls else ""
+        fix = f"Check the network, whether the server hangs{hint}"
+        return LoginError(f"{server} does not answer", fix)
     what = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-    return (
-        f"there is no connection to {address}: {what}. Check the url, the network, and whether the "
-        "server runs"
+    return LoginError(
+        f"there is no connection to {server}: {what}",
+        "Check the url, the network, and whether the server runs",
     )
 
 
-def _explain_refusal(problem: Problem, address: Address) -> str:
-    if problem.code == "NOPERM":  # AUTH is always allowed
-        return (
-            f"{address} does not let this user choose a database (NOPERM). Give the user "
-            f"{allowing([SELECT])}, or remove the number from the url"
+def refused(problem: Problem, server: object) -> LoginError:
+    """Return what a server means that answers an error to what logs in, and the fix."""
+    code, text = problem.code, problem.text
+    if code == "NOPERM":  # AUTH is always allowed
+        return LoginError(
+            f"{server} does not let this user choose a database (NOPERM)",
+            f"Give the user {allowing([SELECT])}, or remove the number from the url",
         )
-    if problem.code in _REFUSED_LOGIN or "AUTH" in problem.text or "password" in problem.text:
-        return (
-            f"{address} refuses the user or the password ({problem.code}). Check the user in the "
-            'url, and the password in it or in "password_file"'
+    if code in _REFUSED_LOGIN or "AUTH" in text or "password" in text:
+        return LoginError(
+            f"{server} refuses the user or the password ({code})",
+            'Check the user in the url, and the password in it or in "password_file"',
         )
-    if "DB index" in problem.text or "SELECT" in problem.text:
-        return f"{address} has no such database ({problem.code}). Remove its number from the url"
-    return f"{address} refuses to be used: it answers {problem.code}"
+    if "DB index" in text or "SELECT" in text:
+        return LoginError(
+            f"{server} has no such database ({code})", "Remove its number from the url"
+        )
+    return LoginError(f"{server} refuses to be used: it answers {code}")

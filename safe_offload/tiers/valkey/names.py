@@ -40,12 +40,10 @@ def description_key(namespace: bytes) -> bytes:
     return f"{PREFIX}{namespace_folder(namespace)}:{DESCRIPTION_FILE}".encode()
 
 
-def described_namespace(key: bytes) -> bytes | None:
-    """Return the namespace that is described under this key; None if it is another key."""
+def namespace_of_key(key: bytes) -> str:
+    """Return the namespace in a key of ours; empty if it is none."""
     namespace, file = _parts(key)
-    if file != DESCRIPTION_FILE or not is_namespace_folder(namespace):
-        return None
-    return bytes.fromhex(namespace)
+    return namespace if file and is_namespace_folder(namespace) else ""
 
 
 def _parts(key: bytes) -> tuple[str, str]:

@@ -36,7 +36,7 @@ DRAIN_BYTES_MAX: Final = 1 << 20
 SCRATCH_BYTES: Final = 256 << 10
 """What has come of replies and is not read yet, but for objects that are not small."""
 SMALL_BYTES: Final = 64 << 10
-"""Objects of up to so many bytes come into scratch memory, many at a time, and are copied: each
+"""Objects of at most this size come into scratch memory, many at a time, and are copied: each
 receipt costs the event loop more than that, all the more while another thread computes."""
 RECEIPT_BYTES: Final = 256 << 10
 """Of a larger object no more are received at once: the processor's cache has them still when they
@@ -80,7 +80,7 @@ Tree = Line | list["Tree"]
 
 
 class Want:
-    """A reply that is to come, and whoever waits for it."""
+    """A reply that is to come, and the future of it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.future: asyncio.Future[Any] = loop.create_future()
@@ -152,8 +152,6 @@ class Value(Want):
     """An object: a line with its length, its header, its bytes, and an end of line.
 
     Args:
-        loop: of the future.
-        slot: where the bytes belong.
         note: is told of each piece of the slot that has been filled, one after the other.
     """
 
@@ -263,7 +261,6 @@ class AnyReply(Want):
     """A reply of any kind; lists may lie in lists.
 
     Args:
-        loop: of the future.
         keep: how many elements of a list are kept, by how many lists it lies in; all of those that
             lie deeper.
     """

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, TypeVar
 
 from safe_offload.tiers.valkey.commands import SLOTS, words_of
-from safe_offload.tiers.valkey.login import Address, Login, LoginError, command
+from safe_offload.tiers.valkey.login import Address, Login, LoginError, command, refused
 from safe_offload.tiers.valkey.replies import Problem, Tree
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
@@ -181,39 +181,16 @@ class Silence:
         self._begun_s, self._wire = self._loop.time(), wire
 
 
-class Owners:
-    """Which server has which slots of a cluster.
-
-    Args:
-        ranges: the first and the last slot of each, and who has it; they are in order.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int, Node]]) -> None:
-        self._firsts = [first for first, _, _ in ranges]
-        self._ranges = ranges
-
-    def find(self, slot: int) -> Node | None:
-        """Return the server of a slot; None without one."""
-        position = bisect.bisect_right(self._firsts, slot) - 1
-        if position < 0 or slot > self._ranges[position][1]:
-            return None
-        return self._ranges[position][2]
-
-
 class Servers:
-    """The servers of a tier.
-
-    Args:
-        login: makes connections.
-        num_connections: for objects, to each of them.
-    """
+    """The servers of a tier."""
 
     def __init__(self, login: Login, num_connections: int) -> None:
         self._login = login
         self._num_connections = num_connections
         self._home = Node(login.home, login, num_connections)
         self._nodes = {login.home: self._home}
-        self._owners: Owners | None = None
+        # Of a cluster: the first slots, and the last and whose they are; in order.
+        self._owners: tuple[list[int], list[tuple[int, Node]]] | None = None
         self._is_known = False
         self.version = 0
         """How often it was learned which server has which keys."""
@@ -224,6 +201,11 @@ class Servers:
     def is_cluster(self) -> bool:
         """Return whether there are several, each with its share of the keys."""
         return self._owners is not None
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Return where those are that have keys."""
+        return list(self._nodes)
 
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
         """Return the positions of the keys that each server has; None has those of no server.
@@ -240,10 +222,19 @@ class Servers:
             return {self._home: list(range(len(keys)))}
         found: dict[Node | None, list[int]] = {}
         for index, key in enumerate(keys):
-            found.setdefault(self._owners.find(slot_of(key)), []).append(index)
+            found.setdefault(self.owner(key), []).append(index)
         if None in found:
             self._is_known = False  # next time they may have a server
         return found
+
+    def owner(self, key: bytes) -> Node | None:
+        """Return the server that has a key, as far as is known; None for none."""
+        if self._owners is None:
+            return self._home
+        firsts, lasts = self._owners
+        slot = slot_of(key)
+        position = bisect.bisect_right(firsts, slot) - 1
+        return lasts[position][1] if position >= 0 and slot <= lasts[position][0] else None
 
     def suspect(self, node: Node) -> None:
         """A server of a cluster does not answer: it is left alone, and the others are asked."""
@@ -287,7 +278,9 @@ class Servers:
 
     def _learn(self, asked: Node, reply: Tree) -> None:
         if isinstance(reply, Problem):  # "cluster support disabled", or CLUSTER is unknown
-            if reply.code in ("LOADING", "CLUSTERDOWN", "NOAUTH"):
+            if reply.code == "NOAUTH":
+                raise refused(reply, asked.address)
+            if reply.code in ("LOADING", "CLUSTERDOWN"):
                 raise LoginError(f"{asked.address} is not ready: it answers {reply.code}")
             self._owners = None
             return
@@ -303,7 +296,10 @@ class Servers:
             if address not in nodes and node is not self._home:
                 node.close()
         self._nodes = nodes
-        self._owners = Owners([(first, last, nodes[address]) for first, last, address in ranges])
+        self._owners = (
+            [first for first, _, _ in ranges],
+            [(last, nodes[address]) for _, last, address in ranges],
+        )
 
 
 def slot_of(key: bytes) -> int:

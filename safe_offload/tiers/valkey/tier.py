@@ -8,16 +8,18 @@ that "ttl" says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.batch import BadNames, Batch, Calls
+from safe_offload.tiers.naming import HEADER_BYTES
 from safe_offload.tiers.seal import PLAIN, Digest, Seal
-from safe_offload.tiers.valkey.batch import Batch
 from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE, SET, words_of
 from safe_offload.tiers.valkey.log import ServerLog
 from safe_offload.tiers.valkey.login import Login, LoginError, command
@@ -34,8 +36,6 @@ WINDOW_OBJECTS: Final = 64
 SPILL_BYTES: Final = 16 << 20
 """Of objects that are asked about before those that are not there are written."""
 
-_BAD_NAMES_MAX: Final = 100_000
-
 
 class ValkeyTier:
     """See `Tier`. It belongs to the loop's thread.
@@ -43,7 +43,6 @@ class ValkeyTier:
     Args:
         config: of the tier; nothing is asked of its server before it is first used.
         facts: what its namespaces are made of (naming.py), written down beside the objects.
-        seal: makes and checks the headers of objects.
 
     Raises:
         ConfigError: certificates cannot be used.
@@ -64,13 +63,10 @@ class ValkeyTier:
         self._ttl = _ttl_words(config.ttl_s)
         self._reads_extend = bool(self._ttl)
         self._log = ServerLog(self.label)
-        self._login = Login(config)
-        self._servers: Servers | None = None
+        self._servers = Servers(Login(config), config.num_connections)
         self._describe_at_s: dict[bytes, float] = {}
-        # Names of what could be neither read nor deleted: they are not offered again.
-        self._bad_names: set[Name] = set()
-        self._calls: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._bad_names = BadNames()
+        self._calls = Calls()
         if config.location.password:
             self._log.password_in_url()
 
@@ -89,68 +85,54 @@ class ValkeyTier:
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.fetch`."""
-        return await self._run(Batch(names, slots), self._read)
+        return await self._run(_Batch(names, slots), self._read)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.spill`."""
-        return await self._run(Batch(names, slots), self._write)
+        return await self._run(_Batch(names, slots), self._write)
 
     async def close(self) -> None:
         """See `Tier.close`."""
-        self._is_closed = True
-        while self._calls:
-            for call in self._calls:
-                call.cancel()
-            await asyncio.wait(self._calls)
-        if self._servers is not None:
-            self._servers.close()
+        await self._calls.close()
+        self._servers.close()
 
     # ---- many objects -------------------------------------------------------------------------
 
-    async def _run(self, batch: Batch, move: _Move) -> list[Result]:
+    async def _run(self, batch: _Batch, move: _Move) -> list[Result]:
         """Move the objects of a batch; when this returns, no connection touches its slots."""
-        if self._is_closed or not batch.names:
+        if self._calls.is_closed or not batch.names:
             return batch.results
         call = asyncio.get_running_loop().create_task(self._work_off(batch, move))
-        self._calls.add(call)
-        try:
-            while not call.done():
-                try:
-                    await asyncio.wait({call})
-                except asyncio.CancelledError:
-                    call.cancel()
-        finally:
-            self._calls.discard(call)
+        await self._calls.outlast([call], call.cancel)
         if not call.cancelled():
             call.result()
         return batch.results
 
-    async def _work_off(self, batch: Batch, move: _Move) -> None:
-        left = list(range(len(batch.names)))
+    async def _work_off(self, batch: _Batch, move: _Move) -> None:
         for is_last in (False, True):  # the second time those that another server has by now
+            left = list(batch.take_left())
             try:
-                places = await self._place([batch.keys[index] for index in left])
+                places = await self._servers.place([batch.keys[index] for index in left])
             except OSError as error:
                 self._log.failure(error)
                 batch.settle(left, Result.FAILED)
                 return
-            version = self._get_servers().version
+            version = self._servers.version
+            queues = [
+                (node, deque(left[position] for position in positions))
+                for node, positions in places.items()
+            ]
             async with asyncio.TaskGroup() as lanes:
-                queues = [
-                    (node, deque(left[position] for position in positions))
-                    for node, positions in places.items()
-                ]
                 for node, queue in queues:
-                    for _ in range(min(self._num_connections, len(queue)) if node else 0):
-                        assert node is not None
-                        lanes.create_task(self._work_lane(batch, move, node, queue))
+                    if node is not None:
+                        for _ in range(min(self._num_connections, len(queue))):
+                            lanes.create_task(self._work_lane(batch, move, node, queue))
             for _, queue in queues:
                 batch.settle(queue, Result.FAILED)
-            left = batch.take_moved()
-            if is_last or not left:
+            if is_last or not batch.left:
                 break
             await self._refresh(version)
-        batch.settle(left, Result.FAILED)
+        batch.settle(batch.left, Result.FAILED)
         try:
             if batch.bad:
                 await self._delete(batch)
@@ -159,7 +141,7 @@ class ValkeyTier:
         except OSError as error:
             self._log.failure(error)
 
-    async def _work_lane(self, batch: Batch, move: _Move, node: Node, queue: deque[int]) -> None:
+    async def _work_lane(self, batch: _Batch, move: _Move, node: Node, queue: deque[int]) -> None:
         """Move objects over one connection at a time, until none is left or one is lost."""
         silence = Silence()
 
@@ -168,22 +150,30 @@ class ValkeyTier:
             await move(batch, queue, node, wire)
 
         try:
-            while queue and not node.is_paused:
-                await node.data.use(use)
-            node.succeed()
-        except OSError as error:
-            self._log.failure(error)
-            self._get_servers().suspect(node)
-        except asyncio.CancelledError:
-            if silence.is_long:
-                self._get_servers().suspect(node)
-            raise
+            with contextlib.suppress(OSError), self._judging(node, silence):
+                while queue and not node.is_paused:
+                    await node.data.use(use)
         except Exception:
             logger.exception("Tier %s met an error of its own; it goes on", self.label)
 
+    @contextlib.contextmanager
+    def _judging(self, node: Node, silence: Silence) -> Iterator[None]:
+        """Note whether a server answers while it is used."""
+        try:
+            yield
+        except OSError as error:
+            self._log.failure(error)
+            self._servers.suspect(node)
+            raise
+        except asyncio.CancelledError:
+            if silence.is_long:
+                self._servers.suspect(node)
+            raise
+        node.succeed()
+
     async def _flow(
         self,
-        batch: Batch,
+        batch: _Batch,
         queue: deque[int],
         node: Node,
         steps: tuple[Callable[[int], Awaitable[Any]], Callable[[int, Any], Awaitable[Result]]],
@@ -206,13 +196,13 @@ class ValkeyTier:
                     is_begun = True
                     index = queue.popleft()
                     under_way.append((index, await ask(index)))
-                    size_bytes += batch.size_bytes(index)
+                    size_bytes += batch.sizes[index]
                 if not under_way:
                     return
                 index, future = under_way[0]
                 reply = await future
                 under_way.popleft()
-                size_bytes -= batch.size_bytes(index)
+                size_bytes -= batch.sizes[index]
                 batch.results[index] = await judge(index, reply)
         except OversizeError:
             index, _ = under_way.popleft()
@@ -227,17 +217,15 @@ class ValkeyTier:
 
     # ---- reading ------------------------------------------------------------------------------
 
-    async def _read(self, batch: Batch, queue: deque[int], node: Node, wire: Wire) -> None:
-        digests: dict[int, Digest] = {}
+    async def _read(self, batch: _Batch, queue: deque[int], node: Node, wire: Wire) -> None:
+        digests: dict[int, Digest | None] = {}
 
         async def ask(index: int) -> Awaitable[bytes | Misfit | Problem | None]:
             key = batch.keys[index]
             words = (*_GETEX, key, *self._ttl) if self._reads_extend else (*_GET, key)
-            digest = self._seal.begin_digest()
-            if digest is None:
-                return wire.ask_value([command(*words)], batch.slots[index])
-            digests[index] = digest
-            return wire.ask_value([command(*words)], batch.slots[index], digest.update)
+            digest = digests[index] = self._seal.begin_digest()
+            note = None if digest is None else digest.update
+            return wire.ask_value([command(*words)], batch.slots[index], note)
 
         async def judge(index: int, reply: bytes | Misfit | Problem | None) -> Result:
             if reply is None:
@@ -247,50 +235,45 @@ class ValkeyTier:
             if isinstance(reply, Misfit):
                 return batch.spoil(index, Result.CORRUPT)
             name, slot = batch.names[index], batch.slots[index]
-            result = await self._seal.judge_async(reply, name, slot, digests.pop(index, None))
+            result = await self._seal.judge_async(reply, name, slot, digests.pop(index))
             return result if result is Result.DONE else batch.spoil(index, result)
 
         await self._flow(batch, queue, node, (ask, judge))
 
-    def _refused(self, batch: Batch, index: int, problem: Problem) -> Result:
+    def _refused(self, batch: _Batch, index: int, problem: Problem) -> Result:
         """Return what becomes of an object for which the server answered an error."""
         if problem.code == "MOVED":
-            batch.moved.append(index)
+            batch.left.append(index)
             return Result.CANCELLED  # until it is asked for elsewhere
         if problem.code == "ASK":  # its slot is on the way to another server
             return Result.ABSENT
         if problem.code == "WRONGTYPE":
             self._log.bad_object(Result.UNREADABLE, batch.keys[index])
-            self._note_bad(batch.names[index])
+            self._bad_names.add(batch.names[index])
             return Result.UNREADABLE
         self._log.refusal(problem.code)
         if problem.code in ("NOPERM", "READONLY"):
             self._reads_extend = False  # the user may read, but not prolong
         return Result.FULL if problem.code == "OOM" else Result.FAILED
 
-    async def _delete(self, batch: Batch) -> None:
+    async def _delete(self, batch: _Batch) -> None:
         """Delete what is not what it should be; what cannot be deleted is not offered again."""
         keys = [batch.keys[index] for index in batch.bad]
         answers = await self._ask(keys, [command(*_DEL, key) for key in keys])
         for index, answer in zip(batch.bad, answers, strict=True):
             self._log.bad_object(batch.results[index], batch.keys[index])
             if not isinstance(answer, int):
-                self._note_bad(batch.names[index])
-
-    def _note_bad(self, name: Name) -> None:
-        if len(self._bad_names) >= _BAD_NAMES_MAX:
-            self._bad_names.clear()
-        self._bad_names.add(name)
+                self._bad_names.add(batch.names[index])
 
     # ---- writing ------------------------------------------------------------------------------
 
-    async def _write(self, batch: Batch, queue: deque[int], node: Node, wire: Wire) -> None:
+    async def _write(self, batch: _Batch, queue: deque[int], node: Node, wire: Wire) -> None:
         """Write the first objects of a queue, but for those that are there."""
         chunk: list[int] = []
         size_bytes = 0
         while queue and size_bytes < SPILL_BYTES:
             chunk.append(queue.popleft())
-            size_bytes += batch.size_bytes(chunk[-1])
+            size_bytes += batch.sizes[chunk[-1]]
         keys = [batch.keys[index] for index in chunk]
         # Both answer whether the key is there.
         words, until = (_PEXPIRE, self._ttl[1:]) if self._ttl else (words_of(EXISTS), ())
@@ -362,11 +345,11 @@ class ValkeyTier:
         """
         answers: list[Line | OSError] = [LoginError("the tier is closed")] * len(keys)
         left = list(range(len(keys)))
-        if self._is_closed or not keys:
+        if self._calls.is_closed or not keys:
             return answers
         for is_last in (False, True):
-            places = await self._place([keys[index] for index in left])
-            version = self._get_servers().version
+            places = await self._servers.place([keys[index] for index in left])
+            version = self._servers.version
             async with asyncio.TaskGroup() as nodes:
                 for node, positions in places.items():
                     indices = [left[position] for position in positions]
@@ -400,35 +383,43 @@ class ValkeyTier:
 
         if node is not None and not node.is_paused:
             try:
-                lines = await node.asks.use(ask)
-                node.succeed()
+                with self._judging(node, silence):
+                    lines = await node.asks.use(ask)
             except OSError as failure:
                 error = failure
-                self._log.failure(failure)
-                self._get_servers().suspect(node)
-            except asyncio.CancelledError:
-                if silence.is_long:
-                    self._get_servers().suspect(node)
-                raise
         for position, index in enumerate(indices):
             answers[index] = lines[position] if lines else error
 
-    def _get_servers(self) -> Servers:
-        if self._servers is None:
-            self._servers = Servers(self._login, self._num_connections)
-        return self._servers
-
-    async def _place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
-        return await self._get_servers().place(keys)
-
     async def _refresh(self, version: int) -> None:
         try:
-            await self._get_servers().refresh(version)
+            await self._servers.refresh(version)
         except OSError as error:
             self._log.failure(error)
 
 
-_Move = Callable[[Batch, "deque[int]", Node, Wire], Awaitable[None]]
+class _Batch(Batch):
+    """Objects of servers.
+
+    Attributes:
+        left: what no server was asked for yet, or is on another server than was thought.
+        keys: of the objects.
+        sizes: in bytes, with their headers.
+        bad: what is to be deleted.
+    """
+
+    def __init__(self, names: Sequence[Name], slots: Sequence[Buffers]) -> None:
+        super().__init__(names, slots)
+        self.keys = [key_of(name) for name in names]
+        self.bad: list[int] = []
+        self.sizes = [HEADER_BYTES + sum(buffer.nbytes for buffer in slot) for slot in slots]
+
+    def spoil(self, index: int, result: Result) -> Result:
+        """Note that an object is to be deleted; return what it is."""
+        self.bad.append(index)
+        return result
+
+
+_Move = Callable[[_Batch, "deque[int]", Node, Wire], Awaitable[None]]
 
 _GET, _GETEX, _SET, _PEXPIRE, _DEL = map(words_of, (GET, GETEX, SET, PEXPIRE, DEL))
 _EXISTS: Final = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"

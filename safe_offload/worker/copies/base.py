@@ -60,20 +60,12 @@ class TimedCopy:
 
 
 class Completion(Protocol):
-    """A copy that has been issued.
-
-    Attributes:
-        path: how it is copied.
-    """
+    """A copy that has been issued, by a path."""
 
     path: CopyPath
 
     async def wait(self) -> None:
-        """Return when all its bytes are in place.
-
-        Raises:
-            TransferError: it failed; nothing of it is running any more.
-        """
+        """Return when all its bytes are in place; raise TransferError if it has failed."""
 
     def cancel(self) -> bool:
         """Take the copy back, if it has not begun. Called on the loop's thread.
@@ -155,9 +147,8 @@ class ProvableBackend(Backend, Protocol):
         """Return what keeps the backend from preparing memory in the background meanwhile."""
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
-        """Copy by some of its paths only; called while nothing is being copied.
+        """Copy by some of its paths only, the one wanted first; nothing is being copied.
 
         Args:
-            paths: from the one that is wanted first.
             timed: what copies took; without them it chooses by what others have measured.
         """

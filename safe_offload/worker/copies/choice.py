@@ -10,13 +10,13 @@ import torch
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import ConfigError, DeviceError
 from safe_offload.layout import HostLayout
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies.base import CopyPath, ProvableBackend
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import Rows, TorchRows
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
-from safe_offload.worker.self_test import Rows, TorchRows
 
 
 def open_backend(

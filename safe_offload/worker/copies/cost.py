@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A copy that was timed.
-
-    Attributes:
-        num_ranges: byte ranges, neighbours joined.
-    """
+    """A copy that was timed: so many byte ranges, neighbours joined."""
 
     num_ranges: int
     size_bytes: int
@@ -34,8 +30,7 @@ class Cost:
     def learn(cls, timed: list[Timed]) -> Cost | None:
         """Learn from a small copy, one of many ranges and one of many bytes in few ranges.
 
-        Returns:
-            None if no two of them differ in ranges or bytes.
+        None if no two of them differ in ranges or bytes.
         """
         small = min(timed, key=lambda one: one.size_bytes)
         most = max(timed, key=lambda one: (one.num_ranges, one.size_bytes))

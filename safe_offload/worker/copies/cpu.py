@@ -1,12 +1,11 @@
 """Copies for a KV cache in host memory: vLLM's CPU engine.
 
-There is no stream here: the forward has finished when vLLM's hook returns, and what a GPU orders on
-the device is a wait on the host. Each direction has threads of its own.
+There is no stream: the forward has finished when vLLM's hook returns, and what a GPU orders on the
+device is a wait on the host. Each direction has threads of its own.
 
-Runs of blocks that go to runs of slots are joined, and one loop moves all ranges of a copy with the
-interpreter lock released: a thread that took the lock back for every block would hinder vLLM, and
-vLLM it. The loop is a few lines of C (`_move.c`), compiled when this package is installed; without
-a compiler it is interpreted, and takes the lock back each time.
+One loop moves all ranges of a copy with the interpreter lock released: a thread that took it back
+for every block would hinder vLLM, and vLLM it. The loop is a few lines of C (`_move.c`), compiled
+when this package is installed; without a compiler it is interpreted.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import numpy.typing as npt
 from safe_offload.errors import TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind
-from safe_offload.threads import DirectionThreads
-from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.ranges import Ranges, RangeTable
+from safe_offload.worker.copies.threads import DirectionThreads
+from safe_offload.worker.memory.checksums import SlotChecksums
 from safe_offload.worker.memory.first_touch import FirstTouch, Touch
 from safe_offload.worker.memory.host_memory import HostMemory
 
@@ -69,7 +68,6 @@ class CpuBackend:
 
     Args:
         base_address: of the KV cache's storage, in bytes.
-        layout: where blocks and slots lie.
         host: the slots. Closed by `close`.
         threads: copy. Closed by `end_copies`.
     """
@@ -184,11 +182,7 @@ def find_touch() -> Touch | None:
 
 
 def _library() -> ctypes.CDLL:
-    """Return the library of `_move.c`.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return the library of `_move.c`; raise OSError if there is none."""
     spec = importlib.util.find_spec(MOVE_MODULE)
     if spec is None or spec.origin is None:
         raise OSError(f"{MOVE_MODULE} was not compiled")

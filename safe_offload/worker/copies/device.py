@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -15,12 +17,14 @@ import torch
 from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.driver import CudaDriver, Driver, HipDriver, load_library
 from safe_offload.worker.copies.row_kernel import RowArguments
-from safe_offload.worker.signal_handlers import keep_signal_handlers
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 IN_MEMORY: Final = "CUPY_CACHE_IN_MEMORY"
 LOCK_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable, cudaHostRegisterMapped, and HIP's
+_LIBC = ctypes.CDLL(None)
+_LIBC.sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_ACTION_BYTES = 256  # at least a struct sigaction, whatever is in it; 152 with glibc
 
 
 class Device:
@@ -29,10 +33,8 @@ class Device:
     Only `load_kernel` changes it, before the first copy.
 
     Args:
-        device: of the KV cache, with its index.
         torch_module: torch, or what stands in for it.
         library: of the driver; None loads the one that torch uses.
-        import_cupy: returns cupy; raises ImportError where it is not installed.
 
     Attributes:
         driver: what torch and cupy do not offer.
@@ -142,6 +144,29 @@ class Device:
         """Undo `lock`."""
         status = self._cuda.cudart().cudaHostUnregister(address)
         self.driver.check("cudaHostUnregister", int(status))
+
+
+@contextlib.contextmanager
+def keep_signal_handlers() -> Iterator[None]:
+    """Undo what the body does to signal handlers, on whatever thread and from whatever language.
+
+    CUDA's run-time compiler (NVRTC 13.0) takes SIGINT and SIGTERM for itself and gives them back by
+    `signal`, which sets SA_RESTART. Then a thread that waits for a lock goes on waiting when such a
+    signal comes, Python's handler does not run, and an idle engine ends only when it is killed.
+    """
+    before = {number: _action_of(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            if _action_of(number) != action:
+                _LIBC.sigaction(number, action, None)
+
+
+def _action_of(number: int) -> bytes:
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    _LIBC.sigaction(number, None, action)
+    return action.raw
 
 
 @contextlib.contextmanager

@@ -2,9 +2,8 @@
 
 One stream for each direction. A copy waits, on the device, for what the compute stream had been
 given when it was submitted, which orders a load after the fences on its targets. A fence makes the
-compute stream wait, on the device, for the copy.
-
-A lane for each direction gives copies to the driver, in pieces, and waits for their ends.
+compute stream wait, on the device, for the copy. A lane for each direction gives copies to the
+driver, in pieces, and waits for their ends.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import numpy.typing as npt
 from safe_offload.errors import CaptureError, DeviceError, TransferError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import FailureReason, MemoryFacts
-from safe_offload.worker.checksums import SlotChecksums
 from safe_offload.worker.copies import row_kernel
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Direction, TimedCopy
 from safe_offload.worker.copies.cost import Cost, Timed
@@ -31,6 +29,7 @@ from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.lane import GpuCompletion, Lane
 from safe_offload.worker.copies.ranges import RangeTable, Runs
 from safe_offload.worker.copies.row_kernel import RowArguments
+from safe_offload.worker.memory.checksums import SlotChecksums
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.page_lock import PageLock
 
@@ -56,7 +55,6 @@ class GpuBackend:
     ended.
 
     Args:
-        device: that the KV cache is on.
         base_address: of the KV cache's storage, on the device.
         layout: where blocks and slots lie; each slab becomes usable when it is page-locked.
         host: the slots. Closed by `close`.
@@ -209,7 +207,6 @@ class GpuBackend:
         return True
 
     def _choose(self, runs: Runs, num_blocks: int) -> CopyPath:
-        """Return the path for a copy: the kernel or the first other, by what they take."""
         other, size_bytes = self._without_kernel(), num_blocks * self.slot_bytes
         if self._prefers_kernel:
             return self.paths[0]
@@ -300,7 +297,6 @@ class GpuBackend:
             self._device.launch(arguments, lane.stream)
 
     def _demote(self, path: CopyPath, error: Exception) -> None:
-        """Leave a path that has failed, if there is another one."""
         with self._demoting:
             if isinstance(error, CaptureError) or path not in self.paths or self.paths == (path,):
                 return

@@ -2,7 +2,7 @@
 
 The driver takes 23 ms for 32,000 ranges. No hook and no event loop waits for that, and no other
 copy for more than a piece of it: between two pieces a lane turns to the copy that is fenced, and a
-copy that is given up ends there. What has been given to the stream of it is still waited for.
+copy that is given up ends there, when what its stream has been given has ended.
 """
 
 from __future__ import annotations

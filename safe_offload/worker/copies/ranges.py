@@ -1,7 +1,6 @@
 """From block and slot ids to the byte ranges of a copy, in one pass of numpy over all segments.
 
-1,000 blocks of a model of 32 layers are 32,000 ranges, built on the thread that serves every other
-transfer too.
+1,000 blocks of a model of 32 layers are 32,000 ranges.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One kernel launch for many small ranges: rows of blocks gathered into slots, or scattered back.
 
 A copy engine spends about as long on the descriptor of a range as on 8 KiB of its bytes. The kernel
-works out every address from block and slot ids: groups of 32 threads take one piece of one row at a
-time and move it in words as wide as the layout lets them. The source is in the subset that CUDA,
-HIP and, in the tests, a C++ compiler share.
+works out every address from ids: groups of 32 threads take one piece of one row at a time and move
+it in words as wide as the layout lets them. The source is in the subset that CUDA, HIP and, in the
+tests, a C++ compiler share.
 """
 
 from __future__ import annotations

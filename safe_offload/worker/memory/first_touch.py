@@ -41,7 +41,6 @@ class FirstTouch:
     Args:
         touch: must not change what another thread writes at the same time.
         address, layout: of the host memory, which has one slab.
-        ahead_bytes: see `AHEAD_BYTES`.
     """
 
     def __init__(

@@ -26,12 +26,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class HostMemory:
     """One range of zero-filled, pageable host memory, as bytes.
 
-    `mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS)` takes addresses only.
-    `madvise` then asks for MADV_HUGEPAGE, MADV_DONTFORK (a forked child must not copy-on-write
-    pages that a device may write) and MADV_DONTDUMP, each left out where the system lacks it.
-
-    Made by `allocate`, or over a mapping that other processes have too (`shared_memory`). One owner
-    makes and closes it; `close` alone changes it.
+    MADV_DONTFORK: a forked child must not copy-on-write pages that a device may write. Made by
+    `allocate`, or over a mapping that other processes have too (`shared_memory`). One owner makes
+    and closes it; `close` alone changes it.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
@@ -46,11 +43,7 @@ class HostMemory:
 
     @classmethod
     def allocate(cls, size_bytes: int) -> "HostMemory":
-        """Map `size_bytes` of host memory; no page is touched.
-
-        Raises:
-            ConfigError: the size is not positive, or the system refuses it.
-        """
+        """Map host memory; no page is touched. ConfigError if the system refuses it."""
         if size_bytes < 1:
             raise ConfigError(f"Host memory of {size_bytes} bytes; expected at least 1 byte.")
         try:
@@ -73,11 +66,7 @@ class HostMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The whole range: shape (size_bytes,), uint8, contiguous, at a page boundary.
-
-        Raises:
-            InvariantError: the memory has been closed.
-        """
+        """The whole range: shape (size_bytes,), uint8, at a page boundary; not after `close`."""
         if self._tensor is None:
             raise InvariantError("I8", "host memory is used after it was closed.")
         return self._tensor
@@ -121,22 +110,15 @@ def available_host_bytes(
 
 
 def check_host_bytes(
-    config: OffloadConfig,
-    *,
-    pool_bytes_per_rank: int,
-    num_ranks_on_host: int,
-    available_bytes: int,
+    config: OffloadConfig, *, pool_bytes_per_rank: int, num_ranks_on_host: int, available_bytes: int
 ) -> None:
-    """Refuse a host pool that the machine cannot hold.
+    """Raise ConfigError, with what would fit, for a host pool that the machine cannot hold.
 
     Args:
         config: says which key decided the size, for the fix.
-        pool_bytes_per_rank: bytes that each worker is about to take.
+        pool_bytes_per_rank: that each worker is about to take.
         num_ranks_on_host: all count, because each touches its pages only later.
         available_bytes: before any of them took its pool.
-
-    Raises:
-        ConfigError: with what is needed, what is available, and the value that would fit.
     """
     headroom_bytes = max(HEADROOM_BYTES_MIN, available_bytes * HEADROOM_PERCENT // 100)
     usable_bytes = max(0, available_bytes - headroom_bytes)
@@ -176,7 +158,6 @@ def _fitting_value(config: OffloadConfig, pool_bytes_per_rank: int, fit_bytes_pe
 
 
 def _advise(mapping: mmap.mmap, option: str) -> bool:
-    """Give one piece of advice about the whole mapping; return whether the system took it."""
     advice = getattr(mmap, option, None)
     if advice is None:
         return False
@@ -239,7 +220,6 @@ def _cgroup_left_bytes(folder: Path, *, is_version_2: bool) -> int | None:
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text, empty where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

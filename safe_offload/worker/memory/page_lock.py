@@ -9,7 +9,7 @@ While a driver locks it lets other threads wait, and most of that time goes into
 they are touched before, and the driver is left alone for as long as it has been held.
 
 vLLM captures CUDA graphs meanwhile. Page-locking is unsafe in a capture: it fails and can end the
-engine (vllm#45850, #46933), unless the thread's capture mode is relaxed (`Device.bind_thread`).
+engine (vllm#45850, #46933), unless the thread's capture mode is relaxed (`Locker.bind_thread`).
 Should the driver refuse because of a capture all the same, the slab is tried again later.
 """
 
@@ -22,13 +22,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.layout import HostLayout
 from safe_offload.protocol import MemoryFacts, MemoryKind
-from safe_offload.worker.copies.device import Device
 from safe_offload.worker.memory import placement
 from safe_offload.worker.memory.host_memory import HEADROOM_BYTES_MIN, available_host_bytes
 
@@ -45,20 +44,31 @@ MADV_POPULATE_WRITE: Final = 23
 """Source: Linux, madvise(2), from 5.14 on."""
 
 
+class Locker(Protocol):
+    """A device that page-locks; see `Device` (copies/device.py)."""
+
+    pci_address: str
+
+    def bind_thread(self) -> None:
+        """Let the calling thread use the device also while vLLM captures a graph."""
+
+    def lock(self, address: int, size_bytes: int) -> None:
+        """Page-lock host memory in place, mapped for the device."""
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+
+
 class PageLock:
     """Locks the slabs of a host memory, and unlocks them at the end.
 
     Its thread alone changes `facts` and `_num_locked`; others read them.
 
-    Args:
-        device: locks.
-        address, layout: of the host memory, and where its slabs are.
-
     Attributes:
         facts: of the memory; another object once no more will be locked.
     """
 
-    def __init__(self, device: Device, address: int, layout: HostLayout) -> None:
+    def __init__(self, device: Locker, address: int, layout: HostLayout) -> None:
         self._device = device
         self._address = address
         self._layout = layout

@@ -50,12 +50,7 @@ def move_thread_to(node: int, system: Path = SYSTEM) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Which pages a range of touched memory has got.
-
-    Attributes:
-        huge_percent: of the memory; None if the system does not tell.
-        node_percent: of the pages, by NUMA node; empty if the system does not tell.
-    """
+    """Which pages a range of touched memory has got; None or empty where it is not told."""
 
     huge_percent: int | None
     node_percent: dict[int, int]

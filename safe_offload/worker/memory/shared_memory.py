@@ -99,7 +99,6 @@ def share_memory(
     """Map one memory in all ranks of a share, with room for `checksum_table` after the slots.
 
     Args:
-        share: which rank this is.
         layout: of the slots, the same on all ranks.
         secret: of these ranks, see `secret_of`.
         check_available: called on the first rank before the memory is made; its error goes through.
@@ -156,11 +155,7 @@ def _table_offset(layout: HostLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A process as /proc shows it. A number alone may have been another's before.
-
-    Attributes:
-        started: in clock ticks after the machine.
-    """
+    """A process as /proc shows it, with its start in ticks: a number alone is used again."""
 
     number: int
     parent: int
@@ -190,13 +185,7 @@ class _Process:
 class _Meeting:
     """How the ranks get the descriptor of one memory.
 
-    Attributes:
-        share: which rank this is.
-        secret: of these ranks.
-        terms: what has to be the same on all ranks.
-        deadline_s: of the monotonic clock.
-        process: this one.
-        num_strangers: that were turned away.
+    `terms` have to be the same on all ranks; `deadline_s` is of the monotonic clock.
     """
 
     share: Share
@@ -278,11 +267,7 @@ class _Meeting:
         return peer
 
     def _rank_of(self, peer: socket.socket) -> int | None:
-        """Return which rank has connected, None if it is none.
-
-        Raises:
-            SharingError: it is one, and its terms are others.
-        """
+        """Return which rank has connected, None if none; SharingError if its terms are others."""
         process = self._relative(peer)
         if process is None:
             return None
@@ -356,11 +341,7 @@ def _new_socket() -> socket.socket:
 
 
 def _make_memory(size_bytes: int) -> int:
-    """Return the descriptor of new memory of a fixed size.
-
-    Raises:
-        SharingError: the system may grant the memory and lack it later.
-    """
+    """Return the descriptor of new memory; SharingError if the system may lack it later."""
     with contextlib.suppress(OSError):
         if OVERCOMMIT.read_text().strip() == "2":
             # Pages of shared memory are counted when they are touched, and SIGBUS ends the process

@@ -22,11 +22,15 @@ def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int =
     )
 
 
-def test_the_pool_holds_as_many_requests_as_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("cpu_bytes", "pool_bytes", "expected"),
+    [(None, 100 << 30, 40 << 30), (None, 1 << 20, CPU_BYTES_MIN), ("1GiB", 100 << 30, "1GiB")],
+)
+def test_the_pool_holds_as_many_requests_as_asked_for(cpu_bytes, pool_bytes, expected) -> None:
     """1,000 blocks hold 10 requests, so 1.6 take 160; each has a tenth of the bytes."""
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    assert scale(BenchOptions(), asked, 100 << 30) == BenchOptions(
-        prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=40 << 30
+    assert scale(BenchOptions(cpu_bytes=cpu_bytes), asked, pool_bytes) == BenchOptions(
+        prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=expected
     )
 
 
@@ -37,16 +41,6 @@ def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_ma
     options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
     chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
     assert (chosen["block_size"], chosen["num_gpu_blocks_override"]) == (16, 200)
-
-
-def test_a_small_model_has_the_usual_host_memory() -> None:
-    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    assert scale(BenchOptions(), asked, 1 << 20).cpu_bytes == CPU_BYTES_MIN
-
-
-def test_host_memory_that_was_asked_for_stays() -> None:
-    asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    assert scale(BenchOptions(cpu_bytes="1GiB"), asked, 100 << 30).cpu_bytes == "1GiB"
 
 
 class Asked(SafeOffloadError):

@@ -19,6 +19,7 @@ FIRST, AFTER_RESET = namespace(FACTS), namespace(FACTS, "word")
 OBJECT_BYTES = 12 << 10
 STORED_BYTES = OBJECT_BYTES + HEADER_BYTES
 KEY = bytes(range(7, 39))
+PASSWORD = "hunter2-secret"
 Call = Callable[..., tuple[int, str]]
 
 
@@ -52,3 +53,13 @@ def flipped(value: bytes, offset: int) -> bytes:
     changed = bytearray(value)
     changed[offset] ^= 1
     return bytes(changed)
+
+
+def check_refusal(found: tuple[int, str], *words: str) -> None:
+    """One line says what is wrong and the fix, and no secret."""
+    status, text = found
+    assert status == 1
+    for word in (*words, "Fix: "):
+        assert word in text
+    assert len(text.splitlines()) == 1
+    assert "hunter2" not in text

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from tests.commands.cache.calls import (
     OBJECT_BYTES,
     STORED_BYTES,
     Call,
-    caller,
     read,
 )
 from tests.tiers.contract import filled, name_of
@@ -58,49 +56,7 @@ def path_in(root: Path, number: int, space: bytes = FIRST) -> Path:
     return root.joinpath(namespace_folder(space), *path_of(name_of(number, space=space)))
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return caller(capsys)
-
-
 # ---- ls ---------------------------------------------------------------------------------------
-
-
-def test_ls_shows_every_namespace_with_its_model(call: Call, root: Path) -> None:
-    status, text = call("ls", root)
-    assert status == 0
-    head, *rows, total = text.splitlines()
-    assert head.split() == ["NAMESPACE", "OBJECTS", "SIZE", "LAST", "USED", "OLDEST", "MODEL"]
-    by_namespace = {row.split()[0]: row for row in rows}
-    assert set(by_namespace) == {namespace_folder(FIRST), namespace_folder(AFTER_RESET)}
-    assert "  10  " in by_namespace[namespace_folder(FIRST)]
-    assert by_namespace[namespace_folder(FIRST)].endswith("meta-llama/Llama-3.1-8B")
-    assert by_namespace[namespace_folder(AFTER_RESET)].endswith("(after a reset)")
-    assert total == f"2 namespaces, 13 objects, 208.00 KiB in {root}"
-
-
-def test_ls_shows_ages(call: Call, root: Path) -> None:
-    three_days = time.time() - 3 * 86400
-    os.utime(path_in(root, 0), (three_days, three_days))
-    _, text = call("ls", root)
-    (row,) = (row for row in text.splitlines() if row.startswith(namespace_folder(FIRST)))
-    assert row.split()[5] == "3d"
-
-
-def test_ls_in_json_has_all_facts(call: Call, root: Path) -> None:
-    status, document = read(call, "ls", f"file://{root}")
-    assert status == 0
-    assert document["size_bytes"] == 13 * STORED_BYTES
-    first = {each["namespace"]: each for each in document["namespaces"]}[namespace_folder(FIRST)]
-    assert first["facts"] == FACTS
-    assert (first["num_objects"], first["size_bytes"]) == (10, 10 * STORED_BYTES)
-
-
-def test_a_namespace_without_a_description_is_shown(call: Call, root: Path) -> None:
-    (root / namespace_folder(FIRST) / "namespace.json").unlink()
-    (root / namespace_folder(AFTER_RESET) / "namespace.json").write_text("[")
-    _, text = call("ls", root)
-    assert [row.split()[-1] for row in text.splitlines()[1:3]] == ["?", "?"]
 
 
 def test_an_empty_directory_holds_nothing(call: Call, tmp_path: Path) -> None:
@@ -112,7 +68,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\r"
 
 
 def check_printed(text: str) -> None:
-    """Nothing in it moves a cursor, and nobody else decides how long it is."""
+    """Nothing in it moves a cursor, and its length is ours."""
     for line in text.splitlines():
         assert line.isprintable(), ascii(line)
         assert len(line) < 400
@@ -144,42 +100,10 @@ def test_names_of_files_are_printed_escaped(call: Call, root: Path) -> None:
 # ---- verify -----------------------------------------------------------------------------------
 
 
-def test_verify_finds_nothing_wrong(call: Call, root: Path) -> None:
-    assert call("verify", root) == (0, "13 objects, 208.00 KiB checked: 0 bad.\n")
-
-
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda path: flip(path, 0), "no header"),
-        (lambda path: flip(path, 4000), "no header"),
-        (lambda path: flip(path, -1), "its checksum is wrong"),
-        (lambda path: flip(path, 32), "its header names another object"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "its header says 12288"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "its header says 12288"),
-        (lambda path: path.write_bytes(b""), "no header"),
-        (lambda path: path.rename(path.with_name("0000" + "ab" * 32)), "names another object"),
-        (lambda path: path.rename(path.parents[1] / "04" / path.name), "names another object"),
-    ],
-)
-def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(
-    call: Call, root: Path, damage: Callable[[Path], None], problem: str
-) -> None:
-    damage(path_in(root, 3))
-    status, text = call("verify", root)
-    assert status == 1
-    assert problem in text.splitlines()[0]
-    assert "1 bad. No engine ever uses them. Fix: run this again with --delete." in text
-    status, document = read(call, "verify", root, "--delete")
-    assert (status, len(document["bad"]), document["deleted"]) == (0, 1, True)
-    assert call("verify", root)[0] == 0
-    assert not path_in(root, 3).exists()
 
 
 def test_verify_shows_the_first_of_many(call: Call, root: Path) -> None:
@@ -194,27 +118,6 @@ def test_verify_shows_the_first_of_many(call: Call, root: Path) -> None:
 # ---- prune ------------------------------------------------------------------------------------
 
 
-def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call: Call, root: Path) -> None:
-    for number in range(10):
-        at_s = time.time() - 1000 + number
-        os.utime(path_in(root, number), (at_s, at_s))
-    status, document = read(call, "prune", root, "--to", 5 * STORED_BYTES)
-    assert status == 0
-    assert document["num_evicted"] == 8
-    assert document["held_bytes"] == 5 * STORED_BYTES
-    assert [path_in(root, n).exists() for n in range(10)] == [False] * 8 + [True] * 2
-
-
-def test_prune_by_age_deletes_all_that_is_older(call: Call, root: Path) -> None:
-    for number in range(4):
-        at_s = time.time() - 8 * 86400
-        os.utime(path_in(root, number), (at_s, at_s))
-    status, text = call("prune", root, "--older-than", "7d")
-    assert status == 0
-    assert text.startswith("Deleted 4 objects, 64.00 KiB, and 0 orphaned")
-    assert "144.00 KiB are left" in text
-
-
 def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
     orphan = path_in(root, 0).with_name("tmp-1-2-ab")
     orphan.write_bytes(b"x")
@@ -224,39 +127,16 @@ def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
     assert not orphan.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("prune", "--to", 5 * STORED_BYTES),
-        ("prune", "--older-than", "7d"),
-        ("prune", "--to", 3 * STORED_BYTES, "--older-than", "7d"),
-        ("rm", namespace_folder(FIRST)),
-        ("rm", "--all"),
-    ],
-)
-def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(
-    call: Call, root: Path, arguments: tuple[object, ...]
-) -> None:
-    for number in range(10):
-        at_s = time.time() - (8 * 86400 if number < 4 else 1000 - 10 * number)
-        os.utime(path_in(root, number), (at_s, at_s))
+def test_a_dry_run_counts_what_crashes_left(call: Call, root: Path) -> None:
     for name, at_s in (("tmp-1-2-ab", 0.0), ("tmp-1-2-cd", time.time())):
         path_in(root, 0).with_name(name).write_bytes(b"x")
         os.utime(path_in(root, 0).with_name(name), (at_s, at_s))
-
-    def everything() -> dict[Path, tuple[int, int]]:
-        return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in root.rglob("*")}
-
-    before = everything()
-    action, *options = arguments
-    status, text = call(action, root, *options, "--dry-run")
-    assert status == 0
-    assert text.startswith("Would delete ")
-    would = read(call, action, root, *options, "--dry-run")[1]
-    assert everything() == before
-    did = read(call, action, root, *options)[1]
-    assert {**would, "dry_run": False} == did
-    assert len(everything()) < len(before)
+    to = ("prune", root, "--to", 5 * STORED_BYTES)
+    would = read(call, *to, "--dry-run")[1]
+    assert would["num_orphans"] == 1
+    assert {**would, "dry_run": False} == read(call, *to)[1]
+    would = read(call, "rm", root, "--all", "--dry-run")[1]
+    assert {**would, "dry_run": False} == read(call, "rm", root, "--all")[1]
 
 
 def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
@@ -279,27 +159,6 @@ def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
 
 
 # ---- rm ---------------------------------------------------------------------------------------
-
-
-def test_rm_deletes_one_namespace_and_no_other(call: Call, root: Path) -> None:
-    begin = namespace_folder(FIRST)[:6]
-    status, text = call("rm", root, begin)
-    assert (status, text) == (
-        0,
-        f"Deleted {namespace_folder(FIRST)}: 10 objects, 160.00 KiB.\n",
-    )
-    assert not (root / namespace_folder(FIRST)).exists()
-    assert path_in(root, 0, AFTER_RESET).exists()
-
-
-def test_rm_all_deletes_every_namespace_and_nothing_else(call: Call, root: Path) -> None:
-    (root / "notes.txt").write_text("mine")
-    (root / namespace_folder(FIRST) / "mine.txt").write_text("mine")
-    status, document = read(call, "rm", root, "--all")
-    assert (status, document["num_objects"]) == (0, 13)
-    assert not (root / namespace_folder(AFTER_RESET)).exists()
-    assert (root / "notes.txt").read_text() == "mine"
-    assert (root / namespace_folder(FIRST) / "mine.txt").exists()
 
 
 def test_a_link_is_not_followed(call: Call, root: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from redis import SSLConnection
 
@@ -19,20 +17,18 @@ SECRET = "correct-horse"
 
 
 @pytest.fixture(scope="module")
-def of_system(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Those of a server whose authority the system trusts."""
-    return Certificates(tmp_path_factory.mktemp("system"), LOCALHOST)
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("ours"), LOCALHOST)
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificates]:
+    """Those of a server whose authority the system trusts, and those of ours."""
+    return {
+        whose: Certificates(tmp_path_factory.mktemp(whose), LOCALHOST)
+        for whose in ("system", "ours")
+    }
 
 
 @pytest.fixture(autouse=True)
-def _system(of_system: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def _system(certificates: dict[str, Certificates], monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenSSL reads this variable each time that the system's authorities are asked for."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(of_system.ca))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates["system"].ca))
 
 
 def answer(peer: Peer) -> None:
@@ -40,37 +36,27 @@ def answer(peer: Peer) -> None:
         peer.send(b"+PONG\r\n" if words[0] == b"PING" else b"*0\r\n")
 
 
-def config_of(server: ScriptedServer, ca: Path | None) -> TierConfig:
-    values = {} if ca is None else {"ca_file": str(ca)}
+def config_of(server: ScriptedServer, ca: Certificates | None) -> TierConfig:
+    values = {} if ca is None else {"ca_file": str(ca.ca)}
     return TierConfig.at(f"rediss://:{SECRET}@{LOCALHOST}:{server.port}", **values)
 
 
-def test_the_authorities_of_the_system_are_trusted_without_a_ca_file(
-    of_system: Certificates, ours: Certificates
-) -> None:
-    with ScriptedServer(answer, tls=of_system) as server:
-        Server(config_of(server, None), TIMEOUT_S).close()
-    with (
-        ScriptedServer(answer, tls=ours) as server,
-        pytest.raises(CacheError, match="certificate that does not fit"),
-    ):
-        Server(config_of(server, None), TIMEOUT_S)
-
-
+@pytest.mark.parametrize("ca_file", [None, "ours"])
+@pytest.mark.parametrize("of_server", ["system", "ours"])
 def test_a_ca_file_is_trusted_instead_of_the_authorities_of_the_system(
-    of_system: Certificates, ours: Certificates
+    certificates: dict[str, Certificates], of_server: str, ca_file: str | None
 ) -> None:
-    with ScriptedServer(answer, tls=ours) as server:
-        Server(config_of(server, ours.ca), TIMEOUT_S).close()
-    with (
-        ScriptedServer(answer, tls=of_system) as server,
-        pytest.raises(CacheError, match="certificate that does not fit"),
-    ):
-        Server(config_of(server, ours.ca), TIMEOUT_S)
+    ca = certificates[ca_file] if ca_file else None
+    with ScriptedServer(answer, tls=certificates[of_server]) as server:
+        if of_server == (ca_file or "system"):
+            Server(config_of(server, ca), TIMEOUT_S).close()
+            return
+        with pytest.raises(CacheError, match="the certificate of"):
+            Server(config_of(server, ca), TIMEOUT_S)
 
 
 def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(
-    of_system: Certificates, ours: Certificates
+    certificates: dict[str, Certificates],
 ) -> None:
     asked: list[list[bytes]] = []
 
@@ -79,27 +65,73 @@ def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(
             asked.append(peer.command())
             peer.send(b"*0\r\n")
 
-    with (
-        ScriptedServer(note, tls=of_system, greets=()) as other,
-        ScriptedServer(answer, tls=ours, greeting={b"CLUSTER": slots_of(other.port)}) as server,
-    ):
-        with pytest.raises(CacheError, match="certificate that does not fit"):
-            Server(config_of(server, ours.ca), TIMEOUT_S)
+    ours = certificates["ours"]
+    with ScriptedServer(note, tls=certificates["system"], greets=()) as other:
+        slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % other.port
+        with ScriptedServer(answer, tls=ours, greeting={b"CLUSTER": slots}) as server:
+            client = Server(config_of(server, ours), TIMEOUT_S)
+            with pytest.raises(CacheError, match="the certificate of"), client.errors():
+                client.node_of("any").ping()
+            client.close()
         assert other.num_connections > 0
     assert not asked, "no password for a server that is not trusted"
 
 
-def slots_of(port: int) -> bytes:
-    """The answer to CLUSTER SLOTS of a cluster of one server."""
-    return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
-
-
 def test_a_redis_py_whose_connections_are_not_known_is_refused(
-    of_system: Certificates, monkeypatch: pytest.MonkeyPatch
+    certificates: dict[str, Certificates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(SSLConnection, "_wrap_socket_with_ssl")
     with (
-        ScriptedServer(answer, tls=of_system) as server,
+        ScriptedServer(answer, tls=certificates["system"]) as server,
         pytest.raises(ConfigError, match=r"redis-py .* is not known. Fix: pip install"),
     ):
         Server(config_of(server, None), TIMEOUT_S)
+
+
+ERRORS = {
+    b"-NOPERM this user has no permissions": "does not allow this user what is needed. Fix: log in",
+    b"-LOADING it is": "is still loading its data. Fix: try again",
+    b"-MOVED 1 127.0.0.1:1": r"is a cluster that is changing \(MOVED\). Fix: try again",
+    b"-MISCONF " + SECRET.encode(): r"answers with an error \(MISCONF\). Fix: look at the log",
+    b"-" + SECRET.encode(): r"answers with an error \(ERR\). Fix: look at the log",
+}
+
+
+@pytest.mark.parametrize(("said", "meant"), ERRORS.items(), ids=ERRORS.values())
+def test_what_a_server_refuses_is_said_with_the_fix(said: bytes, meant: str) -> None:
+    def refuse(peer: Peer) -> None:
+        while peer.command()[0] != b"PING":
+            peer.send(b"+OK\r\n")
+        peer.send(said + b"\r\n")
+
+    with ScriptedServer(refuse) as server:
+        client = Server(TierConfig.at(f"redis://{LOCALHOST}:{server.port}"), TIMEOUT_S)
+        with pytest.raises(CacheError, match=meant) as caught, client.errors():
+            client.nodes[0].ping()
+        client.close()
+    assert SECRET not in str(caught.value)
+
+
+def test_a_part_without_a_server_and_a_connection_that_is_lost_say_so() -> None:
+    for greeting, word in (({b"CLUSTER": b"*0\r\n"}, "no node has"), ({}, "closed the connection")):
+        with ScriptedServer(hang_up, greeting=greeting) as it:
+            client = Server(TierConfig.at(f"redis://{LOCALHOST}:{it.port}"), TIMEOUT_S)
+            with pytest.raises(CacheError, match=word), client.errors():
+                client.node_of("any").ping()
+            client.close()
+
+
+def test_a_server_that_does_not_say_which_servers_there_are_is_named() -> None:
+    for script, word in ((lambda peer: None, "closed the connection"), (silent, "does not answer")):
+        with ScriptedServer(script, greets=(b"AUTH",)) as server:
+            place = f"redis://:{SECRET}@{LOCALHOST}:{server.port}"
+            with pytest.raises(CacheError, match=word):
+                Server(TierConfig.at(place), 0.2)
+
+
+def hang_up(peer: Peer) -> None:
+    peer.command()
+
+
+def silent(peer: Peer) -> None:
+    peer.read_to_the_end()

@@ -207,6 +207,76 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
 # ---- broken -----------------------------------------------------------------------------------
 
 
+ERROR, WARNING = Severity.ERROR, Severity.WARNING
+ON_GPU = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
+
+
+def sound(**changes: Any) -> dict[str, VllmFacts]:
+    return {"vllm": dataclasses.replace(SOUND, **changes)}
+
+
+def engine(**changes: Any) -> dict[str, VllmFacts]:
+    return {"vllm": with_engine(**changes)}
+
+
+def machine(**changes: Any) -> dict[str, Machine]:
+    return {"machine": dataclasses.replace(MACHINE, **changes)}
+
+
+def config(**outer: str) -> dict[str, str]:
+    return {"text": json.dumps({"kv_connector": NAME, **outer})}
+
+
+def pool(**settings: object) -> dict[str, str]:
+    return {"text": ours(**settings)}
+
+
+@pytest.mark.parametrize(
+    ("id", "severity", "said", "facts"),
+    [
+        ("settings", ERROR, 'write "cpu_bytes_to_use" if that', pool(cpu_bytes_to_uze="64GiB")),
+        ("settings", ERROR, "", {"text": "{"}),
+        ("settings", ERROR, "", config(kv_load_failure_policy="retry")),
+        ("failure-policy", WARNING, "recompute", config(kv_load_failure_policy="fail")),
+        ("role", WARNING, "kv_both", config(kv_role="kv_consumer")),
+        ("size-keys", WARNING, "", pool(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)),
+        ("prefix-caching", ERROR, "no-enable-prefix-caching", engine(prefix_caching=False)),
+        ("offloading-size", ERROR, '_to_use": "8GiB"', engine(other_offloading_gib=8.0)),
+        ("hash", WARNING, "", engine(hash_algorithm="xxhash")),
+        ("arguments", ERROR, "refuses its arguments: --x", sound(arguments_problem="--x")),
+        ("plugin", ERROR, "", sound(connector="", connector_problem="Unsupported connector")),
+        ("plugin", ERROR, "safe_offload", machine(environment={"VLLM_PLUGINS": ""})),
+        ("plugin", ERROR, "=a,b,safe_offload", machine(environment={"VLLM_PLUGINS": "a,b"})),
+        ("not-checked", WARNING, "AttributeError", machine(environment=None)),
+        ("versions.vllm", WARNING, "0.31, 0.32, 0.33", sound(version="0.40.0")),
+        ("versions.vllm", ERROR, "", {"vllm": VllmFacts(problem="No module named 'vllm'")}),
+        ("versions.cupy", WARNING, "", {"tried": ON_GPU}),
+        ("model.facts", WARNING, "no such", sound(model=None, model_problem="no such repository")),
+        ("model.tokens", WARNING, '_to_use": "4096MiB"', pool(cpu_bytes_to_use="1GiB")),
+        ("model.tokens", WARNING, '_rank": "2048MiB"', pool(cpu_bytes_to_use_per_rank="1GiB")),
+        ("model.tokens", WARNING, '"num_cpu_blocks": 2048', pool(num_cpu_blocks=100)),
+        ("model.tokens", ERROR, '_to_use": "4096MiB"', pool(cpu_bytes_to_use="1MiB")),
+        ("memory.swap", WARNING, "", machine(swap_bytes=2 * GIB, swap_used_bytes=GIB)),
+        ("memory.huge-pages", WARNING, "echo madvise", machine(huge_pages="never")),
+        (
+            "memory.pool",
+            ERROR,
+            "64.00 GiB (8 ranks on this machine",
+            {**pool(cpu_bytes_to_use="16GiB"), **engine(num_local_ranks=8)},
+        ),
+    ],
+)
+def test_what_is_broken_in_one_way_is_found_with_its_fix(examine, id, severity, said, facts):
+    problem = only(examine(**facts))
+    assert problem.id == (id if "." in id else f"configuration.{id}")
+    assert problem.severity is severity
+    assert said in f"{problem.found}; {problem.expected}; {problem.fix}"
+
+
+def test_a_list_of_plugins_may_have_us_in_it(examine):
+    assert not wrong(examine(**machine(environment={"VLLM_PLUGINS": "a, safe_offload"})))
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_small_cgroup(examine, tmp_path, version):
     root, proc = tmp_path / "cgroup", tmp_path / "proc"
@@ -220,8 +290,9 @@ def test_a_small_cgroup(examine, tmp_path, version):
         limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / limit).write_text(str(4 * GIB))
     (folder / usage).write_text(str(1 * GIB))
-    machine = read_machine(proc=proc, cgroup_root=root)
-    found = wrong(examine(machine=dataclasses.replace(MACHINE, **_memory_of(machine))))
+    read = read_machine(proc=proc, cgroup_root=root)
+    names = ("available_bytes", "machine_available_bytes")
+    found = wrong(examine(**machine(**{name: getattr(read, name) for name in names})))
     problem = found["memory.pool"]
     assert problem.severity is Severity.ERROR
     assert "3.00 GiB of host memory is available" in problem.found
@@ -229,43 +300,17 @@ def test_a_small_cgroup(examine, tmp_path, version):
     assert 'at most "2560MiB"' in problem.fix
 
 
-def _memory_of(machine: Machine) -> dict[str, int]:
-    names = ("available_bytes", "machine_available_bytes")
-    return {name: getattr(machine, name) for name in names}
-
-
 def test_no_locked_memory(examine):
-    machine = dataclasses.replace(MACHINE, memlock_bytes=0)
-    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=0)
-    found = wrong(examine(machine=machine, tried=on_gpu))
+    none = machine(memlock_bytes=0)
+    found = wrong(examine(**none, tried=ON_GPU))
     assert "ulimit -l unlimited" in found["memory.memlock"].fix
-    assert "memory.memlock" not in wrong(examine(machine=machine)), "the CPU engine locks none"
+    assert "memory.memlock" not in wrong(examine(**none)), "the CPU engine locks none"
 
 
 def test_a_driver_that_locks_nothing(examine):
     failures = {"ready": "SafeOffloadError: the driver did not page-lock a slab"}
-    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0", failures=failures)
-    assert "ulimit -l" in wrong(examine(tried=on_gpu))["memory.ready"].fix
-
-
-def test_a_misspelt_key(examine):
-    problem = only(examine(ours(cpu_bytes_to_uze="64GiB")))
-    assert (problem.id, problem.severity) == ("configuration.settings", Severity.ERROR)
-    assert problem.fix == 'write "cpu_bytes_to_use" if that is meant, else remove it'
-
-
-def test_what_is_not_json(examine):
-    assert only(examine("{")).id == "configuration.settings"
-
-
-@pytest.mark.parametrize("policy", ["fail", "retry"])
-def test_a_wrong_failure_policy(examine, policy):
-    problem = only(examine(json.dumps({"kv_connector": NAME, "kv_load_failure_policy": policy})))
-    if policy == "fail":
-        assert (problem.id, problem.severity) == ("configuration.failure-policy", Severity.WARNING)
-        assert '"kv_load_failure_policy": "recompute"' in problem.fix
-    else:
-        assert (problem.id, problem.severity) == ("configuration.settings", Severity.ERROR)
+    tried = dataclasses.replace(ON_GPU, failures=failures)
+    assert "ulimit -l" in wrong(examine(tried=tried))["memory.ready"].fix
 
 
 def test_no_compiler(examine, monkeypatch):
@@ -282,54 +327,6 @@ def test_no_compiler(examine, monkeypatch):
     problem = only(examine(tried=tried))
     assert (problem.id, problem.severity) == ("copies.compiled-loop", Severity.WARNING)
     assert "apt-get install gcc" in problem.fix
-
-
-def test_prefix_caching_off(examine):
-    problem = only(examine(vllm=with_engine(prefix_caching=False)))
-    assert (problem.id, problem.severity) == ("configuration.prefix-caching", Severity.ERROR)
-    assert "remove --no-enable-prefix-caching" in problem.fix
-
-
-def test_an_unknown_vllm(examine):
-    problem = only(examine(vllm=dataclasses.replace(SOUND, version="0.40.0")))
-    assert (problem.id, problem.severity) == ("versions.vllm", Severity.WARNING)
-    assert "0.31, 0.32, 0.33" in problem.expected
-
-
-def test_no_vllm(examine):
-    missing = VllmFacts(problem="No module named 'vllm'")
-    problem = only(examine(vllm=missing))
-    assert (problem.id, problem.severity) == ("versions.vllm", Severity.ERROR)
-
-
-@pytest.mark.parametrize("value", ["", "a,b"])
-def test_plugins_that_leave_us_out(examine, value):
-    machine = dataclasses.replace(MACHINE, environment={"VLLM_PLUGINS": value})
-    problem = only(examine(machine=machine))
-    assert (problem.id, problem.severity) == ("configuration.plugin", Severity.ERROR)
-    assert "safe_offload" in problem.fix
-    machine = dataclasses.replace(MACHINE, environment={"VLLM_PLUGINS": f"{value},safe_offload"})
-    assert not wrong(examine(machine=machine))
-
-
-def test_a_plugin_that_is_not_installed(examine):
-    vllm = dataclasses.replace(SOUND, connector="", connector_problem="Unsupported connector type")
-    assert only(examine(vllm=vllm)).id == "configuration.plugin"
-
-
-@pytest.mark.parametrize(
-    ("settings", "severity", "fix"),
-    [
-        ({"cpu_bytes_to_use": "1GiB"}, Severity.WARNING, '"cpu_bytes_to_use": "4096MiB"'),
-        ({"cpu_bytes_to_use_per_rank": "1GiB"}, Severity.WARNING, '_per_rank": "2048MiB"'),
-        ({"num_cpu_blocks": 100}, Severity.WARNING, '"num_cpu_blocks": 2048'),
-        ({"cpu_bytes_to_use": "1MiB"}, Severity.ERROR, '"cpu_bytes_to_use": "4096MiB"'),
-    ],
-)
-def test_a_pool_below_one_request(examine, settings, severity, fix):
-    problem = only(examine(ours(**settings)))
-    assert (problem.id, problem.severity) == ("model.tokens", severity)
-    assert fix in problem.fix
 
 
 def spoiled(move: Any) -> Any:
@@ -358,30 +355,15 @@ def test_a_copy_path_that_corrupts(examine, monkeypatch):
 # ---- more that can be wrong -------------------------------------------------------------------
 
 
-def test_the_flag_that_makes_vllm_take_its_own_connector(examine):
-    problem = only(examine(vllm=with_engine(other_offloading_gib=8.0)))
-    assert problem.id == "configuration.offloading-size"
-    assert '"cpu_bytes_to_use": "8GiB"' in problem.fix
-
-
-def test_arguments_that_vllm_refuses(examine):
-    vllm = dataclasses.replace(SOUND, engine=None, arguments_problem="unrecognized arguments: --x")
-    assert "unrecognized arguments: --x" in only(examine(vllm=vllm)).found
-
-
-def test_a_hash_that_can_be_made_to_collide(examine):
-    assert only(examine(vllm=with_engine(hash_algorithm="xxhash"))).id == "configuration.hash"
-
-
 TIERS = [{"url": "file:///mnt/nvme/kv"}]
 
 
 def test_root_is_named_where_a_tier_is_in_a_network(examine):
-    machine = dataclasses.replace(MACHINE, is_root=True)
+    root = machine(is_root=True)
     server = ours(tiers=[{"url": "redis://127.0.0.1:1"}])
-    assert "tiers.user" in wrong(examine(server, machine=machine))
+    assert "tiers.user" in wrong(examine(server, **root))
     assert "tiers.user" not in wrong(examine(server))
-    assert not wrong(examine(ours(tiers=TIERS), machine=machine))
+    assert not wrong(examine(ours(tiers=TIERS), **root))
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
@@ -408,41 +390,10 @@ def test_hashes_by_which_no_other_engine_finds_what_is_in_a_tier(examine, algori
     assert "configuration.tier-hash" not in wrong(examine(vllm=vllm)), "without tiers it is fine"
 
 
-def test_two_sizes_of_which_one_counts(examine):
-    text = ours(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)
-    assert only(examine(text)).id == "configuration.size-keys"
-
-
-def test_a_role_without_effect(examine):
-    text = json.dumps({"kv_connector": NAME, "kv_role": "kv_consumer"})
-    assert only(examine(text)).id == "configuration.role"
-
-
-def test_every_replica_on_this_machine_has_a_pool(examine):
-    found = wrong(examine(ours(cpu_bytes_to_use="16GiB"), with_engine(num_local_ranks=8)))
-    assert "64.00 GiB (8 ranks on this machine" in found["memory.pool"].found
-
-
-def test_a_model_that_cannot_be_read(examine):
-    vllm = dataclasses.replace(SOUND, model=None, model_problem="no such repository")
-    assert only(examine(vllm=vllm)).id == "model.facts"
-
-
 def test_without_a_model_it_says_what_is_not_known(examine):
-    found = examine(vllm=dataclasses.replace(SOUND, model_name="", model=None))
+    found = examine(**sound(model_name="", model=None))
     assert not wrong(found)
     assert "no MODEL was given" in next(f.found for f in found if f.id == "model.facts")
-
-
-def test_swapping(examine):
-    machine = dataclasses.replace(MACHINE, swap_bytes=2 * GIB, swap_used_bytes=GIB)
-    assert only(examine(machine=machine)).id == "memory.swap"
-
-
-def test_huge_pages_that_are_off(examine):
-    assert only(examine(machine=dataclasses.replace(MACHINE, huge_pages="never"))).fix.startswith(
-        "echo madvise"
-    )
 
 
 @pytest.mark.parametrize(
@@ -457,34 +408,20 @@ def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, messag
     from safe_offload.commands.doctor import versions
 
     monkeypatch.setattr(versions, "CUPY_PACKAGES", ("pytest",))
-    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
-    assert not wrong(examine(tried=on_gpu))
-    problem = only(examine(machine=dataclasses.replace(MACHINE, **changes), tried=on_gpu))
+    assert not wrong(examine(tried=ON_GPU))
+    problem = only(examine(**machine(**changes), tried=ON_GPU))
     assert problem.id == "memory.numa"
     assert message in problem.found
 
 
-def test_a_gpu_without_cupy(examine, monkeypatch):
-    on_gpu = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
-    assert only(examine(tried=on_gpu)).id == "versions.cupy"
-
-
 def test_too_little_memory_to_try_copies(examine):
-    machine = dataclasses.replace(MACHINE, available_bytes=MIB)
-    assert "copies.self-test" in wrong(examine(machine=machine))
-
-
-def test_a_check_that_fails_is_a_finding(examine):
-    broken: Any = dataclasses.replace(MACHINE, environment=None)
-    problem = only(examine(machine=broken))
-    assert problem.id == "configuration.not-checked"
-    assert "AttributeError" in problem.found
+    assert "copies.self-test" in wrong(examine(**machine(available_bytes=MIB)))
 
 
 def test_every_id_is_explained_and_no_other() -> None:
     root = Path(__file__).parents[3]
     themes = "configuration|versions|memory|copies|model"
-    sources = [path.read_text() for path in (root / "safe_offload/doctor").glob("*.py")]
+    sources = [path.read_text() for path in (root / "safe_offload/commands/doctor").glob("*.py")]
     used = set(re.findall(rf'"((?:{themes})\.[a-z-]+)"', "\n".join(sources)))
     page = (root / "docs/operate/doctor.md").read_text()
     rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))

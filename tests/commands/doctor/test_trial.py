@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from contextlib import closing
 from typing import Any
 
@@ -16,15 +17,21 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.worker.copies.base import CopyPath
 from safe_offload.worker.copies.choice import open_backend
 from safe_offload.worker.copies.gpu import GpuBackend
+from safe_offload.worker.copies.rows import TorchRows
 from safe_offload.worker.loop_thread import LoopThread
 from safe_offload.worker.memory.host_memory import HostMemory
-from safe_offload.worker.self_test import TorchRows
 from safe_offload.worker.transfers import Transfers
 from tests.commands.doctor.test_doctor import MODEL
 from tests.worker.copies.fake_device import CALLS, FakeGpu, FakeRows
 
 CPU = torch.device("cpu")
 CONFIG = OffloadConfig()
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LARGE", SMALL)
+    monkeypatch.setattr(trial, "TIMED_COPIES", 1)
 
 
 def open_on(gpu: FakeGpu) -> Any:
@@ -39,12 +46,11 @@ def open_on(gpu: FakeGpu) -> Any:
 
 
 def count_torn(open: Any, rounds: int, *, is_fenced: bool) -> int:
-    layout = SMALL.make_layout()
     storage = torch.zeros(SMALL.size_bytes, dtype=torch.uint8)
-    host = HostMemory.allocate(layout.size_bytes)
-    backend, rows = open(storage.untyped_storage(), CPU, layout, host, CONFIG)
+    host = HostMemory.allocate(SMALL.size_bytes)
+    backend, rows = open(storage.untyped_storage(), CPU, SMALL, host, CONFIG)
     with closing(Transfers(backend, LoopThread(), CONFIG.max_inflight_bytes)) as transfers:
-        order = Order(transfers, rows, host.tensor.numpy(), layout)
+        order = Order(transfers, rows, host.tensor.numpy(), SMALL)
         done, num_torn = order.count_torn(rounds, is_fenced=is_fenced)
     assert done == rounds
     return num_torn
@@ -81,18 +87,24 @@ def test_a_way_of_a_gpu_that_corrupts_is_told_from_those_that_do_not(gpu):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="mixes threads with the GPU that is here")
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_slab_is_locked_on_trial_for_a_gpu(gpu, monkeypatch, is_refused):
+def test_a_gpu_is_timed_with_locked_memory_only(gpu, monkeypatch, is_refused):
+    for make in (torch.ones, torch.zeros):
+        on_cpu = functools.partial(lambda make, *n, device=None, **how: make(*n, **how), make)
+        monkeypatch.setattr(torch, make.__name__, on_cpu)
     monkeypatch.setattr(trial, "Device", lambda _: gpu.open())
+    monkeypatch.setattr(trial.placement, "numa_node_of", lambda _: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU of threads")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     if is_refused:
-        gpu.refused["lock"] = 2
-    tried = run_trial(torch.device("cuda", 1), CONFIG, open=open_on(gpu))
-    assert tried.name == "cuda:1 (a GPU of threads)"
-    assert tried.failures.keys() - {"ready"} == {"self-test", "rates"}, "torch has no CUDA here"
+        gpu.num_lockable = 0
+    tried = run_trial(torch.device("cuda", 1), CONFIG, open=open_on(gpu), rounds=2)
+    assert (tried.name, tried.node) == ("cuda:1 (a GPU of threads)", 1)
     if is_refused:
+        assert f"not page-lock {SMALL.size_bytes} bytes; fix: ulimit" in tried.failures["rates"]
         assert "the driver did not page-lock a slab" in tried.failures["ready"]
     else:
+        assert not tried.failures
+        assert tried.passed == ("kernel", "batch", "each") == tuple(tried.gbps)
         assert tried.ready_bytes_per_s > 0
     assert not gpu.locked
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
@@ -35,7 +35,7 @@ class Rules(NamedTuple):
 def rules_of(*groups: str, slots: SlotPool) -> Rules:
     """The rules of a model with these groups, over some slots."""
     made: list[Any] = []
-    make_coordinator = compat.make_coordinator
+    make_coordinator = cache_hits.make_coordinator
 
     def make(*args: Any) -> Any:
         made.append(make_coordinator(*args))
@@ -43,7 +43,7 @@ def rules_of(*groups: str, slots: SlotPool) -> Rules:
 
     shape = EngineShape(groups=groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "make_coordinator", make)
+        patch.setattr(cache_hits, "make_coordinator", make)
         hits = HostHits(make_config(shape), make_kv_cache_config(shape), slots)
     return Rules(hits, made[0])
 
@@ -93,7 +93,7 @@ def found(hit: Any) -> Any:
 
 PLAIN = hits_of("full")
 with pytest.MonkeyPatch.context() as _patch:
-    _patch.setattr(compat, "has_plain_hits", lambda *_: False)
+    _patch.setattr(cache_hits, "has_plain_hits", lambda *_: False)
     BY_COORDINATOR = rules_of("full", slots=PLAIN.slots).hits
 
 
@@ -284,13 +284,13 @@ def test_only_vllms_own_class_of_full_attention_is_replaced():
 
     with attention_groups(coordinator, manager_cls=FullAttentionManager):
         before = list(groups)
-        compat.replace_full_attention(coordinator, Later)
+        cache_hits.replace_full_attention(coordinator, Later)
         assert groups == before, "it takes other arguments than vLLM passes"
     with attention_groups(coordinator, manager_cls=Later):
         before = list(groups)
-        compat.replace_full_attention(coordinator, FullAttentionInRuns)
+        cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
         assert groups == before, "the group has rules of its own"
-    compat.replace_full_attention(object(), FullAttentionInRuns)
+    cache_hits.replace_full_attention(object(), FullAttentionInRuns)
 
 
 # ---- a hit that is asked for again -------------------------------------------------------------

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from safe_offload.compat import allocated_block_ids
+from safe_offload.compat.block_ids import allocated_block_ids
 from safe_offload.scheduler.stores.snapshots import Snapshot
 from tests.counts import num_failed
 from tests.scheduler.rig import Rig

@@ -18,15 +18,8 @@ def mount(
     """Mount a new file system on a folder, or skip the test; 0 inodes are no limit of a tmpfs."""
     folder.mkdir(exist_ok=True)
     if kind == "tmpfs":
-        command = [
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            f"size={size_bytes},nr_inodes={num_inodes},mode=0700",
-            "tmpfs",
-            str(folder),
-        ]
+        options = f"size={size_bytes},nr_inodes={num_inodes},mode=0700"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     else:
         image = folder.with_suffix(".img")
         image.write_bytes(bytes(size_bytes))

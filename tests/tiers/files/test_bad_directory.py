@@ -6,27 +6,22 @@ Each is a miss or a store that is dropped, with a result that says why and a lin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import json
-import logging
 import os
 import shutil
 import socket
 import stat
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from safe_offload.config.tier_url import Location
-from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files import object_file
-from safe_offload.tiers.files.tier import FileTier
-from safe_offload.tiers.naming import namespace, namespace_folder, path_of
+from safe_offload.tiers.naming import namespace, namespace_folder
 from tests.tiers.contract import (
     FACTS,
     PATIENCE_S,
@@ -39,45 +34,23 @@ from tests.tiers.contract import (
     spill_one,
 )
 from tests.tiers.files.mounts import mount, mounted, remount, unmount
+from tests.tiers.files.paths import files_below, folders_below, path_in, said
 
 LENGTHS = (4096, 4096)
 NOBODY = 65534
-MakeTier = Callable[..., FileTier]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-async def make(root: Path) -> AsyncIterator[MakeTier]:
-    tiers: list[FileTier] = []
-
-    def one_more(path: Path = root, capacity_bytes: int | None = None) -> FileTier:
-        config = TierConfig(Location("file", str(path)), capacity_bytes=capacity_bytes)
-        tiers.append(FileTier(config, 1 << 20, FACTS))
-        return tiers[-1]
-
-    yield one_more
-    for tier in tiers:
-        await asyncio.wait_for(tier.close(), PATIENCE_S)
-
-
-@pytest.fixture
-def other_user() -> Iterator[Path]:
+def other_user(base: Path) -> Path:
     """A directory of a user who is not root, who may read and write everything."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    root = folder / "tier"
+    root = base / "tier"
     root.mkdir(mode=0o700)
     if os.geteuid() == 0:
         os.chown(root, NOBODY, NOBODY)
-    yield root
-    shutil.rmtree(folder)
+    return root
 
 
-@contextmanager
+@contextlib.contextmanager
 def as_other_user() -> Iterator[None]:
     """Threads that are started meanwhile touch files as a user who is not root.
 
@@ -92,63 +65,43 @@ def as_other_user() -> Iterator[None]:
         libc.setfsuid(os.geteuid())
 
 
-def path_in(root: Path, name: Name) -> Path:
-    return root.joinpath(namespace_folder(name.namespace), *path_of(name))
-
-
-def files_below(root: Path) -> list[str]:
-    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir())
-
-
-def folders_below(root: Path) -> list[Path]:
-    return [path for path in (root, *root.rglob("*")) if path.is_dir()]
-
-
-def said(log: list[logging.LogRecord]) -> list[str]:
-    return [record.getMessage() for record in log if record.levelno >= logging.WARNING]
-
-
 # ---- in the place of an object ------------------------------------------------------------------
 
 
 def a_directory(path: Path) -> None:
+    path.unlink()
     path.mkdir()
     (path / "something").touch()
 
 
 def a_link_to_a_good_object(path: Path) -> None:
-    good = path.with_name("aside")
-    path.rename(good)
-    path.symlink_to(good)
+    path.rename(path.with_name("aside"))
+    path.symlink_to("aside")
 
 
 def a_link_to_nothing(path: Path) -> None:
+    path.unlink()
     path.symlink_to("nowhere")
 
 
 def a_fifo(path: Path) -> None:
+    path.unlink()
     os.mkfifo(path)
 
 
 def a_socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # its path would be too long
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
-    os.chdir(here)
+    path.unlink()
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # its path would be too long
 
 
 @pytest.mark.parametrize(
     "put", [a_directory, a_link_to_a_good_object, a_link_to_nothing, a_fifo, a_socket]
 )
-async def test_what_is_not_a_file_is_unreadable_and_asked_for_once(
-    make: MakeTier, root: Path, put: Callable[[Path], None], package_log: list[logging.LogRecord]
-) -> None:
+async def test_what_is_not_a_file_is_unreadable_and_asked_for_once(make, root, put, package_log):
     tier, name = make(), name_of(1)
     await spill_one(tier, name, filled(LENGTHS))
     path = path_in(root, name)
-    if put is not a_link_to_a_good_object:
-        path.unlink()
     put(path)
     fetched = await asyncio.wait_for(fetch_one(tier, name, slot_of(LENGTHS)), PATIENCE_S)
     assert fetched is Result.UNREADABLE
@@ -161,9 +114,7 @@ async def test_what_is_not_a_file_is_unreadable_and_asked_for_once(
     assert not [file for file in files_below(root) if "tmp-" in file]
 
 
-async def test_a_link_in_place_of_a_folder_is_not_followed(
-    make: MakeTier, root: Path, tmp_path: Path
-) -> None:
+async def test_a_link_in_place_of_a_folder_is_not_followed(make, root, tmp_path):
     tier, name = make(), name_of(1)
     await spill_one(tier, name, filled(LENGTHS))
     for folder in (path_in(root, name).parent, path_in(root, name).parent.parent):
@@ -181,8 +132,8 @@ async def test_a_link_in_place_of_a_folder_is_not_followed(
 
 
 async def test_a_file_of_mode_000_is_unreadable_until_it_is_written_again(
-    other_user: Path, make: MakeTier, package_log: list[logging.LogRecord]
-) -> None:
+    other_user, make, package_log
+):
     with as_other_user():
         tier, name = make(other_user), name_of(1)
     assert await spill_one(tier, name, filled(LENGTHS)) is Result.DONE
@@ -198,7 +149,7 @@ async def test_a_file_of_mode_000_is_unreadable_until_it_is_written_again(
 # ---- the directory ------------------------------------------------------------------------------
 
 
-async def test_nobody_else_may_read_what_is_stored(make: MakeTier, root: Path) -> None:
+async def test_nobody_else_may_read_what_is_stored(make, root):
     before = os.umask(0)
     try:
         await spill_one(make(capacity_bytes=1 << 20), name_of(1), filled(LENGTHS))
@@ -211,7 +162,7 @@ async def test_nobody_else_may_read_what_is_stored(make: MakeTier, root: Path) -
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_a_namespace_is_described_once_for_people(make: MakeTier, root: Path) -> None:
+async def test_a_namespace_is_described_once_for_people(make, root):
     tier, after_reset = make(), namespace(FACTS, "word")
     for number, space in enumerate((SPACE, SPACE, after_reset)):
         await spill_one(tier, name_of(number, space=space), filled(LENGTHS))
@@ -223,7 +174,7 @@ async def test_a_namespace_is_described_once_for_people(make: MakeTier, root: Pa
     assert described[after_reset]["after_reset"]
 
 
-async def test_a_directory_that_others_may_write_is_taken_back(make: MakeTier, root: Path) -> None:
+async def test_a_directory_that_others_may_write_is_taken_back(make, root):
     """As with a volume of Kubernetes that has an fsGroup."""
     await spill_one(make(), name_of(1), filled(LENGTHS))
     folder = root / namespace_folder(SPACE)
@@ -233,9 +184,7 @@ async def test_a_directory_that_others_may_write_is_taken_back(make: MakeTier, r
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
-async def test_a_namespace_of_another_user_is_not_used(
-    make: MakeTier, root: Path, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_namespace_of_another_user_is_not_used(make, root, package_log):
     await spill_one(make(), name_of(1), filled(LENGTHS))
     os.chown(root / namespace_folder(SPACE), NOBODY, NOBODY)
     tier = make()
@@ -246,9 +195,7 @@ async def test_a_namespace_of_another_user_is_not_used(
     assert any("belongs to user 65534" in line for line in said(package_log))
 
 
-async def test_a_directory_that_cannot_be_written_can_be_read(
-    other_user: Path, make: MakeTier, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_directory_that_cannot_be_written_can_be_read(other_user, make, package_log):
     with as_other_user():
         first, tier = make(other_user), make(other_user)
     assert await spill_one(first, name_of(1), filled(LENGTHS)) is Result.DONE
@@ -263,7 +210,7 @@ async def test_a_directory_that_cannot_be_written_can_be_read(
         folder.chmod(0o700)
 
 
-async def test_a_path_that_is_a_file_fails(make: MakeTier, root: Path) -> None:
+async def test_a_path_that_is_a_file_fails(make, root):
     os.mknod(root)
     tier = make()
     with pytest.raises(NotADirectoryError):
@@ -273,9 +220,7 @@ async def test_a_path_that_is_a_file_fails(make: MakeTier, root: Path) -> None:
     assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
 
 
-async def test_a_directory_that_is_removed_while_it_is_used_is_made_again(
-    make: MakeTier, root: Path
-) -> None:
+async def test_a_directory_that_is_removed_while_it_is_used_is_made_again(make, root):
     tier = make(capacity_bytes=1 << 20)
     for _ in range(2):
         assert await spill_one(tier, name_of(1), filled(LENGTHS)) is Result.DONE
@@ -288,9 +233,7 @@ async def test_a_directory_that_is_removed_while_it_is_used_is_made_again(
     assert (root / namespace_folder(SPACE) / "namespace.json").exists()
 
 
-async def test_nothing_is_written_below_a_mount_that_is_gone(
-    make: MakeTier, tmp_path: Path, package_log: list[logging.LogRecord]
-) -> None:
+async def test_nothing_is_written_below_a_mount_that_is_gone(make, tmp_path, package_log):
     folder = tmp_path / "mnt"
     with mounted(folder):
         tier = make(folder / "kv")
@@ -306,9 +249,7 @@ async def test_nothing_is_written_below_a_mount_that_is_gone(
         assert await fetch_one(tier, name_of(1), slot_of(LENGTHS)) is Result.DONE
 
 
-async def test_a_read_only_file_system_is_read(
-    make: MakeTier, tmp_path: Path, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_read_only_file_system_is_read(make, tmp_path, package_log):
     with mounted(tmp_path / "mnt") as folder:
         assert await spill_one(make(folder), name_of(1), filled(LENGTHS)) is Result.DONE
         remount(folder, "ro")
@@ -324,12 +265,8 @@ async def test_a_read_only_file_system_is_read(
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("capacity_bytes", [None, 1 << 30])
 async def test_a_full_disk_drops_stores_and_makes_room(
-    make: MakeTier,
-    tmp_path: Path,
-    kind: str,
-    capacity_bytes: int | None,
-    package_log: list[logging.LogRecord],
-) -> None:
+    make, tmp_path, kind, capacity_bytes, package_log
+):
     with mounted(tmp_path / "mnt", kind, 16 << 20) as folder:
         tier = make(folder / "kv", capacity_bytes=capacity_bytes)
         names = [name_of(number) for number in range(400)]
@@ -355,8 +292,8 @@ async def test_a_full_disk_drops_stores_and_makes_room(
 
 
 async def test_without_direct_access_everything_goes_through_the_page_cache(
-    make: MakeTier, monkeypatch: pytest.MonkeyPatch, package_log: list[logging.LogRecord]
-) -> None:
+    make, monkeypatch, package_log
+):
     real_open = os.open
 
     def refuse_direct(path: str, flags: int, *args: int, **options: int) -> int:
@@ -376,19 +313,12 @@ async def test_without_direct_access_everything_goes_through_the_page_cache(
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-async def test_reads_and_writes_that_come_in_pieces_are_gone_on_with(
-    make: MakeTier, monkeypatch: pytest.MonkeyPatch, shift: int
-) -> None:
-    real = {"preadv": os.preadv, "pwritev": os.pwritev}
+async def test_reads_and_writes_that_come_in_pieces_are_gone_on_with(make, monkeypatch, shift):
+    def in_pieces(real: Callable[..., int]) -> Callable[..., int]:
+        return lambda fd, buffers, offset: real(fd, [buffers[0][:4096]], offset)
 
-    def in_pieces(which: str) -> Callable[..., int]:
-        def move(fd: int, buffers: list[memoryview], offset: int) -> int:
-            return real[which](fd, [buffers[0][:4096]], offset)
-
-        return move
-
-    for which in real:
-        monkeypatch.setattr(object_file.os, which, in_pieces(which))
+    for which in ("preadv", "pwritev"):
+        monkeypatch.setattr(object_file.os, which, in_pieces(getattr(os, which)))
     source, target = filled((4096, 12288, 8192), 1, shift=shift), slot_of((24576,), shift=shift)
     tier = make()
     assert await spill_one(tier, name_of(1), source) is Result.DONE
@@ -396,9 +326,7 @@ async def test_reads_and_writes_that_come_in_pieces_are_gone_on_with(
     assert bytes_of(target) == bytes_of(source)
 
 
-async def test_a_write_that_ends_early_leaves_no_object(
-    make: MakeTier, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_write_that_ends_early_leaves_no_object(make, root, monkeypatch):
     tier = make()
     await spill_one(tier, name_of(0), filled(LENGTHS))
     monkeypatch.setattr(object_file.os, "pwritev", lambda *_: 0)
@@ -407,9 +335,7 @@ async def test_a_write_that_ends_early_leaves_no_object(
     assert not [file for file in files_below(root) if "tmp-" in file]
 
 
-async def test_an_error_of_the_device_is_a_failure(
-    make: MakeTier, monkeypatch: pytest.MonkeyPatch, package_log: list[logging.LogRecord]
-) -> None:
+async def test_an_error_of_the_device_is_a_failure(make, monkeypatch, package_log):
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -421,7 +347,7 @@ async def test_an_error_of_the_device_is_a_failure(
     assert len(said(package_log)) == 1, "once a minute"
 
 
-async def test_no_descriptor_is_left_open(make: MakeTier) -> None:
+async def test_no_descriptor_is_left_open(make):
     tier = make(capacity_bytes=1 << 20)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(3):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import logging
 import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ from safe_offload.tiers.files import object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
 from tests.tiers.contract import (
-    FACTS,
-    PATIENCE_S,
     SPACE,
     fetch_one,
     filled,
@@ -31,36 +27,24 @@ from tests.tiers.contract import (
     spill_one,
 )
 from tests.tiers.files.mounts import mounted
-from tests.tiers.files.test_bad_directory import files_below, said
+from tests.tiers.files.paths import files_below, said
 
 NUM_OBJECTS = 200
 OBJECT_BYTES = 28 << 10
 FILE_BYTES = OBJECT_BYTES + 4096
 SOURCE = filled((OBJECT_BYTES,))
 NAMES = [name_of(number) for number in range(NUM_OBJECTS)]
-MakeTier = Callable[[Path], "Tier"]
 
 
 class Tier(FileTier):
-    def __init__(self, path: Path) -> None:
-        super().__init__(TierConfig.at(f"file://{path}", num_threads=1), 1 << 20, FACTS)
-
     async def settle(self) -> None:
         """Wait until it has evicted what it is about to evict."""
         await asyncio.wrap_future(self._keeper.submit(lambda: None))
 
 
 @pytest.fixture
-async def make() -> AsyncIterator[MakeTier]:
-    tiers: list[Tier] = []
-
-    def one_more(path: Path) -> Tier:
-        tiers.append(Tier(path))
-        return tiers[-1]
-
-    yield one_more
-    for tier in tiers:
-        await asyncio.wait_for(tier.close(), PATIENCE_S)
+def make(make: Callable[..., Tier]) -> Callable[[Path], Tier]:
+    return lambda path: make(path, Tier, num_threads=1)
 
 
 class Glutton:
@@ -96,9 +80,7 @@ async def written(tier: Tier, glutton: Glutton | None = None, size_bytes: int = 
 
 
 @pytest.mark.parametrize("what", ["bytes", "inodes"])
-async def test_room_that_others_take_is_made_once(
-    make: MakeTier, tmp_path: Path, what: str, package_log: list[logging.LogRecord]
-) -> None:
+async def test_room_that_others_take_is_made_once(make, tmp_path, what, package_log):
     inodes = NUM_OBJECTS + 260 + 40 if what == "inodes" else 0
     size_bytes = NUM_OBJECTS * FILE_BYTES + (2 << 20)
     with mounted(tmp_path / "mnt", "tmpfs", size_bytes, inodes) as folder:
@@ -126,9 +108,7 @@ async def test_room_that_others_take_is_made_once(
         assert await tier.probe([name_of(2000)]) == [True]
 
 
-async def test_after_an_hour_one_object_goes_to_see_whether_others_leave_room(
-    make: MakeTier, tmp_path: Path
-) -> None:
+async def test_after_an_hour_one_object_goes_to_see_whether_others_leave_room(make, tmp_path):
     """Else a cache on a disk that others have filled once would stay as it is for ever."""
     with mounted(tmp_path / "mnt", "tmpfs", NUM_OBJECTS * FILE_BYTES + (2 << 20)) as folder:
         glutton = Glutton(folder / "others")
@@ -145,8 +125,8 @@ async def test_after_an_hour_one_object_goes_to_see_whether_others_leave_room(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 async def test_a_refusal_that_evicting_does_not_heal_evicts_once(
-    make: MakeTier, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, tmp_path, number, monkeypatch
+):
     """As a quota of something else does; and a write that works now and then heals nothing."""
     tier, real_write = make(tmp_path / "kv"), os.pwritev
     await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
@@ -164,9 +144,7 @@ async def test_a_refusal_that_evicting_does_not_heal_evicts_once(
     assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
 
 
-async def test_a_full_disk_is_left_alone_by_writes(
-    make: MakeTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_is_left_alone_by_writes(make, tmp_path, monkeypatch):
     """The breaker stops writing, and not reading."""
     tier = make(tmp_path / "kv")
     await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
@@ -191,30 +169,16 @@ async def test_a_full_disk_is_left_alone_by_writes(
     await circuit.close()
 
 
-LIMITED = """
-import asyncio, resource, sys
-from tests.tiers.files.test_full_disk import NAMES, SOURCE, Tier, written
-
-async def main():
-    tier = Tier(sys.argv[1])
-    await tier.spill(NAMES, [SOURCE] * len(NAMES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    results = await written(tier)
-    print(sum(await tier.probe(NAMES)), tier.num_evicted, *{result.value for result in results})
-    await tier.close()
-
-asyncio.run(main())
-"""
-
-
-def test_a_file_that_may_not_grow_so_large_evicts_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "kv")],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{NUM_OBJECTS} 0 failed"
-    assert "File too large" in done.stdout + done.stderr
+async def test_a_file_that_may_not_grow_so_large_evicts_nothing(make, tmp_path, package_log):
+    tier = make(tmp_path / "kv")
+    await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OBJECT_BYTES, limits[1]))
+    try:
+        assert set(await written(tier)) == {Result.FAILED}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sum(await tier.probe(NAMES)) == NUM_OBJECTS
+    assert tier.num_evicted == 0
+    assert any("File too large" in line for line in said(package_log))
     assert not [file for file in files_below(tmp_path) if "tmp-" in file]

@@ -6,15 +6,12 @@ user id of nobody; where only root can prepare something, the test needs root.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,38 +24,19 @@ from safe_offload.tiers.files import directory
 from safe_offload.tiers.files.capacity import LOCK_FILE, USAGE_FILE
 from safe_offload.tiers.files.directory import NotOursError, open_our_root
 from safe_offload.tiers.files.tier import FileTier
-from tests.tiers.contract import FACTS, PATIENCE_S, fetch_one, filled, name_of, slot_of, spill_one
-from tests.tiers.files.test_bad_directory import files_below, path_in, said
+from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
+from tests.tiers.files.paths import files_below, path_in, said
 
 ROOT = Path(__file__).parents[3]
 NOBODY = 65534
 LENGTHS = (4096, 4096)
 SECRET = b"what the victim wrote\n" * 400
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
-MakeTier = Callable[..., FileTier]
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    """A directory that everybody may enter, and only we may write."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[MakeTier]:
-    tiers: list[FileTier] = []
-
-    def one_more(path: Path, capacity_bytes: int | None = 1 << 20) -> FileTier:
-        config = TierConfig.at(f"file://{path}", capacity_bytes=capacity_bytes)
-        tiers.append(FileTier(config, 1 << 20, FACTS))
-        return tiers[-1]
-
-    yield one_more
-    for tier in tiers:
-        await asyncio.wait_for(tier.close(), PATIENCE_S)
+def make(make: Callable[..., FileTier]) -> Callable[[Path], FileTier]:
+    return lambda path: make(path, capacity_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -103,9 +81,7 @@ async def is_refused(tier: FileTier, log: list[logging.LogRecord], *words: str) 
 
 @needs_root
 @pytest.mark.parametrize("mode", ["700", "755", "777", "1777"])
-async def test_a_root_of_another_user_is_not_used(
-    make: MakeTier, base: Path, mode: str, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_root_of_another_user_is_not_used(make, base, mode, package_log):
     os.chmod(base, 0o1777)
     attack(base, f"mkdir kv && chmod {mode} kv")
     tier = make(base / "kv")
@@ -134,13 +110,8 @@ async def test_a_root_of_another_user_is_not_used(
     ],
 )
 async def test_a_parent_that_others_can_change_is_not_passed(
-    make: MakeTier,
-    base: Path,
-    owner: int,
-    mode: int,
-    problem: str,
-    package_log: list[logging.LogRecord],
-) -> None:
+    make, base, owner, mode, problem, package_log
+):
     parent = shared(base, mode)
     (parent / "deep" / "kv").mkdir(parents=True, mode=0o700)
     os.chown(parent, owner, NOBODY)
@@ -156,8 +127,8 @@ async def test_a_parent_that_others_can_change_is_not_passed(
     ("mode", "fix"), [(0o777, "chmod o-w "), (0o1777, "give the tier a directory in it")]
 )
 async def test_a_root_of_ours_that_everybody_may_fill_is_not_used(
-    make: MakeTier, base: Path, mode: int, fix: str, package_log: list[logging.LogRecord]
-) -> None:
+    make, base, mode, fix, package_log
+):
     (base / "kv").mkdir()
     (base / "kv").chmod(mode)
     await is_refused(make(base / "kv"), package_log, "every user may write to", fix)
@@ -165,9 +136,7 @@ async def test_a_root_of_ours_that_everybody_may_fill_is_not_used(
 
 
 @needs_root
-async def test_a_link_of_another_user_is_not_followed_and_one_of_ours_is(
-    make: MakeTier, base: Path, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_link_of_another_user_is_not_followed_and_one_of_ours_is(make, base, package_log):
     (base / "real").mkdir(mode=0o700)
     (base / "tmp").mkdir()
     (base / "tmp").chmod(0o1777)
@@ -183,16 +152,14 @@ async def test_a_link_of_another_user_is_not_followed_and_one_of_ours_is(
     assert path_in(base / "real", name_of(1)).exists()
 
 
-async def test_links_in_a_circle_end(make: MakeTier, base: Path) -> None:
+async def test_links_in_a_circle_end(make, base):
     (base / "a").symlink_to("b")
     (base / "b").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         open_our_root(str(base / "a"), os.geteuid())
 
 
-async def test_what_is_missing_is_made_so_that_only_we_may_write(
-    make: MakeTier, base: Path
-) -> None:
+async def test_what_is_missing_is_made_so_that_only_we_may_write(make, base):
     before = os.umask(0)
     try:
         await spill_one(make(base / "a" / "b" / "kv"), name_of(1), filled(LENGTHS))
@@ -207,9 +174,7 @@ async def test_what_is_missing_is_made_so_that_only_we_may_write(
 
 @needs_root
 @pytest.mark.parametrize("put", ["mkdir -m 777 kv", "ln -s ../home kv", "ln -s taken kv"])
-async def test_a_root_that_is_replaced_while_it_is_used(
-    make: MakeTier, base: Path, put: str, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_root_that_is_replaced_while_it_is_used(make, base, put, package_log):
     parent, home = shared(base), base / "home"
     home.mkdir(mode=0o755)
     tier = make(parent / "kv")
@@ -227,9 +192,7 @@ async def test_a_root_that_is_replaced_while_it_is_used(
 
 @needs_root
 @pytest.mark.parametrize("moment", ["before", "after"])
-async def test_a_root_that_is_replaced_between_two_system_calls(
-    base: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_root_that_is_replaced_between_two_system_calls(base, moment, monkeypatch):
     parent, real_open = shared(base), os.open
     (parent / "kv").mkdir(mode=0o700)
     inode = (parent / "kv").stat().st_ino
@@ -259,8 +222,8 @@ async def test_a_root_that_is_replaced_between_two_system_calls(
 
 @pytest.mark.parametrize("file", [USAGE_FILE, LOCK_FILE])
 async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
-    make: MakeTier, base: Path, victim: Path, file: str, package_log: list[logging.LogRecord]
-) -> None:
+    make, base, victim, file, package_log
+):
     (base / "kv").mkdir(mode=0o700)
     os.link(victim, base / "kv" / file)
     tier = make(base / "kv")
@@ -277,25 +240,11 @@ async def test_a_hard_link_to_a_file_of_a_victim_is_not_written(
     assert is_unharmed(victim)
 
 
-@pytest.mark.parametrize(
-    ("put", "problem"),
-    [
-        ("mkfifo usage", "is no file"),
-        ("ln -s ../victim usage", "is no file"),
-        ("ln -s nowhere usage", "is no file"),
-    ],
-)
-async def test_what_lies_in_the_place_of_usage_is_not_opened(
-    make: MakeTier,
-    base: Path,
-    victim: Path,
-    put: str,
-    problem: str,
-    package_log: list[logging.LogRecord],
-) -> None:
+@pytest.mark.parametrize("put", ["mkfifo usage", "ln -s ../victim usage", "ln -s nowhere usage"])
+async def test_what_lies_in_the_place_of_usage_is_not_opened(make, base, victim, put, package_log):
     (base / "kv").mkdir(mode=0o700)
     attack(base / "kv", put, user=os.geteuid())
-    await is_refused(make(base / "kv"), package_log, problem, f"rm '{base}/kv/usage'")
+    await is_refused(make(base / "kv"), package_log, "is no file", f"rm '{base}/kv/usage'")
     assert is_unharmed(victim)
     assert not (base / "kv" / "nowhere").exists()
 
@@ -303,9 +252,7 @@ async def test_what_lies_in_the_place_of_usage_is_not_opened(
 @needs_root
 @pytest.mark.parametrize("file", [USAGE_FILE, LOCK_FILE])
 @pytest.mark.parametrize("mode", ["600", "666"])
-async def test_what_another_user_has_made_is_not_written(
-    make: MakeTier, base: Path, file: str, mode: str, package_log: list[logging.LogRecord]
-) -> None:
+async def test_what_another_user_has_made_is_not_written(make, base, file, mode, package_log):
     root = shared(base)
     attack(root, f"echo theirs > {file}; chmod {mode} {file}")
     tier = make(root)
@@ -317,9 +264,7 @@ async def test_what_another_user_has_made_is_not_written(
 
 
 @needs_root
-async def test_a_folder_or_an_object_of_another_user_is_not_read(
-    make: MakeTier, base: Path, package_log: list[logging.LogRecord]
-) -> None:
+async def test_a_folder_or_an_object_of_another_user_is_not_read(make, base, package_log):
     tier, name = make(base / "kv"), name_of(1)
     assert await spill_one(tier, name, filled(LENGTHS)) is Result.DONE
     path = path_in(base / "kv", name)
@@ -378,7 +323,7 @@ def run_engine(path: Path, *command: str, uid: int = 0, group: int = 0, namespac
 
 
 @needs_root
-def test_a_volume_with_an_fs_group_is_used_by_an_engine_that_is_not_root(base: Path) -> None:
+def test_a_volume_with_an_fs_group_is_used_by_an_engine_that_is_not_root(base):
     """The volume and a directory in it; and again after the kubelet has given all to the group."""
     volume = shared(base)
     for path in (volume, volume / "kv"):
@@ -392,7 +337,7 @@ def test_a_volume_with_an_fs_group_is_used_by_an_engine_that_is_not_root(base: P
 
 
 @needs_root
-def test_a_volume_of_a_container_may_be_open_to_all_of_its_users(base: Path) -> None:
+def test_a_volume_of_a_container_may_be_open_to_all_of_its_users(base):
     """As emptyDir is; the same folder is refused where it is not mounted, or on a machine."""
     if subprocess.run(["unshare", "-m", "-p", "-f", "true"], capture_output=True).returncode:
         pytest.skip("no namespaces can be made here")
@@ -410,7 +355,7 @@ def test_a_volume_of_a_container_may_be_open_to_all_of_its_users(base: Path) -> 
 
 
 @needs_root
-def test_root_may_have_no_number_in_a_container(base: Path) -> None:
+def test_root_may_have_no_number_in_a_container(base):
     """As in one that a user starts, where the directories of root belong to nobody."""
     (base / "kv").mkdir(mode=0o700)
     os.chown(base / "kv", 1000, 1000)
@@ -421,7 +366,7 @@ def test_root_may_have_no_number_in_a_container(base: Path) -> None:
 
 
 @needs_root
-def test_doctor_says_whose_it_is_and_how_to_mend_it(base: Path) -> None:
+def test_doctor_says_whose_it_is_and_how_to_mend_it(base):
     base.chmod(0o1777)
     attack(base, "mkdir -m 777 kv")
     for path in (base / "kv", base / "kv" / "below"):

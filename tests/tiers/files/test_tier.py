@@ -10,25 +10,20 @@ from typing import Any
 
 import pytest
 
-from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.files.tier import FileTier
-from safe_offload.tiers.naming import namespace_folder, path_of
 from tests.tiers.contract import FACTS, TierContract
+from tests.tiers.files.paths import path_in
 
 SLOT_BYTES = 1 << 20
-
-
-def path_in(root: Path, name: Name) -> Path:
-    return root.joinpath(namespace_folder(name.namespace), *path_of(name))
 
 
 class FilesContract(TierContract):
     @pytest.fixture
     def make_tier(self, root: Path) -> Callable[[], FileTier]:
         self.root = root
-        return lambda: FileTier(TierConfig(Location("file", str(root))), SLOT_BYTES, FACTS)
+        return lambda: FileTier(TierConfig.at(f"file://{root}"), SLOT_BYTES, FACTS)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
         return path_in(self.root, name).read_bytes()
@@ -42,10 +37,6 @@ class FilesContract(TierContract):
 
 class TestOnDisk(FilesContract):
     flip_every = 20
-
-    @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
-        return tmp_path / "tier"
 
 
 class TestOnTmpfs(FilesContract):

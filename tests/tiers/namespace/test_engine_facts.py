@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from safe_offload import compat
 from safe_offload.commands.bench.tiny_models import write_tiny_model
+from safe_offload.compat import model_facts
 from safe_offload.tiers.namespace.engine_facts import (
     IGNORED,
     IGNORED_VARIABLES,
@@ -128,25 +128,30 @@ def other_than(value: Any) -> Any:
 
 
 def facts_of(config: Any) -> EngineFacts:
-    return engine_facts(config, compat.variable_names())
+    return engine_facts(config, model_facts.variable_names())
 
 
-def test_every_field_counts_or_is_in_the_list_with_its_reason(config: Any) -> None:
-    """One at a time, from both sides: what is in the list changes nothing."""
-    before = facts_of(config).facts
+def test_every_field_counts_or_is_in_the_list_with_its_reason(config):
+    """One at a time, from both sides: what is in the list changes nothing.
+
+    Each part is looked at alone, and once as a part of the whole.
+    """
+    whole = facts_of(config).facts
     checked, wrong = set(), []
     for part in places(config):
-        owner = type(part).__name__
+        owner, before, is_seen = type(part).__name__, facts_of(part).facts, False
         for field in dataclasses.fields(part):
             value = getattr(part, field.name, None)
             object.__setattr__(part, field.name, other_than(value))
-            is_other = facts_of(config).facts != before
+            is_other = facts_of(part).facts != before
+            is_seen = is_seen or (is_other and facts_of(config).facts != whole)
             object.__setattr__(part, field.name, value)
             checked.add((owner, field.name))
             if is_other == ((owner, field.name) in IGNORED_FIELDS):
                 wrong.append(f"{owner}.{field.name}: {value!r}, counts: {is_other}")
+        assert is_seen or not before.keys() - {"configuration"}, owner
     assert not wrong
-    assert facts_of(config).facts == before
+    assert facts_of(config).facts == whole
     ignored_parts = {"KVTransferConfig", "KVEventsConfig", "ObservabilityConfig", "ProfilerConfig"}
     unseen = {(cls.__name__, name) for cls, name in FIELDS} - checked - IGNORED_FIELDS
     assert {owner for owner, _ in unseen} <= ignored_parts | {
@@ -156,11 +161,12 @@ def test_every_field_counts_or_is_in_the_list_with_its_reason(config: Any) -> No
     }
 
 
-def test_each_field_of_this_vllm_was_looked_at() -> None:
+def test_each_field_of_this_vllm_was_looked_at():
     """Who brings a new vLLM looks whether its new fields matter, and adds them to the list.
 
     A field that is not known counts all the same.
     """
+    assert set(model_facts.variable_names()) == set(envs.environment_variables)
     known = set(KNOWN_FIELDS.read_text().split())
     found = {f"{cls.__name__}.{name}" for cls, name in FIELDS}
     assert found <= known, sorted(found - known)
@@ -168,14 +174,14 @@ def test_each_field_of_this_vllm_was_looked_at() -> None:
     assert set(envs.environment_variables) <= known, sorted({*envs.environment_variables} - known)
 
 
-def test_every_variable_counts_or_is_in_the_list(config: Any, monkeypatch: Any) -> None:
+def test_every_variable_counts_or_is_in_the_list(monkeypatch):
     for name in envs.environment_variables:
         monkeypatch.delenv(name, raising=False)
-    before = facts_of(config).facts
+    before = fact_of(1, envs.environment_variables).facts
     ignored = re.compile("|".join(IGNORED_VARIABLES.values()))
     for name in envs.environment_variables:
         monkeypatch.setenv(name, "2")
-        more = facts_of(config).facts.items() - before.items()
+        more = fact_of(1, envs.environment_variables).facts.items() - before.items()
         assert more == (set() if ignored.fullmatch(name) else {(f"env.{name}", "2")})
         monkeypatch.delenv(name)
     counted = {name for name in envs.environment_variables if not ignored.fullmatch(name)}
@@ -183,7 +189,7 @@ def test_every_variable_counts_or_is_in_the_list(config: Any, monkeypatch: Any) 
     assert not counted & {"VLLM_PORT", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "VLLM_CACHE_ROOT"}
 
 
-def test_variables_that_vllm_does_not_know_do_not_count(config: Any, monkeypatch: Any) -> None:
+def test_variables_that_vllm_does_not_know_do_not_count(config, monkeypatch):
     """Kubernetes puts VLLM_SERVICE_HOST and the like into every pod beside a service `vllm`."""
     before = facts_of(config)
     monkeypatch.setenv("VLLM_SERVICE_HOST", "10.0.0.7")
@@ -202,15 +208,16 @@ class Plain:
         self.__dict__ = fields
 
 
-def fact_of(value: Any) -> EngineFacts:
-    @dataclasses.dataclass
-    class Config:
-        field: Any
-
-    return engine_facts(Config(value), ())
+@dataclasses.dataclass
+class Config:
+    field: Any
 
 
-def test_values_are_told_apart_and_written_the_same_everywhere() -> None:
+def fact_of(value: Any, variables: Iterable[str] = ()) -> EngineFacts:
+    return engine_facts(Config(value), variables)
+
+
+def test_values_are_told_apart_and_written_the_same_everywhere():
     values = [
         *(None, True, 1, 1.5, "1", "True", "", b"1", [1], [[1]], ["1"], {"a": 1}, {"a": [1]}),
         *({"b": 1}, {1, 2}, Mode.FIRST, torch.float16, torch.device("cpu"), Plain(a=1)),
@@ -227,12 +234,12 @@ def test_values_are_told_apart_and_written_the_same_everywhere() -> None:
     assert fact_of({"ab", "cd", "ef"}) == fact_of({"ef", "cd", "ab"})
 
 
-def test_what_cannot_be_compared_is_said() -> None:
+def test_what_cannot_be_compared_is_said():
     for value in (lambda config: config, object(), [object()], {"a": iter(())}, Plain(a=object())):
         assert fact_of(value).unclear == ("field",)
 
 
-def test_a_file_that_a_field_names_is_to_be_read(tmp_path: Path) -> None:
+def test_a_file_that_a_field_names_is_to_be_read(tmp_path):
     file = tmp_path / "scales.json"
     file.write_text("{}")
     assert fact_of(str(file)).files == {"field": str(file)}
@@ -241,7 +248,7 @@ def test_a_file_that_a_field_names_is_to_be_read(tmp_path: Path) -> None:
     assert not fact_of("scales.json").files
 
 
-def test_no_secret_is_among_the_facts(config: Any, monkeypatch: Any) -> None:
+def test_no_secret_is_among_the_facts(config, monkeypatch):
     secret = "swordfish7"
     before = facts_of(config)
     config = copy.deepcopy(config)
@@ -264,7 +271,7 @@ def test_no_secret_is_among_the_facts(config: Any, monkeypatch: Any) -> None:
     assert secret not in str(facts_of(config))
 
 
-def test_the_place_of_a_model_on_this_machine_does_not_count(config: Any, tmp_path: Path) -> None:
+def test_the_place_of_a_model_on_this_machine_does_not_count(config, tmp_path):
     """What is in its files does. On the hub the name counts."""
     config = copy.deepcopy(config)
     found = []
@@ -277,7 +284,7 @@ def test_the_place_of_a_model_on_this_machine_does_not_count(config: Any, tmp_pa
     assert facts_of(config).facts["model_config.model"] == '"some/model"'
 
 
-def test_packages_that_compute_count(config: Any, monkeypatch: Any) -> None:
+def test_packages_that_compute_count(config, monkeypatch):
     before = facts_of(config).facts
     assert before["package.torch"]
     assert "package.safe-offload" not in before
@@ -304,9 +311,7 @@ def test_packages_that_compute_count(config: Any, monkeypatch: Any) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_a_restart_with_other_limits_stays_warm(
-    arguments: dict[str, Any], enforce_eager: bool, small_model: Path
-) -> None:
+def test_a_restart_with_other_limits_stays_warm(arguments, enforce_eager, small_model):
     """From the arguments on, as vLLM derives much of its configuration from others of it."""
     found = []
     for more in ({}, arguments):

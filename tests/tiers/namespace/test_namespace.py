@@ -13,18 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from safe_offload import compat
 from safe_offload.commands.bench.tiny_models import write_tiny_model
-from safe_offload.config.tier_url import Location
+from safe_offload.compat import model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
 from safe_offload.tiers.namespace.namespace import Doubt, Meaning, meaning_of
 from tests.fresh_process import run_script
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
-TIER = TierConfig(Location("file", "/mnt/kv"))
+TIER = TierConfig.at("file:///mnt/kv")
 VOUCHED = dataclasses.replace(TIER, model_version="7")
 SHAPE = EngineShape(groups=("full", "window:8"), extra={"tiers": [{"url": "file:///mnt/kv"}]})
 
@@ -36,21 +36,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compat, "cache_root", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)
     return config
 
 
-def geometry_of(kv_cache: Any) -> Any:
+def unread(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
+    kv_cache = kv_cache or make_kv_cache_config(SHAPE)
     size_bytes = kv_cache.kv_cache_tensors[0].size
-    return make_geometry(compat.segments(kv_cache), kv_cache.num_blocks, size_bytes)
+    geometry = make_geometry(specs.segments(kv_cache), kv_cache.num_blocks, size_bytes)
+    return meaning_of(config, kv_cache, geometry, copy_rank)
 
 
 def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
     """What is known when the files have been read; they were all there before."""
-    kv_cache = kv_cache or make_kv_cache_config(SHAPE)
-    found = meaning_of(config, kv_cache, geometry_of(kv_cache), copy_rank)
+    found = unread(config, kv_cache, copy_rank)
     learned = found.learn(lambda: False)
     assert learned is not None
     new = [doubt for doubt in learned.doubts if "after this process started" not in doubt.text]
@@ -69,23 +70,12 @@ def test_equal_engines_mean_the_same(config):
 
 
 def set_field(path: str, value: object) -> Callable[[Any], None]:
-    *parents, name = path.split(".")
-
-    def change(config: Any) -> None:
-        for parent in parents:
-            config = getattr(config, parent)
-        setattr(config, name, value)
-
-    return change
+    part, name = path.split(".")
+    return lambda config: setattr(getattr(config, part), name, value)
 
 
 def with_images(**fields: Any) -> Callable[[Any], None]:
-    def change(config: Any) -> None:
-        from vllm.config import MultiModalConfig
-
-        config.model_config.multimodal_config = MultiModalConfig(**fields)
-
-    return change
+    return set_field("model_config.multimodal_config", MultiModalConfig(**fields))
 
 
 @pytest.mark.parametrize(
@@ -211,21 +201,16 @@ def files_of(config: Any, folder: Path | str) -> str:
     return meaning(config).facts["files.model.weights"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("model.safetensors", "config.json", "preprocessor_config.json", "modeling_own.py"),
-        *("tokenizer.json", "chat_template.jinja", "original/params.json", "weights.unknown"),
-    ],
-)
-def test_every_file_of_the_model_counts(config, tmp_path, name):
+def test_every_file_of_the_model_counts(config, tmp_path):
     """tests/tiers/namespace/test_model_files.py has all that may become of them."""
     folder = tmp_path / "model"
-    folder.joinpath(name).parent.mkdir(parents=True)
-    folder.joinpath(name).write_bytes(b"1")
-    first = files_of(config, folder)
-    folder.joinpath(name).write_bytes(b"2")
-    assert first != files_of(config, folder) != ""
+    folder.joinpath("original").mkdir(parents=True)
+    found = set()
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "original/params.json"):
+        for content in (b"1", b"2"):
+            folder.joinpath(name).write_bytes(content)
+            found.add(files_of(config, folder))
+    assert len(found - {""}) == 8
 
 
 def test_the_commit_that_vllm_has_found_counts(config, tmp_path):
@@ -301,34 +286,23 @@ def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"1")  # by this very process
     config.model_config.model = str(tmp_path / "model")
-    kv_cache = make_kv_cache_config(SHAPE)
-    found = meaning_of(config, kv_cache, geometry_of(kv_cache), 0)
+    found = unread(config)
     learned = found.learn(lambda: False)
     assert learned is not None
     found.take(learned)
     assert any("after this process started" in text for text in found.doubts_of(VOUCHED))
 
 
-def test_an_engine_is_not_alone_for_its_adapters(config):
-    """What is computed with one stays out of tiers (scheduler/tiers/private.py)."""
+def test_scales_that_follow_from_requests_are_a_doubt_and_adapters_are_none(config):
+    """What is computed with an adapter stays out of tiers (scheduler/tiers/private.py)."""
     config.lora_config = SimpleNamespace()
     assert not meaning(config).doubts
-
-
-def test_scales_that_follow_from_requests_are_a_doubt(config):
     object.__setattr__(config.cache_config, "calculate_kv_scales", True)
     assert meaning(config).doubts_of(VOUCHED)
 
 
 def test_reading_can_be_cancelled(config):
-    kv_cache = make_kv_cache_config(SHAPE)
-    assert meaning_of(config, kv_cache, geometry_of(kv_cache), 0).learn(lambda: True) is None
-
-
-def test_the_operators_words_count(config):
-    found = meaning(config)
-    blue = dataclasses.replace(TIER, namespace="blue")
-    assert found.facts_of(blue) != found.facts_of(TIER)
+    assert unread(config).learn(lambda: True) is None
 
 
 def test_a_tier_knows_what_was_learned_after_it_was_opened():
@@ -336,6 +310,8 @@ def test_a_tier_knows_what_was_learned_after_it_was_opened():
     facts = found.facts_of(TIER)
     found.facts |= {"files.model": "2"}
     assert dict(facts) == {"a": "1", "files.model": "2", "namespace": "", "model_version": ""}
+    blue = dataclasses.replace(TIER, namespace="blue")
+    assert dict(found.facts_of(blue)) == {**facts, "namespace": "blue"}
     assert not dataclasses.replace(found, doubts=(Doubt("x"),)).doubts_of(VOUCHED)
 
 
@@ -351,6 +327,7 @@ print(sorted(meaning(config).facts.items()))
 """
 
 
+@pytest.mark.nightly
 def test_another_process_finds_the_same_meaning(config, model, tmp_path):
     """No address, no order of a set, no random word is among the facts."""
     script = SCRIPT.format(model=str(model))

@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
+import pytest
+
+from tests.tiers.valkey.scripted_server import Peer
+
 DATE = "Mon, 05 Jan 2026 10:00:00 GMT"
+NO_CONTENT = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
 class Request(NamedTuple):
@@ -61,12 +65,7 @@ class ScriptedBucket:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         for task in self._handlers:
@@ -135,3 +134,26 @@ class ScriptedBucket:
         if request.method == "HEAD":
             return answer("200 OK", Content_Length=str(len(found)))
         return answer("200 OK", found)
+
+
+def known_to_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set credentials, no files of the user's, no proxy."""
+    for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.lower(), raising=False)
+    for variable, value in (
+        *(("HOME", "/nowhere"), ("AWS_REGION", "us-east-1")),
+        *(("AWS_ACCESS_KEY_ID", "access"), ("AWS_SECRET_ACCESS_KEY", "secret")),
+    ):
+        monkeypatch.setenv(variable, value)
+
+
+def head_from(peer: Peer) -> bytes:
+    """Return the head of a request; nothing of its body is read."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        byte = peer.connection.recv(1)
+        if not byte:
+            raise ConnectionError
+        head += byte
+    return head

@@ -35,7 +35,8 @@ from tests.tiers.contract import (
     slot_of,
     spill_one,
 )
-from tests.tiers.objects.scripted_bucket import Request, ScriptedBucket, answer
+from tests.tiers.objects.scripted_bucket import Request, ScriptedBucket, answer, known_to_the_tier
+from tests.tiers.valkey.scripted_server import until
 
 SECRET = "5ecre7/" * 4
 SECRETS = {
@@ -53,6 +54,7 @@ LENGTH = HEADER_BYTES + 4096
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Credentials that can be told from all else; no files of the user's."""
+    known_to_the_tier(monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     for variable in ("AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.delenv(variable, raising=False)
@@ -75,12 +77,6 @@ async def tier(bucket: ScriptedBucket) -> AsyncIterator[ObjectTier]:
     tier = ObjectTier(config_of(bucket), FACTS)
     yield tier
     await tier.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 - what changes is in another process or thread
-            await asyncio.sleep(0.01)
 
 
 # ---- three kinds of store -----------------------------------------------------------------------
@@ -310,26 +306,6 @@ async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(
     await until(lambda: not bucket.num_open)  # connections of what was given up are closed
 
 
-async def test_after_a_spill_was_given_up_nothing_reads_the_slot(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
-    size = 16 << 20  # more than the system takes for a connection
-    slot = slot_of((size,), fill=b"a" * size)
-    await spill_one(tier, name_of(2), filled((512,)))  # which describes the namespace
-    bucket.requests.clear()
-    bucket.may_read.clear()
-    spilling = asyncio.ensure_future(tier.spill([name_of(1)], [slot]))
-    await until(lambda: len(bucket.requests) == 1)
-    spilling.cancel()
-    assert await asyncio.wait_for(spilling, PATIENCE_S) == [Result.CANCELLED]
-    slot[0][:] = b"b" * size
-    bucket.may_read.set()
-    await until(lambda: not bucket.num_open)
-    body = bucket.requests[0].body[HEADER_BYTES:]
-    assert b"b" not in body
-    assert len(body) < size, "it was given up before all was sent"
-
-
 # ---- secrets ------------------------------------------------------------------------------------
 
 
@@ -422,12 +398,8 @@ class FakeProvider:
     """In the place of what reads files with boto3."""
 
     def __call__(self) -> dict[str, object]:
-        return {
-            "access_key_id": "from-a-file",
-            "secret_access_key": "s",
-            "token": None,
-            "expires_at": None,
-        }
+        found = {"access_key_id": "from-a-file", "secret_access_key": "s"}
+        return {**found, "token": None, "expires_at": None}
 
 
 @pytest.fixture
@@ -446,38 +418,30 @@ def boto3(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
     return put_in
 
 
-@pytest.mark.parametrize("how", ["profile", "file", "file elsewhere"])
-async def test_credentials_come_from_the_files_of_aws(
+@pytest.mark.parametrize("how", ["profile", "file", "file elsewhere", "environment"])
+async def test_credentials_come_from_the_environment_and_else_from_the_files_of_aws(
     bucket: ScriptedBucket,
     how: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    no_credentials: None,
     boto3: Callable[[type], None],
 ) -> None:
     boto3(FakeProvider)
-    if how == "profile":
+    file = tmp_path / (".aws/credentials" if how == "file" else "elsewhere")
+    if how in ("profile", "environment"):
         monkeypatch.setenv("AWS_PROFILE", "kv")
     else:
-        path = tmp_path / (".aws/credentials" if how == "file" else "elsewhere")
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        if how != "file":
-            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    if how == "file elsewhere":
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    if how != "environment":
+        for variable in SECRETS:
+            monkeypatch.delenv(variable)
     tier = ObjectTier(config_of(bucket), FACTS)
     await tier.probe([name_of(1)])
-    assert "Credential=from-a-file/" in bucket.requests[0].headers["authorization"]
-    await tier.close()
-
-
-async def test_the_environment_goes_before_the_files(
-    bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch, boto3: Callable[[type], None]
-) -> None:
-    boto3(FakeProvider)
-    monkeypatch.setenv("AWS_PROFILE", "kv")
-    tier = ObjectTier(config_of(bucket), FACTS)
-    await tier.probe([name_of(1)])
-    assert "Credential=access-5ecre7/" in bucket.requests[0].headers["authorization"]
+    key = "access-5ecre7" if how == "environment" else "from-a-file"
+    assert f"Credential={key}/" in bucket.requests[0].headers["authorization"]
     await tier.close()
 
 

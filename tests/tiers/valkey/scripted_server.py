@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
+
+from safe_offload.tiers.base import Tier
+from tests.tiers.contract import name_of
 from tests.valkey_server import LOCALHOST, Certificates
 
 PATIENCE_S = 30
@@ -161,3 +166,17 @@ class _Greeted(Peer):
         while (words := super().begin_command())[0] in self._answers:
             self.send(self._answers[words[0]])
         return words
+
+
+async def reason_of(tier: Tier) -> str:
+    """Return why a tier cannot be asked."""
+    with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
+        await tier.probe([name_of(1)])
+    return str(found.value)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until a thread or a process has made something so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 it is not of this loop
+            await asyncio.sleep(0.001)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from safe_offload.config.tiers import DEFAULT_CONNECTIONS, TierConfig
 from safe_offload.tiers.base import Result
@@ -35,13 +34,6 @@ GOOD = {
     b"SET": b"+OK\r\n",
     b"DEL": b":1\r\n",
 }
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
-def runner(request: Any) -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=request.param) as runner:
-        yield runner
 
 
 @contextlib.contextmanager
@@ -75,12 +67,6 @@ WORKED = [[True], [Result.DONE], [Result.PRESENT]]
 
 
 # ---- a real server ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: Any) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
 
 
 def kill_connections(*servers: Server) -> None:
@@ -173,16 +159,6 @@ def test_an_idle_connection_is_kept_alive(runner: asyncio.Runner, valkey: Server
 
 
 # ---- a scripted server --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: Any) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(params=["plain", "tls"])
-def tls(request: Any, certificates: Certificates) -> Certificates | None:
-    return certificates if request.param == "tls" else None
 
 
 class Waiting:

@@ -13,10 +13,10 @@ from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Name
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.valkey.names import (
-    described_namespace,
     description_key,
     key_of,
     name_of_key,
+    namespace_of_key,
 )
 from tests.tiers.contract import FACTS, SPACE, name_of
 
@@ -27,7 +27,7 @@ NAMES = [name_of(1), name_of(2, 7), Name(SPACE, 65535, b"\xff"), Name(bytes(16),
 def test_a_key_says_which_object_it_is(name: Name) -> None:
     key = key_of(name)
     assert name_of_key(key) == name
-    assert described_namespace(key) is None
+    assert namespace_of_key(key) == name.namespace.hex()
     assert key.isascii()
     assert b"{" not in key, "a hash tag would put all objects on one server of a cluster"
 
@@ -57,9 +57,9 @@ def test_other_keys_are_no_objects(key: bytes) -> None:
 
 
 def test_the_key_of_a_description_says_what_it_describes() -> None:
-    assert described_namespace(description_key(SPACE)) == SPACE
-    assert described_namespace(b"safe-offload:zz:namespace.json") is None
-    assert described_namespace(b"namespace.json") is None
+    assert namespace_of_key(description_key(SPACE)) == SPACE.hex()
+    assert namespace_of_key(b"safe-offload:zz:namespace.json") == ""
+    assert namespace_of_key(b"namespace.json") == ""
 
 
 def test_a_tier_needs_no_package() -> None:

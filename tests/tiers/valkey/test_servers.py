@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,23 @@ import pytest
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.valkey.servers import NODES_MAX
 from safe_offload.tiers.valkey.tier import ValkeyTier
-from tests.tiers.contract import FACTS, fetch_one, filled, name_of, slot_of, spill_one
-from tests.tiers.valkey.scripted_server import Peer, Script, ScriptedServer
-from tests.valkey_server import LOCALHOST, Certificates, url_config
+from tests.tiers.contract import fetch_one, filled, name_of, slot_of, spill_one
+from tests.tiers.valkey.scripted_server import Peer, Script, ScriptedServer, reason_of
+from tests.valkey_server import LOCALHOST, Certificates
 
 SECRET = "correct-horse"
 
 
 @pytest.fixture
-async def open_at() -> AsyncIterator[Callable[..., ValkeyTier]]:
-    """Tiers on scripted servers, closed in the end."""
-    tiers: list[ValkeyTier] = []
+def open_at(make: Callable[..., ValkeyTier]) -> OpenAt:
+    """Tiers on scripted servers."""
 
     def one_more(
         server: ScriptedServer, login: str = "", scheme: str = "redis", **values: Any
     ) -> ValkeyTier:
-        url = f"{scheme}://{login}127.0.0.1:{server.port}/1"
-        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
-        return tiers[-1]
+        return make(f"{scheme}://{login}127.0.0.1:{server.port}/1", **values)
 
-    yield one_more
-    for tier in tiers:
-        await tier.close()
+    return one_more
 
 
 OpenAt = Callable[..., ValkeyTier]
@@ -59,12 +54,6 @@ def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
         b"*3\r\n:%d\r\n:%d\r\n*2\r\n%b:%d\r\n" % (first, last, text(host), port)
         for first, last, host, port in ranges
     )
-
-
-async def reason_of(tier: ValkeyTier) -> str:
-    with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
-        await tier.probe([name_of(1)])
-    return str(found.value)
 
 
 # ---- the greeting -------------------------------------------------------------------------------

@@ -22,12 +22,6 @@ PASSWORD = "correct-horse"
 
 
 @pytest.fixture(scope="module")
-def valkey(tmp_path_factory: Any) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def redis_with_tls(tmp_path_factory: Any) -> Iterator[tuple[Server, Certificates]]:
     folder = tmp_path_factory.mktemp("redis")
     certificates = Certificates(folder / "certificates")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +27,13 @@ from tests.tiers.contract import (
     slot_of,
     spill_one,
 )
+from tests.tiers.valkey.scripted_server import reason_of, until
 from tests.valkey_server import Certificates, Cluster, Server, free_port, redis_binary, url_config
 
 SECRET = "correct-horse"
 MIB = 1 << 20
 
 needs_redis = pytest.mark.skipif(redis_binary() is None, reason="no redis-server: `make servers`")
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: Any) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(valkey: Server) -> Iterator[Server]:
-    """A server as it is after its start."""
-    with valkey.client() as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-        yield valkey
-        for user in client.acl_users():
-            if user != "default":
-                client.acl_deluser(user)
-
-
-@pytest.fixture
-async def make() -> AsyncIterator[Callable[..., ValkeyTier]]:
-    """Tiers that are closed in the end."""
-    tiers: list[ValkeyTier] = []
-
-    def one_more(url: str, **values: Any) -> ValkeyTier:
-        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
-        return tiers[-1]
-
-    yield one_more
-    for tier in tiers:
-        await tier.close()
 
 
 Make = Callable[..., ValkeyTier]
@@ -78,10 +47,12 @@ def slots_of(count: int, size_bytes: int = 4096) -> list[Buffers]:
     return [slot_of((size_bytes,)) for _ in range(count)]
 
 
-async def reason_of(tier: ValkeyTier) -> str:
-    with pytest.raises(OSError) as found:  # noqa: PT011 its text is what matters
-        await tier.probe([name_of(1)])
-    return str(found.value)
+READER = "reader on nopass ~safe-offload:* +get +exists"
+
+
+def set_user(server: Server, rights: str) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", *rights.split())
 
 
 # ---- who may log in -----------------------------------------------------------------------------
@@ -90,8 +61,7 @@ async def reason_of(tier: ValkeyTier) -> str:
 async def test_a_wrong_password_says_so_and_is_never_shown(
     server: Server, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "kv", "on", ">another", "+@all", "~*")
+    set_user(server, "kv on >another +@all ~*")
     caplog.set_level(logging.DEBUG)
     tier = make(f"redis://kv:{SECRET}@{server.host_port}")
     reason = await reason_of(tier)
@@ -103,11 +73,11 @@ async def test_a_wrong_password_says_so_and_is_never_shown(
 
 async def test_a_server_that_wants_a_password_says_so(server: Server, make: Make) -> None:
     with server.client() as client:
-        client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+        client.execute_command(*["ACL", "SETUSER", "default", "resetpass", ">another"])
         try:
             assert "(NOAUTH)" in await reason_of(make(f"redis://{server.host_port}"))
         finally:
-            client.execute_command("ACL", "SETUSER", "default", "nopass")
+            client.execute_command(*["ACL", "SETUSER", "default", "nopass"])
 
 
 async def test_a_password_file_is_read_for_each_connection(
@@ -116,22 +86,17 @@ async def test_a_password_file_is_read_for_each_connection(
     file = tmp_path / "password"
     tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
     assert "cannot be read: No such file" in await reason_of(tier)
-    with server.client() as client:
-        for password in ("first", "second"):  # it is changed while the tier is open
-            client.execute_command(
-                *("ACL", "SETUSER", "kv", "reset", "on", f">{password}", "+@all", "~*")
-            )
+    for password in ("first", "second"):  # it is changed while the tier is open
+        set_user(server, f"kv reset on >{password} +@all ~*")
+        with server.client() as client:
             client.execute_command("CLIENT", "KILL", "USER", "kv")
-            file.write_text(f"{password}\n")
-            assert await tier.probe([name_of(1)]) == [False]
+        file.write_text(f"{password}\n")
+        assert await tier.probe([name_of(1)]) == [False]
 
 
 async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> None:
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,), 1))
-    with server.client() as client:
-        client.execute_command(
-            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
-        )
+    set_user(server, READER)
     tier, slot = make(f"redis://reader:any@{server.host_port}"), slot_of((512,))
     assert await tier.probe([name_of(1), name_of(2)]) == [True, False]
     assert await fetch_one(tier, name_of(1), slot) is Result.DONE
@@ -146,10 +111,8 @@ async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> Non
 async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
     server: Server, make: Make
 ) -> None:
+    set_user(server, READER)
     with server.client() as client:
-        client.execute_command(
-            *("ACL", "SETUSER", "reader", "on", "nopass", "~safe-offload:*", "+get", "+exists")
-        )
         client.set(key_of(name_of(1)), b"x")
     tier = make(f"redis://reader:any@{server.host_port}")
     assert await tier.probe([name_of(1)]) == [True]
@@ -172,11 +135,6 @@ def test_a_url_with_a_password_is_warned_about(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: Any) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
 def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tls")
     options = {"tls-auth-clients": "yes"}
@@ -184,48 +142,39 @@ def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Serv
         yield server
 
 
-def tls_values(certificates: Certificates) -> dict[str, str]:
-    ca, cert, key = (str(each) for each in (certificates.ca, certificates.cert, certificates.key))
-    return {"ca_file": ca, "cert_file": cert, "key_file": key}
-
-
 @needs_redis
-async def test_a_client_shows_its_certificate(
-    with_tls: Server, certificates: Certificates, make: Make
+@pytest.mark.parametrize(
+    ("url", "files", "why"),
+    [
+        ("rediss://localhost:{tls}", "ca cert key", ""),
+        ("rediss://localhost:{tls}", "ca", "does not"),
+        ("rediss://127.0.0.1:{tls}", "ca cert key", "is refused: IP address mismatch"),
+        ("rediss://localhost:{tls}", "", "is refused: "),
+        ("rediss://localhost:{tls}", "stranger", "is refused: "),
+        ("redis://localhost:{tls}", "", "write rediss://"),
+        ("rediss://localhost:{plain}", "ca", "whether this port speaks TLS"),
+    ],
+)
+async def test_with_tls_both_sides_show_a_certificate_or_say_why_not(
+    with_tls: Server,
+    server: Server,
+    certificates: Certificates,
+    make: Make,
+    tmp_path: Path,
+    url: str,
+    files: str,
+    why: str,
 ) -> None:
-    values = tls_values(certificates)
-    url = f"rediss://localhost:{with_tls.port}"
-    assert await make(url, **values).probe([name_of(1)]) == [False]
-    assert "does not" in await reason_of(make(url, ca_file=values["ca_file"]))
-
-
-@needs_redis
-async def test_a_certificate_of_another_name_is_refused(
-    with_tls: Server, certificates: Certificates, make: Make
-) -> None:
-    tier = make(f"rediss://127.0.0.1:{with_tls.port}", **tls_values(certificates))
-    reason = await reason_of(tier)
-    assert "is refused: IP address mismatch" in reason
-    assert '"ca_file"' in reason
-
-
-@needs_redis
-async def test_a_certificate_of_an_unknown_authority_is_refused(
-    with_tls: Server, make: Make, tmp_path: Path
-) -> None:
-    url, stranger = f"rediss://localhost:{with_tls.port}", Certificates(tmp_path / "stranger")
-    for values in ({}, {"ca_file": str(stranger.ca)}):
-        assert "is refused: " in await reason_of(make(url, **values))
-
-
-@needs_redis
-async def test_tls_on_one_side_only_says_so(
-    with_tls: Server, server: Server, certificates: Certificates, make: Make
-) -> None:
-    plain = make(f"redis://localhost:{with_tls.port}")
-    assert "write rediss://" in await reason_of(plain)
-    tls = make(f"rediss://{server.host_port}", ca_file=str(certificates.ca), timeout_s=0.2)
-    assert "whether this port speaks TLS" in await reason_of(tls)
+    values = {f"{file}_file": str(getattr(certificates, file, "")) for file in files.split()}
+    if files == "stranger":
+        values = {"ca_file": str(Certificates(tmp_path / "stranger").ca)}
+    tier = make(url.format(tls=with_tls.port, plain=server.port), timeout_s=0.5, **values)
+    if why:
+        reason = await reason_of(tier)
+        assert why in reason
+        assert "mismatch" not in reason or '"ca_file"' in reason
+    else:
+        assert await tier.probe([name_of(1)]) == [False]
 
 
 # ---- what the server keeps ----------------------------------------------------------------------
@@ -266,12 +215,6 @@ async def test_the_time_of_an_object_begins_again_when_it_is_used(
         assert await fetch_one(tier, names[0], slots[0]) is Result.ABSENT
 
 
-async def test_without_a_time_objects_stay(server: Server, make: Make) -> None:
-    await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
-    with server.client() as client:
-        assert client.pttl(key_of(name_of(1))) == -1
-
-
 async def test_a_key_of_another_type_is_unreadable(server: Server, make: Make) -> None:
     tier = make(f"redis://{server.host_port}")
     with server.client() as client:
@@ -294,11 +237,13 @@ async def test_a_value_that_is_much_too_long_is_deleted(
     assert await tier.probe(names) == [True, False, True, True]
 
 
-async def test_a_namespace_is_described(server: Server, make: Make) -> None:
+async def test_a_namespace_is_described_and_without_a_time_all_stays(
+    server: Server, make: Make
+) -> None:
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
     with server.client() as client:
-        found = client.get(description_key(SPACE))
-    assert naming.facts_of(found) == FACTS
+        assert naming.facts_of(client.get(description_key(SPACE))) == FACTS
+        assert client.pttl(key_of(name_of(1))) == client.pttl(description_key(SPACE)) == -1
 
 
 async def test_a_database_is_selected(server: Server, make: Make) -> None:
@@ -325,12 +270,6 @@ async def test_connections_are_bounded_and_closed(server: Server, make: Make) ->
 
 
 # ---- servers that hang and die ------------------------------------------------------------------
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110 another process makes it so
-            await asyncio.sleep(0.005)
 
 
 def circuit_of(tier: ValkeyTier, url: str, **values: Any) -> Circuit:
@@ -402,44 +341,47 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make: Make, tmp_
             await reason_of(tier)
 
 
-async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(
-    make: Make, tmp_path: Path
-) -> None:
-    names, slots = names_of(60), slots_of(60)
-    with Cluster(tmp_path, 2) as cluster:
-        hung = cluster.servers[1]
-        is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
-        url = f"redis://{cluster.servers[0].host_port}"
-        tier = make(url)
-        circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
-        assert await circuit.spill(names, slots) == [Result.DONE] * 60
-        hung.stop()
-        try:
-            assert await circuit.probe(names) is None, "it has to be found out once"
-            assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
-            expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
-            assert await circuit.fetch(names, slots) == expected
-        finally:
-            hung.go_on()
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("pair"), 2) as cluster:
+        yield cluster
 
 
-async def test_keys_that_have_moved_to_another_server_are_found(make: Make, tmp_path: Path) -> None:
+async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, make: Make) -> None:
     names, slots = names_of(60), slots_of(60)
-    with Cluster(tmp_path, 2) as cluster:
-        tier = make(f"redis://{cluster.servers[0].host_port}")
-        await tier.spill(names, slots)
-        first, second = (server.client() for server in cluster.servers)
-        with first, second:
-            second_id = second.execute_command("CLUSTER", "MYID")
-            for name in names:  # what was on the first is lost, and belongs to the second
-                slot = cluster_slot_of(key_of(name))
-                if slot < 16384 // 2:
-                    first.delete(key_of(name))
-                    for client in (second, first):
-                        client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", second_id)
-        was_lost = [cluster_slot_of(key_of(name)) < 16384 // 2 for name in names]
-        assert await tier.probe(names) == [not lost for lost in was_lost]
-        found = await tier.fetch(names, slots)
-        assert found == [Result.ABSENT if lost else Result.DONE for lost in was_lost]
-        written = await tier.spill(names, slots)
-        assert written == [Result.DONE if lost else Result.PRESENT for lost in was_lost]
+    hung = pair.servers[1]
+    is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
+    url = f"redis://{pair.servers[0].host_port}"
+    tier = make(url)
+    circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
+    assert await circuit.spill(names, slots) == [Result.DONE] * 60
+    hung.stop()
+    try:
+        assert await circuit.probe(names) is None, "it has to be found out once"
+        assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
+        expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
+        assert await circuit.fetch(names, slots) == expected
+    finally:
+        hung.go_on()
+
+
+async def test_keys_that_have_moved_to_another_server_are_found(pair: Cluster, make: Make) -> None:
+    """The last test with this cluster."""
+    names, slots = names_of(60), slots_of(60)
+    tier = make(f"redis://{pair.servers[0].host_port}")
+    await tier.spill(names, slots)
+    first, second = (server.client() for server in pair.servers)
+    with first, second:
+        second_id = second.execute_command("CLUSTER", "MYID")
+        for name in names:  # what was on the first is lost, and belongs to the second
+            slot = cluster_slot_of(key_of(name))
+            if slot < 16384 // 2:
+                first.delete(key_of(name))
+                for client in (second, first):
+                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", second_id)
+    was_lost = [cluster_slot_of(key_of(name)) < 16384 // 2 for name in names]
+    assert await tier.probe(names) == [not lost for lost in was_lost]
+    found = await tier.fetch(names, slots)
+    assert found == [Result.ABSENT if lost else Result.DONE for lost in was_lost]
+    written = await tier.spill(names, slots)
+    assert written == [Result.DONE if lost else Result.PRESENT for lost in was_lost]

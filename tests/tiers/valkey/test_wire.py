@@ -263,7 +263,7 @@ async def test_a_lost_connection_fails_all_replies(wire: Wire) -> None:
 
 @pytest.mark.parametrize("data", [b"$-7\r\n", b"*-5\r\n", b"", b"x" * 2000])
 async def test_a_connection_that_ends_keeps_no_memory(wire: Wire, data: bytes) -> None:
-    """It lives on for a while: the error that ends it and whoever meets that know each other."""
+    """It lives on for a while: the error that ends it and its traceback know each other."""
     scratch = wire.get_buffer(-1).obj
     reply = wire.ask_value([b""], slot_of((100,)))
     feed(wire, data)

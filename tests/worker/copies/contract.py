@@ -28,6 +28,7 @@ from safe_offload.worker.copies.base import Backend, Copy, Direction
 
 PATIENCE_S = 20.0
 Bytes = npt.NDArray[np.uint8]
+Pairs = tuple[list[int], list[int]]
 
 NUM_BLOCKS = 23
 NUM_SLOTS = 31
@@ -131,9 +132,29 @@ class Subject(ABC):
             start = segment.offset_bytes + block * segment.stride_bytes
             yield slice(start, start + length), slice(row, row + length)
 
+    def arrive(self, direction: Direction, pairs: Pairs, storage: Bytes, host: Bytes) -> None:
+        """Put what copies of blocks and slots bring into what the two memories held before."""
+        for block, slot in zip(*pairs, strict=True):
+            for in_storage, in_host in self.ranges(block, slot):
+                if direction is Direction.STORE:
+                    host[in_host] = storage[in_storage]
+                else:
+                    storage[in_storage] = host[in_host]
+
+    def assert_holds(self, storage: Bytes, host: Bytes) -> None:
+        """Compare every byte of both memories."""
+        np.testing.assert_array_equal(self.read_host(), host)
+        np.testing.assert_array_equal(self.read_storage(), storage)
+
+    async def check_copy(self, direction: Direction, pairs: Pairs, seed: int) -> None:
+        """Copy between memories of noise, and compare every byte."""
+        storage, host = self.fill(seed)
+        await self.copy(direction, *pairs)
+        self.arrive(direction, pairs, storage, host)
+        self.assert_holds(storage, host)
+
 
 MakeSubject = Callable[[Geometry, int], Subject]
-Pairs = tuple[list[int], list[int]]
 
 
 def random_pairs(seed: int, num_blocks: int = NUM_BLOCKS, num_slots: int = NUM_SLOTS) -> Pairs:
@@ -179,27 +200,10 @@ class BackendContract:
         assert subject.backend.num_slots == NUM_SLOTS
         assert subject.backend.num_usable_slots <= NUM_SLOTS
 
-    async def test_a_store_fills_its_slots_and_changes_no_other_byte(self, subject):
+    @pytest.mark.parametrize("direction", Direction)
+    async def test_a_copy_fills_its_targets_and_changes_no_other_byte(self, subject, direction):
         for seed in range(NUM_SEEDS):
-            storage, host = subject.fill(seed)
-            blocks, slots = random_pairs(seed)
-            await subject.copy(Direction.STORE, blocks, slots)
-            for block, slot in zip(blocks, slots, strict=True):
-                for in_storage, in_host in subject.ranges(block, slot):
-                    host[in_host] = storage[in_storage]
-            np.testing.assert_array_equal(subject.read_host(), host, str(seed))
-            np.testing.assert_array_equal(subject.read_storage(), storage, str(seed))
-
-    async def test_a_load_fills_its_blocks_and_changes_no_other_byte(self, subject):
-        for seed in range(NUM_SEEDS):
-            storage, host = subject.fill(seed)
-            blocks, slots = random_pairs(seed)
-            await subject.copy(Direction.LOAD, blocks, slots)
-            for block, slot in zip(blocks, slots, strict=True):
-                for in_storage, in_host in subject.ranges(block, slot):
-                    storage[in_storage] = host[in_host]
-            np.testing.assert_array_equal(subject.read_storage(), storage, str(seed))
-            np.testing.assert_array_equal(subject.read_host(), host, str(seed))
+            await subject.check_copy(direction, random_pairs(seed), seed)
 
     async def test_what_was_stored_comes_back_into_other_blocks(self, subject):
         storage, _ = subject.fill(1)
@@ -218,52 +222,27 @@ class BackendContract:
         np.testing.assert_array_equal(subject.read_storage(), scrambled)
 
     async def test_one_slot_can_be_loaded_into_many_blocks(self, plain):
-        storage, host = plain.fill(5)
-        await plain.copy(Direction.LOAD, [0, 1, 2, 9], [7, 7, 8, 8])
-        for block, slot in ((0, 7), (1, 7), (2, 8), (9, 8)):
-            for in_storage, in_host in plain.ranges(block, slot):
-                storage[in_storage] = host[in_host]
-        np.testing.assert_array_equal(plain.read_storage(), storage)
+        await plain.check_copy(Direction.LOAD, ([0, 1, 2, 9], [7, 7, 8, 8]), seed=5)
 
     @pytest.mark.parametrize("direction", Direction)
     @pytest.mark.parametrize("order", ["one run", "every second block", "shuffled", "backwards"])
-    async def test_copies_of_thousands_of_blocks_arrive_whole(self, make_subject, direction, order):
-        count = 2600
+    async def test_copies_of_thousands_of_ranges_arrive_whole(self, make_subject, direction, order):
+        count = 1300  # of two layers: three pieces of a lane
         subject = make_subject(_layers_outermost(2 * count, 24, 520), count)
-        storage, host = subject.fill(6)
         blocks = {
             "one run": list(range(count)),
             "every second block": list(range(0, 2 * count, 2)),
             "shuffled": random.Random(7).sample(range(2 * count), count),
             "backwards": list(range(count - 1, -1, -1)),
         }[order]
-        slots = list(range(count))
-        await subject.copy(direction, blocks, slots)
-        for block, slot in zip(blocks, slots, strict=True):
-            for in_storage, in_host in subject.ranges(block, slot):
-                if direction is Direction.STORE:
-                    host[in_host] = storage[in_storage]
-                else:
-                    storage[in_storage] = host[in_host]
-        np.testing.assert_array_equal(subject.read_host(), host)
-        np.testing.assert_array_equal(subject.read_storage(), storage)
+        await subject.check_copy(direction, (blocks, list(range(count))), seed=6)
 
     @pytest.mark.parametrize("direction", Direction)
     async def test_runs_and_rows_beyond_a_megabyte_arrive_whole(self, make_subject, direction):
         subject = make_subject(_layers_outermost(40, 64 << 10, 48, 1 << 20), 40)
-        storage, host = subject.fill(8)
         # A long run of each layer, a single block of it, and single blocks around.
-        blocks = [*range(3, 30), 38, 1, 35]
-        slots = [*range(10, 37), 0, 5, 8]
-        await subject.copy(direction, blocks, slots)
-        for block, slot in zip(blocks, slots, strict=True):
-            for in_storage, in_host in subject.ranges(block, slot):
-                if direction is Direction.STORE:
-                    host[in_host] = storage[in_storage]
-                else:
-                    storage[in_storage] = host[in_host]
-        assert np.array_equal(subject.read_host(), host)
-        assert np.array_equal(subject.read_storage(), storage)
+        pairs = [*range(3, 30), 38, 1, 35], [*range(10, 37), 0, 5, 8]
+        await subject.check_copy(direction, pairs, seed=8)
 
     # ---- plans that are wrong ------------------------------------------------------------------
 
@@ -287,10 +266,8 @@ class BackendContract:
             plain.issue(direction, blocks, slots)
         assert caught.value.reason is FailureReason.BAD_PLAN
         await plain.copy(Direction.STORE, [0], [0])  # whatever was started has ended
-        for in_storage, in_host in plain.ranges(0, 0):
-            host[in_host] = storage[in_storage]
-        np.testing.assert_array_equal(plain.read_host(), host)
-        np.testing.assert_array_equal(plain.read_storage(), storage)
+        plain.arrive(Direction.STORE, ([0], [0]), storage, host)
+        plain.assert_holds(storage, host)
 
     async def test_the_first_and_the_last_id_are_in_range(self, plain):
         await plain.copy(Direction.STORE, [0, NUM_BLOCKS - 1], [NUM_SLOTS - 1, 0])
@@ -299,15 +276,13 @@ class BackendContract:
 
     async def test_a_source_may_be_overwritten_behind_a_fence(self, plain):
         storage, host = plain.fill(10)
-        blocks, slots = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
-        completion = plain.issue(Direction.STORE, blocks, slots)
+        pairs = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
+        completion = plain.issue(Direction.STORE, *pairs)
         assert plain.backend.fence(completion, PATIENCE_S)
         plain.write_storage(storage ^ 0xFF)
         await asyncio.wait_for(completion.wait(), PATIENCE_S)
-        for block, slot in zip(blocks, slots, strict=True):
-            for in_storage, in_host in plain.ranges(block, slot):
-                host[in_host] = storage[in_storage]
-        np.testing.assert_array_equal(plain.read_host(), host)
+        plain.arrive(Direction.STORE, pairs, storage, host)
+        plain.assert_holds(storage ^ 0xFF, host)
 
     async def test_a_fence_on_a_copy_that_has_ended_is_kept(self, plain):
         completion = plain.issue(Direction.STORE, [0], [0])
@@ -338,13 +313,8 @@ class BackendContract:
                     await asyncio.wait_for(completion.wait(), PATIENCE_S)
                 continue
             await asyncio.wait_for(completion.wait(), PATIENCE_S)
-            for in_storage, in_host in plain.ranges(i, i):
-                if direction is Direction.STORE:
-                    host[in_host] = storage[in_storage]
-                else:
-                    storage[in_storage] = host[in_host]
-        np.testing.assert_array_equal(plain.read_host(), host)
-        np.testing.assert_array_equal(plain.read_storage(), storage)
+            plain.arrive(direction, ([i], [i]), storage, host)
+        plain.assert_holds(storage, host)
 
     # ---- checksums -----------------------------------------------------------------------------
 
@@ -389,11 +359,9 @@ class BackendContract:
             release()
         for completion in behind:
             await asyncio.wait_for(completion.wait(), PATIENCE_S)
-        for in_storage, in_host in plain.ranges(20, 30):
-            if other is Direction.LOAD:
-                np.testing.assert_array_equal(plain.read_storage()[in_storage], host[in_host])
-            else:
-                np.testing.assert_array_equal(plain.read_host()[in_host], storage[in_storage])
+        plain.arrive(held, (list(range(8)), list(range(8))), storage, host)
+        plain.arrive(other, ([20], [30]), storage, host)
+        plain.assert_holds(storage, host)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from safe_offload.worker.copies.driver import (
     CAPTURE_UNSUPPORTED,
     IN_STREAM_ORDER,
 )
-from safe_offload.worker.self_test import Bytes, Rows
+from safe_offload.worker.copies.rows import Bytes, Rows
 from tests.worker.waiting import PATIENCE_S
 
 INDEX = 1
@@ -394,7 +394,6 @@ class FakeGpu:
     # ---- cupy ----------------------------------------------------------------------------------
 
     def import_cupy(self) -> Any:
-        """See `Device`."""
         if not self.has_cupy:
             raise ImportError("No module named 'cupy'")
         stream = SimpleNamespace(from_external=self._cupy_stream)
@@ -456,7 +455,6 @@ class FakeKernel:
         stream.enqueue(run)
 
     def _finish(self, numbers: list[int]) -> None:
-        """See `FakeGpu.finish`."""
         segments, block_ids, slot_ids, *_, slots_per_slab, slab_bytes, is_store = numbers
         words = (ctypes.c_uint64 * 4).from_address(segments)
         block, slot = (ctypes.c_int64.from_address(ids).value for ids in (block_ids, slot_ids))

@@ -84,13 +84,7 @@ def _issue(subject: Subject, rng: random.Random, directions: list[Direction]) ->
 
 
 def _expect(
-    subject: Subject,
-    copy: Issued,
-    source: Bytes,
-    target: Bytes,
-    found: Bytes,
-    *,
-    is_whole: bool,
+    subject: Subject, copy: Issued, source: Bytes, target: Bytes, found: Bytes, *, is_whole: bool
 ) -> None:
     """Put into `target` what a copy brings; of one that was given up, what it has brought."""
     for block, slot in zip(copy.blocks, copy.slots, strict=True):

@@ -16,11 +16,11 @@ import torch
 from safe_offload.errors import ConfigError, TransferError
 from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
-from safe_offload.threads import DirectionThreads
 from safe_offload.worker.copies import cpu
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.ranges import Ranges
+from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from tests.worker.copies.contract import (
     GEOMETRIES,

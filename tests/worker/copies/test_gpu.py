@@ -22,6 +22,7 @@ from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transf
 from safe_offload.worker.copies import gpu as gpu_backend
 from safe_offload.worker.copies import lane as lane_module
 from safe_offload.worker.copies.base import Copy, CopyPath, Direction
+from safe_offload.worker.copies.device import Device
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.memory import page_lock, placement
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -153,36 +154,15 @@ def subject(make_gpu: MakeGpu) -> FakeGpuSubject:
     return make_gpu()
 
 
-class TestBatchedCopies(BackendContract):
-    @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu) -> MakeSubject:
-        return lambda geometry, count: make_gpu(geometry, count, path=CopyPath.BATCH)
-
-
-class TestCopiesOneByOne(BackendContract):
-    @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu) -> MakeSubject:
-        return lambda geometry, count: make_gpu(geometry, count, path=CopyPath.EACH)
-
-
-class TestRowKernel(BackendContract):
-    @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu) -> MakeSubject:
-        return lambda geometry, count: make_gpu(geometry, count, path=CopyPath.KERNEL)
-
-
-class TestChosenByLength(BackendContract):
-    @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu) -> MakeSubject:
-        return make_gpu
-
-
-@pytest.mark.parametrize("path", CopyPath)
+@pytest.mark.parametrize("path", [None, *CopyPath])
 class TestDuringCapture(BackendContract):
-    """vLLM captures graphs while memory is locked, and may capture again later."""
+    """vLLM captures graphs while memory is locked, and may capture again later.
+
+    What is right there is right without a capture too, which refuses nothing.
+    """
 
     @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu, path: CopyPath) -> Iterator[MakeSubject]:
+    def make_subject(self, make_gpu: MakeGpu, path: CopyPath | None) -> Iterator[MakeSubject]:
         gpus: list[FakeGpu] = []
         with contextlib.ExitStack() as captures:
 
@@ -213,11 +193,7 @@ MANY = list(range(0, 20, 2))
 
 @pytest.mark.parametrize(
     ("path", "calls"),
-    [
-        (CopyPath.BATCH, {"copy_batch"}),
-        (CopyPath.EACH, {"copy"}),
-        (CopyPath.KERNEL, {"launch"}),
-    ],
+    [(CopyPath.BATCH, {"copy_batch"}), (CopyPath.EACH, {"copy"}), (CopyPath.KERNEL, {"launch"})],
 )
 @pytest.mark.parametrize("direction", Direction)
 def test_the_path_can_be_prescribed(make_gpu, path, calls, direction):
@@ -239,83 +215,74 @@ def test_a_driver_without_the_batched_call_copies_one_by_one(make_gpu):
     assert calls_of(subject, Direction.STORE, MANY) == {"copy"}
 
 
-def test_without_a_kernel_everything_is_batched(make_gpu):
+@pytest.mark.parametrize(("has_cupy", "offset"), [(False, 0), (True, 1 << 40)])
+def test_without_a_kernel_or_an_address_for_it_everything_is_batched(make_gpu, has_cupy, offset):
     for path in (None, CopyPath.KERNEL):
-        subject = make_gpu(gpu=FakeGpu(has_cupy=False), path=path)
-        assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
-
-
-def test_no_kernel_where_host_memory_has_another_address(make_gpu):
-    gpu = FakeGpu()
-    gpu.device_offset = 1 << 40
-    subject = make_gpu(gpu=gpu, path=CopyPath.KERNEL)
-    assert calls_of(subject, Direction.LOAD, MANY) == {"copy_batch"}
+        gpu = FakeGpu(has_cupy=has_cupy)
+        gpu.device_offset = offset
+        assert calls_of(make_gpu(gpu=gpu, path=path), Direction.LOAD, MANY) == {"copy_batch"}
 
 
 # ---- locking -----------------------------------------------------------------------------------
 
 
-def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(make_gpu):
+@pytest.fixture
+def locking(make_gpu: MakeGpu) -> FakeGpuSubject:
+    """Only the first slab is locked, until `may_lock` is set."""
     gpu = FakeGpu()
     gpu.may_lock.clear()
-    gpu.lock_delay_s = 0.2
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)  # nothing is compiled meanwhile
-    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
-    assert subject.backend.num_slots == NUM_SLOTS
-    gpu.lock_delay_s = 0.0
+    return make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)  # nothing is compiled meanwhile
+
+
+def test_the_first_slab_is_locked_at_once_and_the_others_one_by_one(locking):
+    backend, gpu = locking.backend, locking.gpu
+    first = backend.memory
+    assert (backend.num_usable_slots, backend.num_slots) == (SLOTS_PER_SLAB, NUM_SLOTS)
+    assert first is backend.memory
+    assert first.kind is MemoryKind.LOCKING
     gpu.may_lock.set()
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
-    assert len(gpu.locked) == subject.layout.num_slabs == 5
-    assert set(gpu.locked.values()) == {subject.layout.slab_bytes}
+    locking.wait_until_locked()
+    assert backend.num_usable_slots == NUM_SLOTS
+    assert len(gpu.locked) == locking.layout.num_slabs == 5
+    assert set(gpu.locked.values()) == {locking.layout.slab_bytes}
+    locking.wait_until(lambda: backend.memory is not first)
+    assert backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 
 
-def test_no_slab_is_locked_while_the_backend_is_undisturbed(make_gpu):
+def test_no_slab_is_locked_while_the_backend_is_undisturbed(locking):
     """A driver that locks lets copies wait: the self-test took seconds beside it."""
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    with subject.backend.undisturbed():
-        gpu.may_lock.set()  # the slab that is under way ends
+    with locking.backend.undisturbed():
+        locking.gpu.may_lock.set()  # the slab that is under way ends
         time.sleep(0.05)
-        assert len(gpu.locked) <= 2
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+        assert len(locking.gpu.locked) <= 2
+    locking.wait_until_locked()
+    assert locking.backend.num_usable_slots == NUM_SLOTS
 
 
-def test_a_backend_that_is_closed_while_undisturbed_ends(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    with subject.backend.undisturbed():
-        gpu.may_lock.set()
-        subject.backend.close()
-    assert not gpu.locked
+def test_a_backend_that_is_closed_while_undisturbed_ends(locking):
+    with locking.backend.undisturbed():
+        locking.gpu.may_lock.set()
+        locking.backend.close()
+    assert not locking.gpu.locked
 
 
-def test_locking_in_the_background_does_not_invalidate_a_capture(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
-    with gpu.capturing() as capture:
-        gpu.may_lock.set()
-        subject.wait_until_locked()
+def test_locking_in_the_background_does_not_invalidate_a_capture(locking):
+    with locking.gpu.capturing() as capture:
+        locking.gpu.may_lock.set()
+        locking.wait_until_locked()
     assert capture.invalidated_by == ""
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+    assert locking.backend.num_usable_slots == NUM_SLOTS
 
 
-def test_a_slab_that_is_refused_because_of_a_capture_is_tried_again(make_gpu, monkeypatch, caplog):
+def test_a_slab_that_is_refused_because_of_a_capture_is_tried_again(locking, monkeypatch, caplog):
     monkeypatch.setattr(page_lock, "RETRY_S", 0.001)
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
-    gpu.refused["lock"] = 900
-    gpu.may_lock.set()
+    locking.gpu.refused["lock"] = 900
+    locking.gpu.may_lock.set()
     time.sleep(0.05)
-    assert subject.backend.num_usable_slots == SLOTS_PER_SLAB
-    del gpu.refused["lock"]
-    subject.wait_until_locked()
-    assert subject.backend.num_usable_slots == NUM_SLOTS
+    assert locking.backend.num_usable_slots == SLOTS_PER_SLAB
+    del locking.gpu.refused["lock"]
+    locking.wait_until_locked()
+    assert locking.backend.num_usable_slots == NUM_SLOTS
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -324,19 +291,6 @@ def test_what_was_locked_and_how_it_lies_is_logged(make_gpu, caplog):
         make_gpu(num_slots=SLOTS_PER_SLAB).backend.close()
     assert "Page-locked" in caplog.text
     assert "in huge pages" in caplog.text
-
-
-def test_what_is_known_of_the_memory_changes_when_all_of_it_is_locked(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, path=CopyPath.EACH, waits=False)
-    first = subject.backend.memory
-    assert first is subject.backend.memory
-    assert first.kind is MemoryKind.LOCKING
-    gpu.may_lock.set()
-    subject.wait_until_locked()
-    subject.wait_until(lambda: subject.backend.memory is not first)
-    assert subject.backend.memory == MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (1,))
 
 
 async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
@@ -349,9 +303,8 @@ async def test_memory_that_is_not_locked_is_used_as_it_is(make_gpu, caplog):
     storage, host = subject.fill(1)
     await subject.copy(Direction.STORE, [3], [30])
     assert set(gpu.calls[-3:]) == {"copy"}, "the copy engines cannot reach it by batch"
-    for in_storage, in_host in subject.ranges(3, 30):
-        host[in_host] = storage[in_storage]
-    np.testing.assert_array_equal(subject.read_host(), host)
+    subject.arrive(Direction.STORE, ([3], [30]), storage, host)
+    subject.assert_holds(storage, host)
 
 
 def test_a_driver_that_stops_locking_leaves_a_smaller_pool(make_gpu, caplog):
@@ -377,7 +330,7 @@ def test_a_machine_whose_memory_runs_short_has_a_smaller_pool(make_gpu, monkeypa
 def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypatch):
     """Captures of graphs and the first requests wait for it meanwhile."""
     held: list[tuple[float, float]] = []
-    gpu, real_lock = FakeGpu(), page_lock.Device.lock
+    gpu, real_lock = FakeGpu(), Device.lock
     gpu.lock_delay_s = 0.03
 
     def lock(device: Any, address: int, size_bytes: int) -> None:
@@ -385,7 +338,7 @@ def test_the_driver_is_left_alone_for_as_long_as_it_was_held(make_gpu, monkeypat
         real_lock(device, address, size_bytes)
         held.append((begin_s, time.monotonic()))
 
-    monkeypatch.setattr(page_lock.Device, "lock", lock)
+    monkeypatch.setattr(Device, "lock", lock)
     make_gpu(gpu=gpu)
     assert len(held) == 5
     for (begin_s, end_s), (next_s, _) in itertools.pairwise(held):
@@ -425,25 +378,26 @@ def test_memory_that_the_driver_does_not_let_go_of_is_not_unmapped(make_gpu, cap
     subject.gpu.locked.clear()
 
 
-def test_closing_ends_the_locking(make_gpu):
-    gpu = FakeGpu()
-    gpu.may_lock.clear()
-    subject = make_gpu(gpu=gpu, waits=False)
+def close_elsewhere(subject: FakeGpuSubject) -> threading.Thread:
+    """Close the backend on another thread."""
     closing = threading.Thread(target=subject.backend.close, daemon=True)
     closing.start()
-    gpu.may_lock.set()
+    return closing
+
+
+def test_closing_ends_the_locking(locking):
+    closing = close_elsewhere(locking)
+    locking.gpu.may_lock.set()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
-    assert subject.is_host_memory_free()
+    assert locking.is_host_memory_free()
 
 
 def test_a_thread_that_never_used_the_device_can_close(make_gpu):
     """Otherwise memory would be unmapped while it is still registered."""
     subject = make_gpu()
     subject.gpu.violations.clear()
-    closing = threading.Thread(target=subject.backend.close, daemon=True)
-    closing.start()
-    closing.join(PATIENCE_S)
+    close_elsewhere(subject).join(PATIENCE_S)
     assert subject.is_host_memory_free()
     assert subject.gpu.violations == []
 
@@ -512,8 +466,7 @@ async def test_a_fence_holds_the_compute_stream_and_not_the_host(subject, is_fen
     assert overwritten.is_set() is not is_fenced
     release()
     await asyncio.wait_for(completion.wait(), PATIENCE_S)
-    for in_storage, in_host in subject.ranges(5, 5):
-        host[in_host] = storage[in_storage]
+    subject.arrive(Direction.STORE, ([5], [5]), storage, host)
     assert np.array_equal(subject.read_host(), host) is is_fenced
 
 
@@ -521,14 +474,9 @@ async def test_a_long_prompt_is_copied_by_several_launches(make_gpu, monkeypatch
     """A launch keeps its multiprocessors from the forward until it ends."""
     subject = make_gpu(path=CopyPath.KERNEL)
     monkeypatch.setattr(gpu_backend.row_kernel, "LAUNCH_BYTES", 4 * subject.backend.slot_bytes)
-    storage, host = subject.fill(5)
-    blocks, slots = list(range(1, 12)), list(range(20, 9, -1))
-    await subject.copy(Direction.STORE, blocks, slots)
+    pairs = list(range(1, 12)), list(range(20, 9, -1))
+    await subject.check_copy(Direction.STORE, pairs, seed=5)
     assert subject.gpu.calls.count("launch") == 3
-    for block, slot in zip(blocks, slots, strict=True):
-        for in_storage, in_host in subject.ranges(block, slot):
-            host[in_host] = storage[in_storage]
-    np.testing.assert_array_equal(subject.read_host(), host)
 
 
 # ---- who gives copies to the driver ------------------------------------------------------------
@@ -633,10 +581,9 @@ async def test_pieces_of_two_stores_that_mix_bring_every_byte(make_gpu, path):
     assert large.backend.fence(first, PATIENCE_S)
     large.write_storage(storage ^ 0xFF)
     assert outcome_of(first) is outcome_of(second) is None
-    for block in range(MANY_BLOCKS):
-        for in_storage, in_host in large.ranges(block, block):
-            host[in_host] = storage[in_storage]
-    np.testing.assert_array_equal(large.read_host(), host)
+    pairs = list(range(MANY_BLOCKS)), list(range(MANY_BLOCKS))
+    large.arrive(Direction.STORE, pairs, storage, host)
+    large.assert_holds(storage ^ 0xFF, host)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -891,8 +838,7 @@ async def test_closing_waits_for_what_has_been_issued(subject):
         close_host()
 
     subject.host.close = look_and_close
-    closing = threading.Thread(target=subject.backend.close, daemon=True)
-    closing.start()
+    closing = close_elsewhere(subject)
     assert not stored
     release()
     closing.join(PATIENCE_S)

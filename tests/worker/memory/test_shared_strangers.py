@@ -107,7 +107,6 @@ def run_rank(index: int, pipe: Connection) -> None:
     worker.bridge.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="no PID namespaces: this takes root")
 def test_nobody_can_guess_where_the_ranks_of_an_engine_meet():
     """From a process of the same user and network, in a container of its own."""
@@ -115,7 +114,7 @@ def test_nobody_can_guess_where_the_ranks_of_an_engine_meet():
     guess = f"safe-offload/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{FIRST}"
     with stranger(OTHER_NAMESPACE, "pose", str(size_bytes), guess) as posing:
         assert line_of(posing) == "ready"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         pipes, processes = [], []
         for index in range(2):
             mine, of_rank = context.Pipe()

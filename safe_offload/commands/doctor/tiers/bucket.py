@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal
 from safe_offload.commands.doctor.tiers.rates import (
-    check_rate,
+    Trial,
     in_time,
     milliseconds,
     round_trip,
@@ -67,27 +67,21 @@ _LIFECYCLE: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketTrial:
+class BucketTrial(Trial):
     """What the trial of a bucket found.
 
     Attributes:
-        label: what the log calls it.
-        problem: why nothing could be tried; empty if it could.
         credentials: which kind was found.
         denied: what cannot be done, and why.
         fix: what to do about it.
         latency_s: of one request.
-        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
     """
 
-    label: str
-    problem: str = ""
+    with_rates = "a bucket that can be written and read"
     credentials: str = ""
     denied: Mapping[str, str] = field(default_factory=dict)
     fix: str = ""
     latency_s: float = 0.0
-    write_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
 
 
 def try_bucket(config: TierConfig) -> BucketTrial:
@@ -188,17 +182,8 @@ def _rates(config: TierConfig, store: Any) -> tuple[float, float]:
     return try_rates(config, paths, lambda path: obstore.delete(store, path))
 
 
-def check_bucket(
-    config: TierConfig, trial: BucketTrial, token_bytes: int = 0, compute_tokens_per_s: int = 0
-) -> Iterator[Finding]:
-    """Judge what was found.
-
-    Args:
-        config: of the tier.
-        trial: of its bucket.
-        token_bytes: of all ranks; 0 if the model is not known.
-        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-    """
+def check_bucket(config: TierConfig, trial: BucketTrial) -> Iterator[Finding]:
+    """Judge what was found."""
     label = trial.label
     yield info("tiers.credentials", f"credentials for {label}: {trial.credentials}")
     if trial.problem:
@@ -221,6 +206,3 @@ def check_bucket(
     if trial.latency_s:
         taken = milliseconds(trial.latency_s)
         yield info("tiers.latency", f"{label}: a request takes {taken}")
-    rates = trial.write_bytes_per_s, trial.read_bytes_per_s
-    expected = "a bucket that can be written and read"
-    yield check_rate(label, rates, token_bytes, compute_tokens_per_s, expected)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from safe_offload.commands.doctor.findings import Finding
+from safe_offload.commands.doctor.tiers.bucket import check_bucket, try_bucket
 from safe_offload.commands.doctor.tiers.directory import check_directory, try_directory
+from safe_offload.commands.doctor.tiers.rates import Trial, check_rates
 from safe_offload.commands.doctor.tiers.safety import check_safety
-from safe_offload.config.tier_url import FILE, SERVERS
+from safe_offload.commands.doctor.tiers.server import check_server, try_server
+from safe_offload.config.tier_url import BUCKETS, FILE, SERVERS
 from safe_offload.config.tiers import TierConfig
+
+_KINDS: dict[str, tuple[Callable[[TierConfig], Any], Callable[..., Iterator[Finding]]]] = {
+    FILE: (try_directory, check_directory),
+    **dict.fromkeys(SERVERS, (try_server, check_server)),
+    **dict.fromkeys(BUCKETS, (try_bucket, check_bucket)),
+}
 
 
 def check_tier(
@@ -22,27 +31,22 @@ def check_tier(
     """Try a tier, and judge what was found.
 
     Args:
-        config: of the tier.
         measured: what was found is added to it.
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
     """
     yield from check_safety(config)
-    scheme = config.location.scheme
-    against = token_bytes, compute_tokens_per_s
-    if scheme == FILE:
-        directory = try_directory(config)
-        measured.append(asdict(directory))
-        yield from check_directory(config, directory, *against)
-    elif scheme in SERVERS:
-        from safe_offload.commands.doctor.tiers.server import check_server, try_server
+    try_out, _ = _KINDS[config.location.scheme]
+    trial = try_out(config)
+    measured.append(asdict(trial))
+    yield from judge(config, trial, token_bytes, compute_tokens_per_s)
 
-        server = try_server(config)
-        measured.append(asdict(server))
-        yield from check_server(config, server, *against)
-    else:
-        from safe_offload.commands.doctor.tiers.bucket import check_bucket, try_bucket
 
-        bucket = try_bucket(config)
-        measured.append(asdict(bucket))
-        yield from check_bucket(config, bucket, *against)
+def judge(
+    config: TierConfig, trial: Trial, token_bytes: int, compute_tokens_per_s: int
+) -> Iterator[Finding]:
+    """Judge what the trial of a tier found; see `check_tier`."""
+    _, check = _KINDS[config.location.scheme]
+    yield from check(config, trial)
+    if not trial.problem:
+        yield check_rates(trial, token_bytes, compute_tokens_per_s)

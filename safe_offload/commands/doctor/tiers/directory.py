@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
-from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, check_rate, rates_of
+from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, Trial, rates_of
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
@@ -36,12 +36,10 @@ MEMORY: Final = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryTrial:
+class DirectoryTrial(Trial):
     """What the trial of a directory found.
 
     Attributes:
-        label: what the log calls it.
-        problem: why nothing could be tried; empty if it could.
         fix: of that, where there is a special one.
         exists: the directory is there.
         uid: that owns what this process writes.
@@ -51,11 +49,9 @@ class DirectoryTrial:
         held_bytes: what the tier holds already.
         is_direct: files can bypass the page cache.
         lock_problem: what is wrong with `flock`; empty if nothing is.
-        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
     """
 
-    label: str
-    problem: str = ""
+    with_rates = "a file system with room for some MiB"
     fix: str = ""
     exists: bool = True
     uid: int = 0
@@ -65,8 +61,6 @@ class DirectoryTrial:
     held_bytes: int = 0
     is_direct: bool = True
     lock_problem: str = ""
-    write_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
 
 
 def try_directory(config: TierConfig) -> DirectoryTrial:
@@ -151,17 +145,8 @@ def _lock_problem(path: str) -> str:
         return "flock gives one lock to two at once"
 
 
-def check_directory(
-    config: TierConfig, trial: DirectoryTrial, token_bytes: int = 0, compute_tokens_per_s: int = 0
-) -> Iterator[Finding]:
-    """Judge what was found.
-
-    Args:
-        config: of the tier.
-        trial: of its directory.
-        token_bytes: of all ranks; 0 if the model is not known.
-        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-    """
+def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Finding]:
+    """Judge what was found."""
     id = "tiers.directory"
     if trial.problem:
         yield error(
@@ -198,8 +183,6 @@ def check_directory(
         )
     else:
         yield ok(id, f"flock works on {trial.label}, from this machine")
-    rates = trial.write_bytes_per_s, trial.read_bytes_per_s
-    yield check_rate(trial.label, rates, token_bytes, compute_tokens_per_s)
 
 
 def _file_system(trial: DirectoryTrial) -> Finding:

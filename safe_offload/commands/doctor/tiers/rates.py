@@ -10,7 +10,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeVar
 
 from safe_offload.commands.doctor.findings import Finding, info, warning
 from safe_offload.config.tiers import TierConfig
@@ -28,8 +29,25 @@ TRIAL_S: Final = 60.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What the trial of a tier found, whatever its kind.
+
+    Attributes:
+        problem: why nothing could be tried; empty if it could.
+        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
+        with_rates: what a tier is that has them.
+    """
+
+    with_rates: ClassVar[str]
+    label: str
+    problem: str = ""
+    write_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+
+
 def trial_facts() -> dict[str, str]:
-    """Return what makes a namespace that nobody else uses."""
+    """Return what makes a namespace that no engine uses."""
     return {"model": "safe-offload doctor", "trial": secrets.token_hex(8)}
 
 
@@ -46,7 +64,6 @@ def try_rates(
     """Return bytes a second of writing and of reading over the network; nothing is left there.
 
     Args:
-        config: of the tier.
         places: from a namespace to where its objects and its description are.
         delete: deletes what is in one place.
     """
@@ -65,7 +82,7 @@ async def rates_of(tier: Tier, namespace: bytes) -> tuple[float, float]:
 
     Args:
         tier: has slots of OBJECT_BYTES.
-        namespace: that nobody else uses.
+        namespace: that no engine uses.
     """
     memory = memoryview(mmap.mmap(-1, NUM_OBJECTS * OBJECT_BYTES))
     memory[:] = os.urandom(memory.nbytes)
@@ -90,8 +107,6 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     """Return what a trial finds; it is left behind if it takes longer than TRIAL_S.
 
     Args:
-        label: of the tier.
-        work: tries all that is tried.
         failed: from a problem to what was found.
 
     Raises:
@@ -116,34 +131,25 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     return found[0] if found else failed(f"{label} does not come to an end")
 
 
-def check_rate(
-    label: str,
-    rates: tuple[float, float],
-    token_bytes: int,
-    compute_tokens_per_s: int,
-    expected: str = "a file system with room for some MiB",
-) -> Finding:
+def check_rates(trial: Trial, token_bytes: int, compute_tokens_per_s: int) -> Finding:
     """Judge the rates of a tier.
 
     Args:
-        label: of the tier.
-        rates: bytes a second of writing and of reading; 0 if nothing could be written or read.
         token_bytes: of all ranks; 0 if the model is not known.
         compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-        expected: what a tier with rates is.
     """
-    id = "tiers.rate"
-    if not all(rates):
+    id, label = "tiers.rate", trial.label
+    write, read = trial.write_bytes_per_s / 1e9, trial.read_bytes_per_s / 1e9
+    if not (write and read):
         return warning(
             id,
             f"{label}: no object could be written and read again",
-            expected,
+            trial.with_rates,
             "look at the other findings of this tier",
         )
-    write, read = (rate / 1e9 for rate in rates)
     found = f"{label}: objects are written at {write:.2g} GB/s and read at {read:.2g} GB/s"
     if token_bytes:
-        found += f", {rates[1] / token_bytes:.0f} tokens a second"
+        found += f", {trial.read_bytes_per_s / token_bytes:.0f} tokens a second"
     if compute_tokens_per_s:
         found += f" (computing: at most {compute_tokens_per_s}; the server measures both)"
     return info(id, found)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
-from safe_offload.commands.cache.store import CacheError
-from safe_offload.commands.cache.valkey_client import password_of
 from safe_offload.commands.doctor.findings import Finding, warning
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.tiers import TierConfig
+from safe_offload.tiers.valkey.login import LoginError, read_password
 
 _EXAMPLES: Final = frozenset(
     ("changeme", "password", "secret", "yourpassword", "foobared", "admin", "redis", "valkey")
@@ -33,7 +32,7 @@ def check_safety(config: TierConfig) -> Iterator[Finding]:
         is_plain = place.scheme == "redis" and not is_here
         fix = 'give the server a certificate, and write rediss:// and its authority in "ca_file"'
     else:
-        is_here = False  # whoever runs the store can write to it
+        is_here = False  # its operator can write to it
         is_plain = endpoint.scheme.lower() == "http" and not _is_here(endpoint.hostname or "")
         fix = 'write https:// in "endpoint"'
     if is_plain:
@@ -75,8 +74,8 @@ def _password(config: TierConfig) -> Iterator[Finding]:
             'put it into a file, and write "password_file": "/run/secrets/valkey" beside the url',
         )
     password = ""
-    with contextlib.suppress(CacheError):  # logging in says so
-        password = password_of(config)
+    with contextlib.suppress(LoginError):  # logging in says so
+        password = read_password(config)
     if "".join(filter(str.isalpha, password)).lower() in _EXAMPLES:
         yield warning(
             "tiers.example",

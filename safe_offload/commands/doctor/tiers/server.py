@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from safe_offload.commands.cache.valkey_client import Server, code_of
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.commands.doctor.tiers.rates import (
-    check_rate,
+    Trial,
     in_time,
     milliseconds,
     round_trip,
@@ -59,12 +59,10 @@ _WORD_LENGTH_MAX: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTrial:
+class ServerTrial(Trial):
     """What the trial of a server found; None and empty stand for what could not be seen.
 
     Attributes:
-        label: what the log calls it.
-        problem: why nothing could be tried; empty if it could.
         version: its name and version.
         num_nodes: that have keys.
         is_cluster: keys are spread over nodes.
@@ -78,11 +76,9 @@ class ServerTrial:
         unseen: what could not be asked.
         ttl_s: what the server says of a key that lives TTL_S.
         latency_s: of one round trip.
-        write_bytes_per_s, read_bytes_per_s: of objects; 0 if none was written or read.
     """
 
-    label: str
-    problem: str = ""
+    with_rates = "a server with room for some MiB that answers in time"
     version: str = ""
     num_nodes: int = 1
     is_cluster: bool = False
@@ -95,8 +91,6 @@ class ServerTrial:
     unseen: tuple[str, ...] = ()
     ttl_s: float | None = None
     latency_s: float = 0.0
-    write_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
 
 
 def try_server(config: TierConfig) -> ServerTrial:
@@ -209,7 +203,8 @@ def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
 
     keys = [key_of(name).decode() for name in trial_names(namespace(trial_facts()))]
     node, expiry = server.node_of(keys[0]), ("PX", TTL_S * 1000)
-    codes = {SETNAME: _name(node), SLOTS: "" if server.tells_nodes else "NOPERM"}
+    may_ask = _code_of_answer(node, SLOTS) != "NOPERM"
+    codes = {SETNAME: _name(node), SLOTS: "" if may_ask else "NOPERM"}
     for name, *arguments in (
         *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, TTL_S * 1000)),
     ):
@@ -218,9 +213,10 @@ def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
     with contextlib.suppress(ResponseError):
         ttl_s = node.pttl(keys[0]) / 1000
     codes[DEL] = _code_of_answer(node, DEL, keys[0])
-    is_cluster = server.is_cluster
-    if not server.tells_nodes:  # then MOVED is all that tells a node of a cluster
-        is_cluster = any(_code_of_answer(node, EXISTS, key) == "MOVED" for key in keys)
+    # Where it may not be asked, MOVED is all that tells a node of a cluster.
+    is_cluster = server.is_cluster or (
+        not may_ask and any(_code_of_answer(node, EXISTS, key) == "MOVED" for key in keys)
+    )
     is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
     return is_told, is_cluster, ttl_s
 
@@ -241,17 +237,8 @@ def _rates(config: TierConfig, server: Server, refused: Collection[str]) -> tupl
     return try_rates(config, keys, lambda key: server.node_of(key).delete(key))
 
 
-def check_server(
-    config: TierConfig, trial: ServerTrial, token_bytes: int = 0, compute_tokens_per_s: int = 0
-) -> Iterator[Finding]:
-    """Judge what was found.
-
-    Args:
-        config: of the tier.
-        trial: of its server.
-        token_bytes: of all ranks; 0 if the model is not known.
-        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-    """
+def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
+    """Judge what was found."""
     label = trial.label
     if trial.problem:
         expected = "a server that can be reached and logged in to"
@@ -283,9 +270,6 @@ def check_server(
             "+info +config|get sees it",
         )
     yield info("tiers.latency", f"{label}: a round trip takes {milliseconds(trial.latency_s)}")
-    rates = trial.write_bytes_per_s, trial.read_bytes_per_s
-    expected = "a server with room for some MiB that answers in time"
-    yield check_rate(label, rates, token_bytes, compute_tokens_per_s, expected)
 
 
 def _access(trial: ServerTrial) -> Finding:

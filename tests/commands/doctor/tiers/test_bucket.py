@@ -15,8 +15,8 @@ import pytest
 from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.tiers import bucket as tier_bucket
 from safe_offload.commands.doctor.tiers import rates as tier_rates
-from safe_offload.commands.doctor.tiers.bucket import BucketTrial, check_bucket, credentials_of
-from safe_offload.commands.doctor.tiers.check import check_tier
+from safe_offload.commands.doctor.tiers.bucket import BucketTrial, credentials_of
+from safe_offload.commands.doctor.tiers.check import check_tier, judge
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.objects.store import open_store
 from tests.bucket_server import BucketServer
@@ -92,19 +92,21 @@ def test_what_cannot_be_used(
     assert secret not in json.dumps([one.to_json() for one in found.values()])
 
 
-def test_a_store_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_bucket, "ANSWER_S", 0.1)
+@pytest.mark.parametrize(
+    ("module", "limit", "word"),
+    [
+        (tier_bucket, "ANSWER_S", "the request failed"),
+        (tier_rates, "TRIAL_S", "does not come to an end"),
+    ],
+)
+def test_a_store_that_answers_nothing(
+    monkeypatch: pytest.MonkeyPatch, module: Any, limit: str, word: str
+) -> None:
+    monkeypatch.setattr(module, limit, 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = found_of("s3://kv/x", f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert found["tiers.bucket"].severity is Severity.ERROR
-    assert "the request failed" in found["tiers.bucket"].found
-
-
-def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_rates, "TRIAL_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = found_of("s3://kv/x", f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert "does not come to an end" in found["tiers.bucket"].found
+    assert word in found["tiers.bucket"].found
 
 
 @pytest.mark.parametrize(
@@ -139,8 +141,8 @@ def test_credentials_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def check(**changes: Any) -> dict[str, Finding]:
-    found = check_bucket(CONFIG, dataclasses.replace(SOUND, **changes), 131072, 15000)
-    return {one.id: one for one in found}
+    trial = dataclasses.replace(SOUND, **changes)
+    return {one.id: one for one in judge(CONFIG, trial, 131072, 15000)}
 
 
 def test_a_sound_bucket() -> None:

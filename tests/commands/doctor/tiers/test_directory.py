@@ -13,6 +13,7 @@ from safe_offload.commands.doctor.command import examine
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.tiers import directory as tier_directory
+from safe_offload.commands.doctor.tiers.check import judge
 from safe_offload.commands.doctor.tiers.directory import (
     DirectoryTrial,
     check_directory,
@@ -37,8 +38,8 @@ CONFIG = TierConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
 
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
-    found = check_directory(config, dataclasses.replace(SOUND_TIER, **changes), 131072, 15000)
-    return {one.id: one for one in found}
+    trial = dataclasses.replace(SOUND_TIER, **changes)
+    return {one.id: one for one in judge(config, trial, 131072, 15000)}
 
 
 @pytest.mark.parametrize("exists", [True, False])

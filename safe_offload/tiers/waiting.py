@@ -1,0 +1,36 @@
+"""Waiting for what may touch host memory: until it has ended, whoever is cancelled meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+
+async def outlast(
+    futures: Collection[asyncio.Future[Any]],
+    give_up: Callable[[], object],
+    until_s: float = math.inf,
+) -> bool:
+    """Wait until futures have ended; a cancellation meanwhile calls `give_up`, and is not raised.
+
+    Their slots may be granted again only when they have ended, so that a task that was cancelled,
+    once or several times, waits on.
+
+    Args:
+        until_s: of the event loop's clock.
+
+    Returns:
+        Whether all have ended by then.
+    """
+    loop = asyncio.get_running_loop()
+    while not all(future.done() for future in futures):
+        left_s = until_s - loop.time()
+        if left_s <= 0:
+            return False
+        try:
+            await asyncio.wait(futures, timeout=None if left_s == math.inf else left_s)
+        except asyncio.CancelledError:
+            give_up()
+    return True

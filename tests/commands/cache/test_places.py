@@ -1,0 +1,192 @@
+"""`safe-offload cache` does the same in every kind of place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safe_offload.tiers.naming import namespace_folder
+from safe_offload.tiers.seal import Seal
+from tests.commands.cache.calls import (
+    AFTER_RESET,
+    FACTS,
+    FIRST,
+    KEY,
+    STORED_BYTES,
+    Call,
+    described,
+    flipped,
+    read,
+    value_of,
+)
+from tests.commands.cache.conftest import Rig
+from tests.tiers.contract import name_of
+
+DAY_S = 86_400
+NAME, OTHER = namespace_folder(FIRST), namespace_folder(AFTER_RESET)
+
+
+def test_ls_shows_every_namespace_with_its_model(call: Call, rig: Rig) -> None:
+    status, text = call("ls", rig.url)
+    assert status == 0
+    head, *rows, total = text.splitlines()
+    assert head.split() == ["NAMESPACE", "OBJECTS", "SIZE", "LAST", rig.use, "OLDEST", "MODEL"]
+    by_namespace = {row.split()[0]: row for row in rows}
+    assert set(by_namespace) == {NAME, OTHER}
+    assert by_namespace[NAME].split()[1:4] == ["10", "160.00", "KiB"]
+    assert by_namespace[NAME].endswith("meta-llama/Llama-3.1-8B")
+    assert by_namespace[OTHER].endswith("(after a reset)")
+    assert total == f"2 namespaces, 13 objects, 208.00 KiB in {rig.url}"
+
+
+def test_ls_in_json_has_all_facts(call: Call, rig: Rig) -> None:
+    status, document = read(call, "ls", rig.url)
+    assert (status, document["size_bytes"]) == (0, 13 * STORED_BYTES)
+    first = {each["namespace"]: each for each in document["namespaces"]}[NAME]
+    assert first["facts"] == FACTS
+    assert (first["num_objects"], first["size_bytes"]) == (10, 10 * STORED_BYTES)
+
+
+def test_ls_shows_ages(call: Call, aged: Rig) -> None:
+    aged.age(0, 3 * DAY_S)
+    (row,) = (row for row in call("ls", aged.url)[1].splitlines() if row.startswith(NAME))
+    assert row.split()[5] == "3d"
+
+
+def test_a_namespace_whose_description_is_gone_or_damaged_is_shown(call: Call, rig: Rig) -> None:
+    rig.delete(rig.description(FIRST))
+    rig.write(rig.description(AFTER_RESET), b"[")
+    _, text = call("ls", rig.url)
+    assert [row.split()[-1] for row in text.splitlines()[1:3]] == ["?", "?"]
+    assert "13 objects" in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda value: flipped(value, 0), "no header"),
+        (lambda value: flipped(value, 4000), "no header"),
+        (lambda value: flipped(value, -1), "its checksum is wrong"),
+        (lambda value: flipped(value, 32), "its header names another object"),
+        (lambda value: value[:-1], "its header says 12288"),
+        (lambda value: value + b"x", "its header says 12288"),
+        (lambda value: b"x", "no header"),
+    ],
+)
+def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(
+    call: Call, rig: Rig, damage: Callable[[bytes], bytes], problem: str
+) -> None:
+    rig.write(rig.name(3), damage(value_of(name_of(3, space=FIRST))))
+    check_found(call, rig, problem)
+    assert sum(rig.there()) == 9
+
+
+@pytest.mark.parametrize(("old", "new"), [("03", "abcdef"), ("03", "xyz"), ("/03/", "/04/")])
+def test_verify_finds_what_lies_under_another_name(
+    call: Call, rig: Rig, old: str, new: str
+) -> None:
+    name = rig.name(3)
+    moved = name.replace(old, new) if "/" in old else name.removesuffix(old) + new
+    rig.delete(name)
+    rig.write(moved if moved != name else f"{name}ab", value_of(name_of(3, space=FIRST)))
+    check_found(call, rig, "names another object")
+
+
+def check_found(call: Call, rig: Rig, problem: str) -> None:
+    status, text = call("verify", rig.url)
+    assert status == 1
+    assert problem in text.splitlines()[0]
+    assert "1 bad. No engine ever uses them. Fix: run this again with --delete." in text
+    status, document = read(call, "verify", rig.url, "--delete")
+    assert (status, len(document["bad"]), document["deleted"]) == (0, 1, True)
+    assert call("verify", rig.url) == (0, "12 objects, 192.00 KiB checked: 0 bad.\n")
+
+
+def test_sealed_objects_are_checked_with_their_key_only(
+    call: Call, rig: Rig, tmp_path: Path
+) -> None:
+    seal, space = Seal(KEY), bytes(16)
+    rig.write(rig.description(space), described(space, seal))
+    for n in range(4):
+        rig.write(rig.name(n, space), value_of(name_of(n, space=space), seal))
+    keys = {"right": KEY, "other": KEY[::-1]}
+    for name, key in keys.items():
+        (tmp_path / name).write_text(key.hex())
+        (tmp_path / name).chmod(0o400)
+    status, text = call("verify", rig.url)
+    assert status == 1
+    assert "4 more objects are sealed with a key and were not checked. Fix: give it with" in text
+    with_key = ("verify", rig.url, "--hmac-key-file", tmp_path / "right")
+    assert call(*with_key) == (0, "17 objects, 272.00 KiB checked: 0 bad.\n")
+    rig.write(rig.name(3, space), value_of(name_of(3, space=space)))  # by one without the key
+    status, text = call(*with_key)
+    assert (status, "1 bad" in text) == (1, True)
+    other = call("verify", rig.url, "--hmac-key-file", tmp_path / "other")
+    assert "sealed with another key" in other[1]
+
+
+def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call: Call, aged: Rig) -> None:
+    for number in range(10):
+        aged.age(number, 1000 - 10 * number)
+    status, document = read(call, "prune", aged.url, "--to", 5 * STORED_BYTES)
+    assert (status, document["num_evicted"], document["held_bytes"]) == (0, 8, 5 * STORED_BYTES)
+    assert aged.there() == [False] * 8 + [True] * 2
+    assert set(aged.foreign) <= set(aged.names())
+
+
+def test_prune_by_age_deletes_all_that_is_older(call: Call, aged: Rig) -> None:
+    for number in range(4):
+        aged.age(number, 8 * DAY_S)
+    status, text = call("prune", aged.url, "--older-than", "7d")
+    assert status == 0
+    assert text.startswith("Deleted 4 objects, 64.00 KiB, and 0 orphaned")
+    assert "144.00 KiB are left" in text
+
+
+def test_rm_deletes_one_namespace_and_no_other(call: Call, rig: Rig) -> None:
+    found = call("rm", rig.url, NAME[:6])
+    assert found == (0, f"Deleted {NAME}: 10 objects, 160.00 KiB.\n")
+    left = set(rig.names())
+    assert not any(rig.there())
+    assert left >= {rig.description(AFTER_RESET), *rig.foreign}
+    assert sum(name in left for name in (rig.name(n, AFTER_RESET) for n in range(3))) == 3
+
+
+def test_rm_all_deletes_what_is_ours_and_nothing_else(call: Call, rig: Rig) -> None:
+    status, document = read(call, "rm", rig.url, "--all")
+    assert (status, document["num_objects"]) == (0, 13)
+    left = set(rig.names()) - {rig.description(FIRST)}  # a directory keeps it beside others' files
+    assert left == set(rig.foreign)
+    assert "0 objects" in call("ls", rig.url)[1] or "No engine" in call("ls", rig.url)[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("prune", "--to", 5 * STORED_BYTES), ("prune", "--older-than", "7d"), ("rm", NAME)],
+)
+def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(
+    call: Call, aged: Rig, arguments: tuple[object, ...]
+) -> None:
+    for number in range(10):
+        aged.age(number, 8 * DAY_S if number < 4 else 1000 - 10 * number)
+    before, (action, *options) = aged.names(), arguments
+    assert call(action, aged.url, *options, "--dry-run")[1].startswith("Would delete ")
+    would = read(call, action, aged.url, *options, "--dry-run")[1]
+    assert aged.names() == before
+    assert {**would, "dry_run": False} == read(call, action, aged.url, *options)[1]
+    assert len(aged.names()) < len(before)
+
+
+def test_what_is_gone_meanwhile_is_passed_over(call: Call, aged: Rig) -> None:
+    store = aged.open()
+    items = list(store.items(NAME))
+    for number in range(2):
+        aged.delete(aged.name(number))
+    (gone, *_) = (item for item in items if item.name == name_of(0, space=FIRST))
+    with pytest.raises(FileNotFoundError):
+        list(store.pieces(gone))
+    assert len(store.delete(items)) in (8, 10), "a bucket does not say what was there"
+    assert not any(aged.there())
+    store.close()

@@ -1,0 +1,35 @@
+"""Makes the copies of a server fail and stall: `COPY_FAULTS` in its environment.
+
+COPY_FAULTS='{"fail": 0.02, "stall": 0.01, "stall_s": 1.0, "seed": 1}': of the copies of a worker,
+two in a hundred raise and one in a hundred takes a second longer. With "corrupt": true every copy
+delivers a wrong byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+
+def break_copies(faults: Mapping[str, Any]) -> None:
+    """Replace the method that copies by one that sometimes does not, here and in forks."""
+    from safe_offload.worker.copies.cpu import CpuBackend
+
+    rng = random.Random(faults["seed"])
+    run = CpuBackend._run
+
+    def run_or_not(self: Any, copy: Any) -> None:
+        draw = rng.random()
+        if draw < faults["fail"]:
+            raise OSError("failed by the test")
+        if draw < faults["fail"] + faults["stall"]:
+            threading.Event().wait(faults["stall_s"])
+        run(self, copy)
+        if faults.get("corrupt"):
+            target = self._table.ranges(self._table.runs(copy)).targets[0]
+            ctypes.c_uint8.from_address(int(target)).value ^= 1
+
+    CpuBackend._run = run_or_not

@@ -1,0 +1,45 @@
+"""What tests of the Valkey tier use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.tiers.contract import FACTS
+from tests.valkey_server import Server, url_config
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: Any) -> Iterator[Server]:
+    """A server that no test ends."""
+    with Server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(valkey: Server) -> Iterator[Server]:
+    """A server as it is after its start."""
+    with valkey.client() as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        yield valkey
+        for user in client.acl_users():
+            if user != "default":
+                client.acl_deluser(user)
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., ValkeyTier]]:
+    """Tiers at urls, closed in the end."""
+    tiers: list[ValkeyTier] = []
+
+    def one_more(url: str, **values: Any) -> ValkeyTier:
+        tiers.append(ValkeyTier(url_config(url, **values), FACTS))
+        return tiers[-1]
+
+    yield one_more
+    for tier in tiers:
+        await tier.close()
