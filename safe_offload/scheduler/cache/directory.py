@@ -10,7 +10,7 @@ from safe_offload.errors import InvariantError
 from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import NoEvents
+    from safe_offload.scheduler.cache.events import KvEvents, NoEvents
 
 
 class Key(NamedTuple):
@@ -45,7 +45,9 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, events: NoEvents = NO_EVENTS) -> None:
+    def __init__(
+        self, num_slots: int, num_groups: int, events: KvEvents | NoEvents = NO_EVENTS
+    ) -> None:
         self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
