@@ -21,8 +21,6 @@ class Geometry:
     """Sizes of blocks and groups; nothing here changes.
 
     Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
         coordinator: of vLLM, over any pool.
 
     Attributes:

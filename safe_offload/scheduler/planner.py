@@ -139,9 +139,6 @@ class Planner(SchedulerSide):
 
     Args:
         hits: what the host holds, nothing yet.
-        gpu: vLLM's blocks.
-        options: see `PlannerOptions`.
-        counters: what it does is counted here.
         tiered_hits: needed where there are tiers.
     """
 
@@ -257,7 +254,6 @@ class Planner(SchedulerSide):
         """Turn the leased hit into a load, or give it up.
 
         Args:
-            request: the request that was given blocks.
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
@@ -328,10 +324,6 @@ class Planner(SchedulerSide):
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
-
-        Args:
-            scheduler_output: of vLLM.
-            now_s: the time, of a clock that does not go back.
         """
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:

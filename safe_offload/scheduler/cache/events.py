@@ -162,7 +162,6 @@ class KvEvents:
     Args:
         groups: what events say of each KV cache group.
         hash_block_size: tokens of one hash of a request.
-        origins: where tokens come from.
     """
 
     def __init__(
@@ -296,8 +295,6 @@ def make_events(
     """Return what makes KV events, if vLLM is to publish any.
 
     Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
         is_lazy: blocks are stored after their requests have ended too.
     """
     if not kv_events.publishes_kv_events(vllm_config):

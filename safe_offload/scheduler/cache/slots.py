@@ -37,9 +37,7 @@ class SlotPool:
 
     Args:
         num_slots: that every rank will have in the end.
-        directory: what the slots hold; empty.
-        policy: which of the filled slots goes first; empty.
-        counters: evictions are counted here.
+        directory, policy: empty.
     """
 
     def __init__(

@@ -42,10 +42,6 @@ class Admission:
     """The requests that hold GPU blocks for a load.
 
     Its state: `holders`, with what each needs; read only outside.
-
-    Args:
-        geometry: knows the groups.
-        num_gpu_blocks: all that can be allocated.
     """
 
     def __init__(self, geometry: Geometry, num_gpu_blocks: int) -> None:

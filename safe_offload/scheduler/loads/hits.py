@@ -160,14 +160,6 @@ class HostHits:
     """Finds hits on the host.
 
     Nothing here is mutable but `slots` and its directory, which have rules of their own.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
-        slots: what can be found, and what loads and stores lease.
-
-    Attributes:
-        geometry: how the KV cache is cut into groups and blocks.
     """
 
     def __init__(

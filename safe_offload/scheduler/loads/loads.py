@@ -58,16 +58,6 @@ class Loads:
 
     Its state: the progress of each request, the loads, and the requests whose failure is still to
     be announced. Nothing else changes it.
-
-    Args:
-        hits: where hits are found.
-        leases: where hits are protected.
-        gpu: which GPU blocks there are.
-        transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
-        counters: what happens is counted here.
-        wait_max_s: see `Sharing`.
-        costs: say whether a hit is worth loading.
     """
 
     def __init__(  # noqa: PLR0913

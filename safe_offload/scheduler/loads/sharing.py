@@ -80,9 +80,7 @@ class Sharing:
     """Decides which request waits for which load; it has no state of its own.
 
     Args:
-        geometry: knows how a prompt is cut into blocks, and what vLLM keeps of them.
         wait_max_s: of one request, over its whole life.
-        counters: waits are counted here.
     """
 
     def __init__(self, geometry: Geometry, wait_max_s: float, counters: Counters) -> None:
@@ -94,10 +92,7 @@ class Sharing:
         """Whether a request that waits for a load is to wait on; else its wait has ended.
 
         Args:
-            wait: of the request.
-            request: that vLLM asks about.
             num_computed_tokens: tokens that the GPU's prefix cache has.
-            now_s: of a clock that never goes back.
         """
         load = wait.load
         assert load is not None
@@ -119,9 +114,6 @@ class Sharing:
         """Return the load that a request may wait for, rather than make its own.
 
         Args:
-            wait: of the request.
-            request: has a hit after `num_computed_tokens`.
-            num_computed_tokens: see `goes_on`.
             loads: that have begun and that not all ranks have reported, in that order.
         """
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:

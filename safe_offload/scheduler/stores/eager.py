@@ -62,10 +62,6 @@ class EagerStores(StorePolicy):
     """A policy that stores what requests have computed. See `StorePolicy`.
 
     Its own state: the progress of each request, and which requests have something left over.
-
-    Args:
-        hits, gpu, stores: see `StorePolicy`.
-        num_decode_tokens_max: see `Agenda`.
     """
 
     def __init__(

@@ -99,12 +99,7 @@ class Snapshot:
 
 
 class Camera:
-    """Takes snapshots, and finds in them what is not stored; it has no state.
-
-    Args:
-        geometry: knows the groups and the hashes.
-        gpu: the block tables.
-    """
+    """Takes snapshots, and finds in them what is not stored; it has no state."""
 
     def __init__(self, geometry: Geometry, gpu: GpuBlocks) -> None:
         self._geometry = geometry
@@ -133,11 +128,7 @@ class Camera:
     def unsaved(
         self, state: RequestState, snapshot: Snapshot, first: int, given_out: Collection[int]
     ) -> tuple[BlockSet, BlockSet]:
-        """Return what a preempted request may store of a snapshot (see `Snapshot.unsaved`).
-
-        Args:
-            first: the blocks before this one are stored, or need not be.
-        """
+        """Return what a preempted request may store from a block on (see `Snapshot.unsaved`)."""
         block_size = self._geometry.group_block_sizes[snapshot.group_idx]
         end = snapshot.num_computed(state.request, block_size)
         if state.limits.store_tokens is not None:
