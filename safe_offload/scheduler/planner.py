@@ -533,7 +533,7 @@ class Planner(SchedulerSide):
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        num_held = self.hits.directory.statistics().num_held
+        num_held = len(self.hits.directory.hashes)
         if cause is None:
             told = "The host cache was reset: what %d slots held can no longer be hit."
             logger.info(told, num_held)

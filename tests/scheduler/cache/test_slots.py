@@ -15,7 +15,7 @@ from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key
 from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
-from safe_offload.scheduler.cache.slots import SlotPool, SlotStatistics
+from safe_offload.scheduler.cache.slots import SlotPool
 
 
 def pool_of(
@@ -132,7 +132,7 @@ def test_a_retired_slot_is_never_granted_again():
     pool.release(evictable)
     assert pool.retire([0, 1, 2, 2, 99, -1]) == [0, 1, 2]
     assert pool.retire([0, 5]) == [5]
-    assert pool.statistics().num_retired == 4
+    assert pool.num_retired == 4
     assert pool.directory.find(0, b"b") == 1, "until somebody forgets it"
     pool.forget([0, 1, 2])
     pool.check_invariants([leased])
@@ -179,7 +179,7 @@ def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(n
         pool.directory.begin_store(slots, 0, hashes_of("a", "b"), {})
     pool.mend([])
     pool.check_invariants([])
-    assert pool.statistics().num_free == 6
+    assert pool.num_free == 6
     assert not pool.directory.tables[0]
 
 
@@ -190,7 +190,7 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended():
     pool.mend([])
     pool.check_invariants([])
     assert pool.directory.find(0, b"a") == 0
-    assert pool.statistics().num_free == 4
+    assert pool.num_free == 4
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,8 @@ def test_the_statistics_tell_what_each_slot_is():
     pool.release(fill(pool, "a", "b", "c"))
     pool.grant(1)
     pool.retire([7])
-    assert pool.statistics() == SlotStatistics(
-        num_usable=8, num_empty=3, num_evictable=3, num_leased=1, num_retired=1
-    )
-    assert pool.statistics().num_free == 6
+    assert (pool.num_usable, pool.num_empty, pool.num_leased, pool.num_retired) == (8, 3, 1, 1)
+    assert pool.num_free == 6
 
 
 # ---- against a model ---------------------------------------------------------------------------
@@ -390,9 +388,8 @@ class SlotMachine(RuleBasedStateMachine):
         pool.check_invariants(self.leases)
         num_leases = Counter(slot for lease in self.leases for slot in lease)
         num_taken = len(num_leases.keys() | self.retired)
-        statistics = pool.statistics()
-        assert statistics.num_free == self.num_usable - num_taken
-        assert statistics.num_leased == num_taken - len(self.retired)
+        assert pool.num_free == self.num_usable - num_taken
+        assert pool.num_leased == num_taken - len(self.retired)
         slot_of = {key: slot for slot, keys in self.keys.items() for key in keys}
         for key in KEYS:
             slot = slot_of.get(key)
