@@ -26,11 +26,12 @@ async def outlast(
     """
     loop = asyncio.get_running_loop()
     while not all(future.done() for future in futures):
-        left_s = until_s - loop.time()
-        if left_s <= 0:
-            return False
+        left_s = None if until_s == math.inf else max(0.0, until_s - loop.time())
         try:
-            await asyncio.wait(futures, timeout=None if left_s == math.inf else left_s)
+            await asyncio.wait(futures, timeout=left_s)
         except asyncio.CancelledError:
             give_up()
-    return True
+            continue
+        if loop.time() >= until_s:  # late, but what has just been cancelled had a turn to end
+            break
+    return all(future.done() for future in futures)

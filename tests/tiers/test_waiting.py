@@ -39,3 +39,11 @@ async def test_what_has_not_ended_in_time_goes_on():
     assert not await outlast([future], future.cancel, until_s=loop.time() + 0.001)
     assert not await outlast([future], future.cancel, until_s=0.0)
     assert not future.cancelled()
+
+
+async def test_what_was_just_cancelled_has_a_turn_to_end_however_late_it_is():
+    """The loop may have stood still from before the deadline until after the grace."""
+    task = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await outlast({task}, task.cancel, until_s=0.0)
