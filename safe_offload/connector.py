@@ -80,13 +80,7 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV cache in host memory and brings it back instead of recomputing it.
 
-    Args:
-        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`.
-        role: which half this is.
-        kv_cache_config: layers, groups and sizes of the GPU's KV cache.
-
-    Raises:
-        ConfigError: a setting is wrong or cannot be met.
+    Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
     _cache_hit_source = base.HOST_HIT_SOURCE
