@@ -32,7 +32,7 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.events import NO_EVENTS, make_events
+from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
@@ -80,13 +80,7 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV cache in host memory and brings it back instead of recomputing it.
 
-    Args:
-        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`.
-        role: which half this is.
-        kv_cache_config: layers, groups and sizes of the GPU's KV cache.
-
-    Raises:
-        ConfigError: a setting is wrong or cannot be met.
+    Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
     _cache_hit_source = base.HOST_HIT_SOURCE
@@ -110,7 +104,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
-        self._events = NO_EVENTS
+        self._events: KvEvents | NoEvents = NO_EVENTS
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()

@@ -23,34 +23,46 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("the same")
 
 
-def _engine_file(nodeid: str) -> str | None:
-    """Return the name of a file of tests that run real engines."""
-    path = nodeid.partition("::")[0]
-    return path.rpartition("/")[2] if path.startswith("tests/engine/") else None
-
-
-def _is_last(nodeid: str) -> bool:
-    """Return whether it is of the second half of the engine tests."""
-    return (_engine_file(nodeid) or "") > "test_m"
+ENGINES = "tests/engine/"
+LONGEST = tuple(
+    f"tests/{name}.py"
+    for name in (
+        *("engine/test_parallel", "engine/test_abort_storm", "engine/test_lifecycle"),
+        *("engine/test_serve", "engine/test_failing_copies", "engine/test_refused_start"),
+        *("engine/test_tiers", "engine/test_network_tiers", "engine/test_layouts"),
+        *("engine/test_observability", "engine/test_preemption", "engine/test_private"),
+        *("scheduler/test_internal_errors", "worker/copies/test_gpu", "simulator/test_runs"),
+        *("simulator/test_digests", "simulator/test_swarm", "worker/memory/test_shared_memory"),
+        *("tiers/test_hostile", "benchmarks/test_layouts", "benchmarks/test_fleet"),
+    )
+)
+"""Files in the order in which they begin; the others follow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the second half of the engine tests last, where two processes share what is left."""
-    items.sort(key=lambda item: _is_last(item.nodeid))
+    """Begin with the longest files, so that what two processes end with are small pieces."""
+    places = {path: place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`, one process begins with the engines of the first half, one after the other."""
+    """Give a process whole files; the first one gets engines while there are any, the others not.
+
+    Each takes over what is left of the other kind when its own is done.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            if _engine_file(nodeid) and not _is_last(nodeid):
-                return "tests/engine"
-            return super()._split_scope(nodeid)
+        def _assign_work_unit(self, node: Any) -> None:
+            is_first = node is self.nodes[0]
+            for path in self.workqueue:
+                if path.startswith(ENGINES) == is_first:
+                    self.workqueue.move_to_end(path, last=False)
+                    break
+            super()._assign_work_unit(node)
 
-    config.option.loadscopereorder = False  # engines take longest and come early
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 

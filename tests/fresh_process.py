@@ -37,7 +37,7 @@ ENVIRONMENT = {
 }
 """Of engines: with one thread each, two of them can run beside each other on two cores."""
 
-SCRIPT_TIMEOUT_S = 240.0
+SCRIPT_TIMEOUT_S = 1000.0
 
 _engine_server = forkserver.ForkServer()
 _engine_server.set_forkserver_preload(["tests.engine.preloaded"])

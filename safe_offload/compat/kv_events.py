@@ -19,14 +19,7 @@ EVENT_MEDIUM, EVENT_LOCALITY = "CPU", "LOCAL"
 
 @dataclass(frozen=True, slots=True)
 class EventGroup:
-    """What KV events say of a KV cache group.
-
-    Attributes:
-        index: its number.
-        block_size: tokens of a block.
-        kind: of attention, in vLLM's words.
-        sliding_window: tokens; None if it has none.
-    """
+    """What KV events say of a KV cache group; sizes in tokens, `kind` of attention as vLLM's."""
 
     index: int
     block_size: int

@@ -64,11 +64,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a short rendering of a value, without what could be a secret.
+    """Return a value as a user wrote it, short and without what could be a secret.
 
-    Args:
-        value: as a user wrote it.
-        key: of the setting that it was written for; empty if it is a name itself.
+    `key` is the setting that it was written for; empty if it is a name itself.
     """
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN

@@ -61,16 +61,14 @@ class Setting:
 
 
 class Place(str):
-    """A key inside of another setting: it reads as itself, and knows where it stands.
+    """A key inside of another setting; `within` are the keys around it, as Python writes them.
 
-    Attributes:
-        within: the keys around it, as Python writes them.
+    Without any, it is no key itself, but such keys.
     """
 
     within: str
 
     def __new__(cls, key: str, within: str) -> "Place":
-        """Return a key; it is no key itself if `within` is empty, but such keys."""
         place = super().__new__(cls, key)
         place.within = within
         return place

@@ -336,15 +336,9 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
-    """Return why another process would not find blocks by these hashes, and the fix.
+    """Return why another process would not find blocks by these hashes, and the fix, or None.
 
-    Args:
-        algorithm: vLLM's `prefix_caching_hash_algo`.
-        has_seed: hashes begin with a seed that all processes know.
-
-    Returns:
-        None if it would.
-
+    `has_seed`: they begin with a seed that all processes know.
     Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
     """
     if not algorithm.endswith("_cbor"):

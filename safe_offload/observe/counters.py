@@ -144,19 +144,14 @@ LOAD_QUEUED_S, STORE_QUEUED_S = _both(
     "transfer_wait_seconds", "Time in the queue of one transfer on one rank.", SECONDS
 )
 LOAD_SIZE_BYTES, STORE_SIZE_BYTES = _both("transfer_bytes", "Bytes of one copy on one rank.", BYTES)
-LOAD_WAIT_S = Series(
-    "load_wait_seconds", "Time that a request waited for its load.", buckets=SECONDS
-)
-TIER_WAIT_S = Series(
-    "tier_wait_seconds", "Time that a request waited for tiers, of those that did.", buckets=SECONDS
-)
-PROBE_S = Series(
-    "probe_seconds", "Time from the plan that asks the tiers to all answers.", buckets=SECONDS
-)
-FETCH_S = Series(
-    "fetch_seconds",
-    "Time from the plan that fetches blocks for a request to the last of them.",
-    buckets=SECONDS,
+LOAD_WAIT_S, TIER_WAIT_S, PROBE_S, FETCH_S = (
+    Series(f"{name}_seconds", doc, buckets=SECONDS)
+    for name, doc in (
+        ("load_wait", "Time that a request waited for its load."),
+        ("tier_wait", "Time that a request waited for tiers, of those that did."),
+        ("probe", "Time from the plan that asks the tiers to all answers."),
+        ("fetch", "Time from the plan that fetches blocks for a request to the last of them."),
+    )
 )
 HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load was begun.", buckets=TOKENS)
 HISTOGRAMS = {
@@ -171,11 +166,7 @@ HISTOGRAMS = {
 
 
 class TierSeries:
-    """What is counted and observed of one tier, by all ranks together.
-
-    Args:
-        number: its place among the tiers, from 1; the label `tier`.
-    """
+    """What is counted and observed of one tier, by all ranks; `number` 1 is the nearest."""
 
     def __init__(self, number: int) -> None:
         tier = ("tier", str(number))

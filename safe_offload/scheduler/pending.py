@@ -51,7 +51,6 @@ class Ledger(Generic[T]):
 
     Args:
         transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
     """
 
     def __init__(self, transfer_ids: Iterable[int], num_ranks: int) -> None:

@@ -139,9 +139,6 @@ class Planner(SchedulerSide):
 
     Args:
         hits: what the host holds, nothing yet.
-        gpu: vLLM's blocks.
-        options: see `PlannerOptions`.
-        counters: what it does is counted here.
         tiered_hits: needed where there are tiers.
     """
 
@@ -180,7 +177,7 @@ class Planner(SchedulerSide):
         )
         self.policy: StorePolicy
         if options.is_lazy:
-            num_step_blocks = hits.num_blocks_in_step(options.num_step_tokens_max)
+            num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
@@ -191,7 +188,7 @@ class Planner(SchedulerSide):
                 *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
             )
             self.tiers = Tiers(tiered_hits, context)
-        self.outdated = Outdated(gpu, has_states=hits.has_states)
+        self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
@@ -246,9 +243,8 @@ class Planner(SchedulerSide):
             return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
-            num_expected = num_computed_tokens + num_tokens
-            if num_expected and self.options.is_lazy:
-                self.policy.expect(num_expected)
+            if self.options.is_lazy and (num_computed_tokens or num_tokens):
+                self.policy.expect(num_computed_tokens + num_tokens)
             self.tiers.matched(state)
         return num_tokens
 
@@ -258,7 +254,6 @@ class Planner(SchedulerSide):
         """Turn the leased hit into a load, or give it up.
 
         Args:
-            request: the request that was given blocks.
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
@@ -329,10 +324,6 @@ class Planner(SchedulerSide):
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
-
-        Args:
-            scheduler_output: of vLLM.
-            now_s: the time, of a clock that does not go back.
         """
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
@@ -542,7 +533,7 @@ class Planner(SchedulerSide):
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        num_held = self.hits.directory.statistics().num_held
+        num_held = len(self.hits.directory.hashes)
         if cause is None:
             told = "The host cache was reset: what %d slots held can no longer be hit."
             logger.info(told, num_held)

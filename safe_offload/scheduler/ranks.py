@@ -30,9 +30,7 @@ class Ranks:
     """The worker processes, as their reports show them.
 
     Args:
-        num_ranks: that report.
         slots: opened as all ranks have them, retired where one rank's memory is bad.
-        counters: what is told is counted here.
 
     Attributes:
         has_dead: a rank will never copy again.
@@ -106,12 +104,7 @@ class Ranks:
             )
 
     def watch(self, outcome: Outcome, kind: str) -> None:
-        """Log what failed; give up on a rank that will never copy again, and say so once.
-
-        Args:
-            outcome: of one transfer on one rank.
-            kind: of the transfer, for the log.
-        """
+        """Log what failed; give up on a rank that will never copy again, and say so once."""
         rank, failure = outcome.rank, outcome.failure
         if failure is None:
             del self.num_failed_in_a_row[rank]

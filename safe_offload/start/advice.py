@@ -28,12 +28,6 @@ def advise(
 ) -> dict[str, str]:
     """Log how the connector is set up and what looks like a mistake; never raises.
 
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: of the GPU's KV cache.
-        config: our settings, read from `vllm_config`.
-        num_slots: host slots of each rank.
-
     Returns:
         The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
     """

@@ -212,7 +212,7 @@ class Opening:
         check_host_bytes(
             self.config,
             # What several ranks share is there once.
-            pool_bytes_per_rank=layout.size_bytes // share.count,
+            bytes_per_rank=layout.size_bytes // share.count,
             num_ranks_on_host=max(self.num_ranks_on_host, share.count),
             available_bytes=available_host_bytes(),
         )

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
 from tests.fresh_process import ENVIRONMENT, start_engine
@@ -131,6 +131,11 @@ class Report:
         assert gauges["stores_in_flight"] == gauges["loads_in_flight"] == 0, audit
         assert audit["num_leases"] == 0, audit
 
+    def check_well(self) -> None:
+        """Nothing went wrong, and nothing is held."""
+        self.check_no_trouble()
+        self.check_everything_is_free()
+
     def check_second_round_hits(self, num_hit_tokens: int) -> None:
         """A, B, C, then each of them again with this many tokens from the host, none of the GPU's.
 
@@ -164,7 +169,7 @@ def num_hit_tokens(num_prompt_tokens: int, block_size: int = 32) -> int:
 
 
 def num_pool_blocks(
-    kind: ModelKind,
+    kind: str,
     num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     *,
     block_size: int = 32,
@@ -172,7 +177,7 @@ def num_pool_blocks(
 ) -> int:
     """Blocks of a GPU pool that holds so many prompts, with their answers and the null block."""
     num_blocks = count_prompt_blocks(
-        kind,
+        cast(ModelKind, kind),
         num_prompt_tokens + NUM_ANSWER_TOKENS,
         block_size=block_size,
         max_num_batched_tokens=CHUNK_TOKENS,
@@ -182,10 +187,11 @@ def num_pool_blocks(
 
 def make_job(
     model: Path,
-    *,
-    num_blocks: int,
-    num_prompt_tokens: int = NUM_PROMPT_TOKENS,
     kv_transfer_config: dict[str, Any] | None = None,
+    *,
+    num_blocks: int | None = None,
+    num_prompt_tokens: int = NUM_PROMPT_TOKENS,
+    block_size: int = 32,
     turns: tuple[str, ...] = ABC_TWICE,
     in_process: bool = True,
     force_prefix_caching: bool = False,
@@ -194,17 +200,19 @@ def make_job(
     """A job with the settings that all engines here have in common.
 
     Args:
-        model: folder.
-        num_blocks: of the GPU's pool, vLLM's null block included.
+        model: folder, which has the name of its kind unless `num_blocks` is given.
         kv_transfer_config: None for an engine without connector.
+        num_blocks: of the GPU's pool, vLLM's null block included; by default of 1.6 prompts.
         arguments: more arguments of `vllm.LLM`.
     """
+    if num_blocks is None:
+        num_blocks = num_pool_blocks(model.name, num_prompt_tokens, block_size=block_size)
     common: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",  # in bfloat16 a hit may round differently and flip a greedy choice
         "max_model_len": num_prompt_tokens + 64,
         "num_gpu_blocks_override": num_blocks,
-        "block_size": 32,
+        "block_size": block_size,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "enforce_eager": True,
         "disable_log_stats": False,
@@ -220,6 +228,16 @@ def make_job(
         in_process=in_process,
         force_prefix_caching=force_prefix_caching,
     )
+
+
+MLA: dict[str, Any] = {
+    "num_prompt_tokens": 993,
+    "block_size": 16,
+    "max_num_batched_tokens": 2048,  # on a CPU, vLLM has no chunked prefill for MLA
+    "force_prefix_caching": True,
+}
+"""What engines of a model with multi-head latent attention have in common here."""
+NUM_MLA_HIT_TOKENS = num_hit_tokens(MLA["num_prompt_tokens"], MLA["block_size"])
 
 
 EVERY_HIT = {"min_load_tokens": 0}

@@ -37,7 +37,7 @@ def test_a_model_tells_the_longest_prompt_and_how_large_its_pools_are(model, tmp
     }
     monkeypatch.setattr(engine, "CPU_BYTES_MIN", 0)
     asked = EngineOptions(arguments, ENVIRONMENT)
-    found = ask_for_sizes(asked, tmp_path / "sizing.log", 240.0)
+    found = ask_for_sizes(asked, tmp_path / "sizing.log", 1000.0)
     num_blocks = math.ceil(LONGEST_TOKENS / BLOCK_SIZE)
     options = BenchOptions(answer_tokens=ANSWER_TOKENS)
     assert scale(options, *found) == replace(

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from safe_offload.commands.bench.tiny_models import ModelKind
-from tests.engine.conftest import GetModel
+from tests.engine.conftest import GetModel, GetReport
 from tests.engine.engines import (
+    MLA,
+    NUM_MLA_HIT_TOKENS,
     NUM_PROMPT_TOKENS,
     RESET_GPU_CACHE,
     Job,
     connector,
     make_job,
     num_hit_tokens,
-    num_pool_blocks,
     run,
     tier_at,
 )
@@ -34,28 +35,23 @@ def job(model: GetModel, kind: ModelKind, *layouts: str, **more: Any) -> Job:
 
     It says that it reads LBHNC only, but its kernels go by strides, and answer well with BLHNC.
     """
-    made = make_job(model(kind), num_blocks=num_pool_blocks(kind), **more)
+    made = make_job(model(kind), **more)
     return replace(made, options={"layouts": layouts} if layouts else {})
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_blocks_in_one_piece_come_back_with_the_same_tokens(
-    kind: ModelKind, model: GetModel, tmp_path: Path
+    kind: ModelKind, model: GetModel, plain: GetReport, tmp_path: Path
 ) -> None:
     """Full attention, and a hybrid model, whose three groups lie over one another in a block."""
     wish = connector(enable_cross_layers_blocks="true")
-    ours, plain = run(
-        tmp_path,
-        job(model, kind, *BOTH, kv_transfer_config=wish),
-        job(model, kind),
-    )
+    (ours,) = run(tmp_path, job(model, kind, *BOTH, kv_transfer_config=wish))
     assert "Using BLHNC KV cache layout" in ours.log
     assert "bytes in one range, " in ours.log
-    assert "Using LBHNC KV cache layout" in plain.log
+    assert "Using LBHNC KV cache layout" in plain(kind).log
     ours.check_second_round_hits(num_hit_tokens(NUM_PROMPT_TOKENS))
-    assert ours.tokens == plain.tokens
-    ours.check_no_trouble()
-    ours.check_everything_is_free()
+    assert ours.tokens == plain(kind).tokens
+    ours.check_well()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
@@ -63,36 +59,22 @@ def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(
     kind: ModelKind, model: GetModel, tmp_path: Path
 ) -> None:
     """The kernels of CPU_MLA fail at the first request with a layout that it says it reads."""
-    settings: dict[str, Any] = {}
-    if kind == "deepseek":
-        settings = {
-            "num_prompt_tokens": 993,
-            "block_size": 16,
-            "max_num_batched_tokens": 2048,
-            "force_prefix_caching": True,
-        }
-    num_tokens = settings.get("num_prompt_tokens", NUM_PROMPT_TOKENS)
-    num_blocks = num_pool_blocks(kind, num_tokens, block_size=settings.get("block_size", 32))
+    settings = MLA if kind == "deepseek" else {}
     jobs = [
-        make_job(
-            model(kind),
-            num_blocks=num_blocks,
-            kv_transfer_config=connector(enable_cross_layers_blocks=is_wanted),
-            **settings,
-        )
+        make_job(model(kind), connector(enable_cross_layers_blocks=is_wanted), **settings)
         for is_wanted in (True, False)
     ]
     wanted, usual = run(tmp_path, *jobs)
     assert wanted.tokens == usual.tokens
     hits = [answer.num_host for answer in wanted.answers]
-    assert hits == [0] * 3 + [num_hit_tokens(num_tokens, settings.get("block_size", 32))] * 3
+    num_hit = NUM_MLA_HIT_TOKENS if settings else num_hit_tokens(NUM_PROMPT_TOKENS)
+    assert hits == [0] * 3 + [num_hit] * 3
     assert warnings_of(wanted.log) == warnings_of(usual.log)
     assert '"enable_cross_layers_blocks" has no effect here' in wanted.log
     assert '"enable_cross_layers_blocks"' not in usual.log
     for report in (wanted, usual):
         assert f"bytes in {NUM_RANGES[kind]} ranges, " in report.log
-        report.check_no_trouble()
-        report.check_everything_is_free()
+        report.check_well()
 
 
 def warnings_of(log: str) -> set[str]:

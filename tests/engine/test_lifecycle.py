@@ -301,7 +301,7 @@ def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(
 def test_sigterm_loses_no_answer_and_nothing_is_left(server: HttpServer) -> None:
     """As docs/operate/upgrade.md says of a rollout."""
     processes = server.process_ids()
-    begun = threading.Barrier(NUM_STREAMS + 1)
+    begun = threading.Barrier(NUM_STREAMS + 1, timeout=HANG_S)
     with ThreadPoolExecutor(NUM_STREAMS) as executor:
         answers = [executor.submit(stream, server, name, begun) for name in "ABC"]
         begun.wait()

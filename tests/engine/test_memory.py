@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import Report, connector, make_job, make_prompts, num_pool_blocks, run
+from tests.engine.engines import Report, connector, make_job, make_prompts, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -40,9 +40,7 @@ def measured(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Measu
     jobs = []
     # Without check_invariants, which looks at every slot in every step.
     for config in (connector(NUM_SLOTS, check_invariants=False), None):
-        job = make_job(
-            model("llama"), num_blocks=num_pool_blocks("llama"), kv_transfer_config=config
-        )
+        job = make_job(model("llama"), kv_transfer_config=config)
         jobs.append(replace(job, prompts=prompts, turns=tuple(prompts), num_answer_tokens=2))
     return Measured(*run(tmp_path_factory.mktemp("memory"), *jobs, child="memory.py"))
 

@@ -23,7 +23,6 @@ from tests.engine.engines import (
     connector,
     make_job,
     num_hit_tokens,
-    num_pool_blocks,
     run,
     tier_at,
 )
@@ -46,7 +45,6 @@ def make_multi_job(model: GetModel, *children: dict[str, Any], **arguments: Any)
     """An engine with several connectors, the first to be asked first."""
     return make_job(
         model("llama"),
-        num_blocks=num_pool_blocks("llama"),
         max_num_batched_tokens=NUM_PROMPT_TOKENS + 64,
         disable_hybrid_kv_cache_manager=True,
         kv_transfer_config={
@@ -80,8 +78,7 @@ def test_the_first_of_two_connectors_brings_prompts_back(
     ours_first.check_second_round_hits(NUM_HIT_TOKENS)
     assert ours_first.tokens == plain_llama.tokens
     assert any(files.iterdir()), "ExampleConnector has stored nothing: it was not there"
-    ours_first.check_no_trouble()
-    ours_first.check_everything_is_free()
+    ours_first.check_well()
 
 
 def test_what_another_connector_has_loaded_comes_back_from_the_host(
@@ -98,8 +95,7 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
     assert [answer.num_host for answer in report.answers] == [NUM_HIT_TOKENS] * 6
     assert report.count("hit_tokens") == 3 * NUM_HIT_TOKENS, "the first round was not the files'"
     assert report.tokens == plain_llama.tokens
-    report.check_no_trouble()
-    report.check_everything_is_free()
+    report.check_well()
 
 
 def test_an_engine_finds_in_the_tier_what_the_last_one_stored(
@@ -118,5 +114,4 @@ def test_an_engine_finds_in_the_tier_what_the_last_one_stored(
     assert second.count("fetched_blocks") == second.count("tier_read_objects") == num_blocks
     for report in (first, second):
         assert report.tokens == plain_llama.tokens[:3]
-        report.check_no_trouble()
-        report.check_everything_is_free()
+        report.check_well()

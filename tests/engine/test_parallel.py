@@ -12,10 +12,11 @@ import pytest
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
     ABC_TWICE,
+    MLA,
+    NUM_MLA_HIT_TOKENS,
     connector,
     make_job,
     num_hit_tokens,
-    num_pool_blocks,
     run,
     tier_at,
 )
@@ -49,7 +50,6 @@ def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
     tier = tmp_path / "tier"
     plain = make_job(
         model("llama"),
-        num_blocks=num_pool_blocks("llama", NUM_TOKENS),
         num_prompt_tokens=NUM_TOKENS,
         max_num_batched_tokens=NUM_TOKENS,
         prefix_caching_hash_algo="sha256_cbor",
@@ -93,26 +93,14 @@ def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
     model: GetModel, tmp_path: Path
 ) -> None:
     """Tokens are compared with those of a hit in vLLM's own cache, as in test_models.py."""
-    num_prompt_tokens, block_size = 993, 16
-    num_blocks = num_pool_blocks("deepseek", num_prompt_tokens, block_size=block_size)
-    settings: dict[str, Any] = {
-        "num_prompt_tokens": num_prompt_tokens,
-        "block_size": block_size,
-        "max_num_batched_tokens": 2048,
-        "force_prefix_caching": True,
-        "in_process": False,
-        **TENSOR_PARALLEL,
-    }
-    job = make_job(
-        model("deepseek"),
-        num_blocks=num_blocks,
-        kv_transfer_config=connector(verify="load"),
-        **settings,
-    )
+    settings = MLA | TENSOR_PARALLEL | {"in_process": False}
+    job = make_job(model("deepseek"), connector(verify="load"), **settings)
     (ours,) = run(tmp_path / "ours", replace(job, options={"kill_rank": True}))
-    hits_of_the_gpu = make_job(model("deepseek"), num_blocks=4 * num_blocks, **settings)
-    (plain,) = run(tmp_path / "plain", hits_of_the_gpu)
-    num_hit = num_hit_tokens(num_prompt_tokens, block_size)
+    num_blocks = 4 * job.arguments["num_gpu_blocks_override"]
+    (plain,) = run(
+        tmp_path / "plain", make_job(model("deepseek"), num_blocks=num_blocks, **settings)
+    )
+    num_hit = NUM_MLA_HIT_TOKENS
     ours.check_second_round_hits(num_hit)
     assert [answer.num_gpu for answer in plain.answers] == [0, 0, 0, num_hit, num_hit, num_hit]
     assert ours.tokens == plain.tokens

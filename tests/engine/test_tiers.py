@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 from safe_offload.commands.bench.tiny_models import ModelKind
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
+    MLA,
+    NUM_MLA_HIT_TOKENS,
     Job,
     Report,
     connector,
     make_job,
     make_prompts,
     num_hit_tokens,
-    num_pool_blocks,
     run,
     tier_at,
 )
@@ -44,7 +46,6 @@ def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: An
     written = [tier_at(tier) if isinstance(tier, Path) else tier for tier in tiers]
     return make_job(
         model,
-        num_blocks=num_pool_blocks(kind),
         kv_transfer_config=connector(tiers=written, **extra),
         turns=ABC,
         prefix_caching_hash_algo=HASHES,
@@ -54,8 +55,7 @@ def job(model: Path, kind: ModelKind, *tiers: Path | dict[str, Any], **extra: An
 def check_found_again(first: Report, second: Report, num_hit: int) -> None:
     """A, B, C were computed by the first engine, and came to the second from what that had kept."""
     for report in (first, second):
-        report.check_no_trouble()
-        report.check_everything_is_free()
+        report.check_well()
     assert [answer.num_host for answer in first.answers] == [0, 0, 0]
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.tokens == first.tokens
@@ -91,30 +91,17 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_
 
     The first engine is asked twice, and has the second answers from its own prefix cache.
     """
-    num_prompt_tokens, block_size = 993, 16
-    num_blocks = num_pool_blocks("deepseek", num_prompt_tokens, block_size=block_size)
-
-    def make(turns: tuple[str, ...], num_blocks: int) -> Job:
-        return make_job(
-            model("deepseek"),
-            num_blocks=num_blocks,
-            kv_transfer_config=connector(tiers=[tier_at(tmp_path / "tier")]),
-            turns=turns,
-            num_prompt_tokens=num_prompt_tokens,
-            block_size=block_size,
-            max_num_batched_tokens=2048,  # vLLM has no chunked prefill for MLA there
-            force_prefix_caching=True,
-            prefix_caching_hash_algo=HASHES,
-        )
-
-    (first,) = run(tmp_path / "first", make((*ABC, *ABC), 4 * num_blocks))
-    (second,) = run(tmp_path / "second", make(ABC, num_blocks))
-    num_hit = num_hit_tokens(num_prompt_tokens, block_size)
+    config = connector(tiers=[tier_at(tmp_path / "tier")])
+    small = make_job(model("deepseek"), config, turns=ABC, prefix_caching_hash_algo=HASHES, **MLA)
+    num_blocks = 4 * small.arguments["num_gpu_blocks_override"]
+    large = small.arguments | {"num_gpu_blocks_override": num_blocks}
+    (first,) = run(tmp_path / "first", replace(small, arguments=large, turns=(*ABC, *ABC)))
+    (second,) = run(tmp_path / "second", small)
+    num_hit = NUM_MLA_HIT_TOKENS
     assert [answer.num_gpu for answer in first.answers] == [0, 0, 0, num_hit, num_hit, num_hit]
     assert [answer.num_host for answer in second.answers] == [num_hit] * 3
     assert second.tokens == first.tokens[3:]
-    second.check_no_trouble()
-    second.check_everything_is_free()
+    second.check_well()
 
 
 def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
@@ -122,10 +109,8 @@ def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
 ) -> None:
     """A host of 80 blocks holds one prompt of 63; the directory holds all three."""
     one = job(model("llama"), "llama", tmp_path / "tier", num_cpu_blocks=80)
-    twice = Job(**{**vars(one), "turns": (*ABC, *ABC)})
-    (report,) = run(tmp_path / "engine", twice)
-    report.check_no_trouble()
-    report.check_everything_is_free()
+    (report,) = run(tmp_path / "engine", replace(one, turns=(*ABC, *ABC)))
+    report.check_well()
     assert report.tokens[3:] == report.tokens[:3]
     assert all(answer.num_host > 0 for answer in report.answers[3:]), report.answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.simulator.vllm_setup import EngineShape
 
 
 @pytest.fixture
-def make_engine():
+def make_engine() -> Iterator[Callable[..., EngineCore]]:
     """Make engines that have served a request, and whose connector checks itself in every step."""
     made: list[EngineCore] = []
 

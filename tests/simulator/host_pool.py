@@ -38,7 +38,7 @@ class OtherEngine:
         self._taken: list[Lease] = []
 
     def take(self) -> None:
-        count = self._planner.hits.slots.statistics().num_free - self._left
+        count = self._planner.hits.slots.num_free - self._left
         lease = self._planner.leases.grant(LeaseKind.STORE, max(count, 0))
         if lease is not None:
             self._taken.append(lease)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
 from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import NoEvents
+    from safe_offload.scheduler.cache.events import KvEvents, NoEvents
 
 
 class Key(NamedTuple):
@@ -18,14 +17,6 @@ class Key(NamedTuple):
 
     group_idx: int
     block_hash: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryStatistics:
-    """How many slots hold something, and how many of these are still being stored."""
-
-    num_held: int
-    num_being_stored: int
 
 
 class Directory:
@@ -45,7 +36,9 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, events: NoEvents = NO_EVENTS) -> None:
+    def __init__(
+        self, num_slots: int, num_groups: int, events: KvEvents | NoEvents = NO_EVENTS
+    ) -> None:
         self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
@@ -184,12 +177,13 @@ class Directory:
         for slot, block_hash in self.hashes.items():
             self.tables[self._groups[slot]][block_hash] = slot
 
-    def statistics(self) -> DirectoryStatistics:
-        """Return how full it is."""
-        return DirectoryStatistics(len(self.hashes), len(self._being_stored))
+    @property
+    def num_being_stored(self) -> int:
+        """Slots that cannot be found yet."""
+        return len(self._being_stored)
 
     def __repr__(self) -> str:
-        return f"<Directory of epoch {self.epoch}: {self.statistics()}>"
+        return f"<Directory of epoch {self.epoch}: {len(self.hashes)} slots>"
 
     def check_invariants(self, leased: set[int]) -> None:
         """Compare the tables with each other, and what is being stored with what is leased.

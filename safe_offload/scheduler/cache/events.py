@@ -135,38 +135,25 @@ class Origins:
             self._live[request] = len(hashes)
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 class NoEvents:
-    """vLLM publishes no KV events, so nothing is told. See `KvEvents`."""
+    """vLLM publishes no KV events, so nothing is told: the methods of `KvEvents`."""
 
     is_pending = False
-
-    def seen(self, request: Request) -> None:
-        """A request is new."""
-
-    def ended(self, request: Request) -> None:
-        """A request has ended."""
-
-    def withdraw(self, keys: Iterable[Key]) -> None:
-        """Nothing is hit from now on, and nothing is published after this; these are all keys."""
-
-    def storing(self, keys: Iterable[Key]) -> None:
-        """Stores of these keys begin."""
-
-    def published(self, keys: Iterable[Key]) -> None:
-        """Stores have settled: what they stored can be hit."""
-
-    def removed(self, keys: Iterable[Key]) -> None:
-        """Keys are dropped, of stores that have not settled too."""
+    seen = ended = withdraw = storing = published = removed = staticmethod(_ignore)
 
     def take(self) -> Sequence[Any]:
-        """Return what has happened since the last call, in order."""
+        """Return what has happened since the last call."""
         return ()
 
 
 NO_EVENTS = NoEvents()
 
 
-class KvEvents(NoEvents):
+class KvEvents:
     """Makes vLLM's events of what the directory reports.
 
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
@@ -175,7 +162,6 @@ class KvEvents(NoEvents):
     Args:
         groups: what events say of each KV cache group.
         hash_block_size: tokens of one hash of a request.
-        origins: where tokens come from.
     """
 
     def __init__(
@@ -192,7 +178,7 @@ class KvEvents(NoEvents):
         return f"KvEvents({len(self._events)} to take, {len(self._being_stored)} being stored)"
 
     @property
-    def is_pending(self) -> bool:  # type: ignore[override]
+    def is_pending(self) -> bool:
         """Whether there is something to take."""
         return bool(self._events)
 
@@ -305,12 +291,10 @@ class KvEvents(NoEvents):
 
 def make_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
-) -> NoEvents:
+) -> KvEvents | NoEvents:
     """Return what makes KV events, if vLLM is to publish any.
 
     Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
         is_lazy: blocks are stored after their requests have ended too.
     """
     if not kv_events.publishes_kv_events(vllm_config):

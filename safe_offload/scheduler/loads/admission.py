@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.geometry import Geometry
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
@@ -42,14 +42,10 @@ class Admission:
     """The requests that hold GPU blocks for a load.
 
     Its state: `holders`, with what each needs; read only outside.
-
-    Args:
-        hits: knows the groups.
-        num_gpu_blocks: all that can be allocated.
     """
 
-    def __init__(self, hits: HostHits, num_gpu_blocks: int) -> None:
-        self._hits = hits
+    def __init__(self, geometry: Geometry, num_gpu_blocks: int) -> None:
+        self._geometry = geometry
         self._num_gpu_blocks = num_gpu_blocks
         self.holders: dict[RequestState, Need] = {}
 
@@ -62,7 +58,7 @@ class Admission:
         A request that is the only one may: whatever else holds blocks can be preempted. And so may
         any where full attention is all there is, for there vLLM's own check counts right.
         """
-        if self._hits.is_plain:
+        if self._geometry.is_plain:
             return True
         others = [
             need
@@ -84,7 +80,7 @@ class Admission:
         self.holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        held = self._hits.num_blocks_held(num_tokens)
-        spanned = self._hits.num_blocks_spanned(state.request.num_tokens)
-        spare = SPARE_BLOCKS * len(self._hits.group_block_sizes)
+        held = self._geometry.num_blocks_held(num_tokens)
+        spanned = self._geometry.num_blocks_spanned(state.request.num_tokens)
+        spare = SPARE_BLOCKS * len(self._geometry.group_block_sizes)
         return Need(held, spanned - held + spare)

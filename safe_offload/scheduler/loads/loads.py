@@ -58,16 +58,6 @@ class Loads:
 
     Its state: the progress of each request, the loads, and the requests whose failure is still to
     be announced. Nothing else changes it.
-
-    Args:
-        hits: where hits are found.
-        leases: where hits are protected.
-        gpu: which GPU blocks there are.
-        transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
-        counters: what happens is counted here.
-        wait_max_s: see `Sharing`.
-        costs: say whether a hit is worth loading.
     """
 
     def __init__(  # noqa: PLR0913
@@ -82,10 +72,11 @@ class Loads:
         costs: Costs,
     ) -> None:
         self._hits = hits
+        self._geometry = hits.geometry
         self._leases = leases
         self._counters = counters
-        self._admission = Admission(hits, gpu.num_blocks)
-        self._sharing = Sharing(hits, wait_max_s, counters)
+        self._admission = Admission(hits.geometry, gpu.num_blocks)
+        self._sharing = Sharing(hits.geometry, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
@@ -187,7 +178,7 @@ class Loads:
         Args:
             num_tokens_max: the request has a use for so many after those that the GPU has.
         """
-        num_brought = load.end_hash * self._hits.hash_block_size - num_computed_tokens
+        num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
         num_left = request.num_tokens - num_computed_tokens - num_tokens
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
@@ -227,7 +218,7 @@ class Loads:
             lease.keep(LeaseKind.LOAD, slots)
             transfer_id, ranks = self.ledger.open()
             transfer = Transfer(transfer_id, ids_of(block_ids), ids_of(slots))
-            size = self._hits.hash_block_size
+            size = self._geometry.hash_block_size
             load = Load(
                 transfer_id=transfer_id,
                 ranks_left=ranks,
@@ -264,12 +255,12 @@ class Loads:
         """
         if hit is None or num_tokens > hit.num_tokens:
             return [], []
-        if num_tokens < hit.num_tokens and self._hits.has_states:
+        if num_tokens < hit.num_tokens and self._geometry.has_states:
             return [], []
         all_block_ids: list[int] = []
         all_slots: list[int] = []
-        for group_idx in self._hits.group_ids:
-            block_size = self._hits.group_block_sizes[group_idx]
+        for group_idx in self._geometry.group_ids:
+            block_size = self._geometry.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
             end = -(-(hit.num_computed_tokens + num_tokens) // block_size)
             block_ids = [block.block_id for block in blocks_by_group[group_idx][first:end]]
@@ -326,12 +317,14 @@ class Loads:
 
     def new_transfers(self) -> tuple[Transfer, ...]:
         """Return the loads that have begun since the last `sent`."""
-        return tuple(load.transfer for load in self.ledger.new)
+        new = self.ledger.new
+        return tuple([load.transfer for load in new]) if new else ()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Ids of requests whose load failed since the last `sent`."""
-        return tuple(state.request.request_id for state in self.unannounced)
+        failed = self.unannounced
+        return tuple([state.request.request_id for state in failed]) if failed else ()
 
     def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
@@ -390,7 +383,7 @@ class Loads:
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if load.sent_s is not None and not state.finished:
             self._costs.landed.append((load.num_tokens, load.sent_s))
-            num_left = state.request.num_tokens - load.end_hash * self._hits.hash_block_size
+            num_left = state.request.num_tokens - load.end_hash * self._geometry.hash_block_size
             saved_s = self._costs.saved_s(Offer(load.num_tokens, max(1, num_left)))
             self._counters.add_seconds(Count.SAVED_SECONDS, saved_s)
         state.end_load(has_failed=False)

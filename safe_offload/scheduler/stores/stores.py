@@ -37,13 +37,8 @@ class Stores:
     on its prefix and on what it has loaded, and its number of parts that have not settled.
 
     Args:
-        hits: to publish in.
-        leases: where slots come from.
-        transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
             would grow without end.
-        counters: what happens is counted here.
     """
 
     def __init__(

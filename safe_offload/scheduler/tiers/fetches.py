@@ -100,7 +100,7 @@ class Fetches:
                 epoch=self._hits.directory.epoch,
                 course=course,
                 users={user},
-                first_token=blocks[0].first_token if self._hits.is_plain else first_token,
+                first_token=blocks[0].first_token if self._hits.geometry.is_plain else first_token,
             )
             self._by_slot.update(dict.fromkeys(lease.slots, fetch))
             fetches.append(fetch)

@@ -197,7 +197,7 @@ class LookUps:
         num_tokens = end_max - first_token
         offer = Offer(num_tokens, user.request.num_tokens - end_max)
         is_trial = False
-        if not self._costs.probe_pays(offer, self._hits.num_blocks_held(num_tokens)):
+        if not self._costs.probe_pays(offer, self._hits.geometry.num_blocks_held(num_tokens)):
             is_trial = self._costs.tries_all_the_same()
             if not is_trial:
                 lookup.end()
@@ -223,14 +223,17 @@ class LookUps:
     ) -> tuple[list[list[bytes]], bool]:
         """Return, by group, hashes that the host lacks; and whether it fetches others just now."""
         hits, private = self._hits, self._private.hashes
-        wanted: list[list[bytes]] = [[] for _ in hits.group_block_sizes]
+        wanted: list[list[bytes]] = [[] for _ in hits.geometry.group_block_sizes]
         is_fetched = False
         if num_computed_tokens >= end_max:
             return wanted, is_fetched
-        for group_idx in hits.group_ids:
-            size, table = hits.group_block_sizes[group_idx], hits.directory.tables[group_idx]
+        for group_idx in hits.geometry.group_ids:
+            size, table = (
+                hits.geometry.group_block_sizes[group_idx],
+                hits.directory.tables[group_idx],
+            )
             span = slice(num_computed_tokens // size, end_max // size)
-            hashes = hits.hashes_of(user.request, group_idx)[span]
+            hashes = hits.geometry.hashes_of(user.request, group_idx)[span]
             wanted[group_idx] = [h for h in hashes if h not in table and h not in private]
             if self._fetches and not is_fetched:
                 slots = [table[h] for h in hashes if h in table]

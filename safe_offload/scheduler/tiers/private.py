@@ -73,7 +73,7 @@ class PrivateBlocks:
             return 0
         for feature in request.mm_features:
             if not (self._tells_media_ids and tells_content(feature.identifier)):
-                return int(feature.mm_position.offset) // self._hits.hash_block_size
+                return int(feature.mm_position.offset) // self._hits.geometry.hash_block_size
         return None
 
     def note(self) -> None:

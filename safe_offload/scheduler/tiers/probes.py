@@ -85,7 +85,7 @@ class Probes:
         self._planned: list[PendingProbe] = []
         self._in_flight: dict[int, PendingProbe] = {}
         self._num_keys = 0
-        groups = context.hits.group_block_sizes
+        groups = context.hits.geometry.group_block_sizes
         self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
 
     def __repr__(self) -> str:

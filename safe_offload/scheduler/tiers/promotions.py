@@ -106,7 +106,7 @@ class Promotions:
         fetches: list[Fetch] = []
         if hit.blocks:
             stages = [Stage(first_token, hit.blocks)]
-            if not (self._hits.is_plain or shared):
+            if not (self._hits.geometry.is_plain or shared):
                 stages = self._stages(lookup, hit, first_token, tier, present)
             fetches = self._fetches.begin(stages, user, generation)
         if shared:
@@ -117,7 +117,7 @@ class Promotions:
             return
         span = first_token, lookup.num_computed_tokens + hit.num_tokens
         starts = [fetch.first_token for fetch in fetches]
-        if shared and not self._hits.is_plain:
+        if shared and not self._hits.geometry.is_plain:
             starts = [first_token] * len(fetches)  # others' stages need not be its own
         self._lookups.fetch(lookup, fetches, starts, span, max(self._waits_s[:tier]))
 
@@ -137,7 +137,7 @@ class Promotions:
 
     def _present(self, lookup: LookUp) -> Present:
         """Return what the tiers have of a request's blocks, as they have answered."""
-        present: Present = tuple({} for _ in self._hits.group_block_sizes)
+        present: Present = tuple({} for _ in self._hits.geometry.group_block_sizes)
         for probe in lookup.probes:
             for group_idx, block_hash, tier in probe.present():
                 present[group_idx][block_hash] = tier

@@ -109,7 +109,7 @@ class TieredHits:
     ) -> None:
         self._hits = hits
         self._finder = _HostOrTiers(hits.directory)
-        pool = FoundAsBlocks(self._finder, hits.hash_block_size)
+        pool = FoundAsBlocks(self._finder, hits.geometry.hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
 
     def __repr__(self) -> str:
@@ -124,17 +124,19 @@ class TieredHits:
     ) -> TieredHit | None:
         """Find the longest run of tokens from `num_computed_tokens` on; see `HostHits.find_hit`."""
         hits = self._hits
-        if num_computed_tokens % hits.alignment_tokens:
+        if num_computed_tokens % hits.geometry.alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // hits.hash_block_size :]
+        remaining = block_hashes[num_computed_tokens // hits.geometry.hash_block_size :]
         num_tokens_max = end_max - num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
         self._finder.present = present
         by_group: tuple[list[Any], ...]
-        if hits.is_plain:
-            run = self._finder.find_run(0, remaining[: num_tokens_max // hits.hash_block_size])
-            by_group, num_tokens = (run,), len(run) * hits.hash_block_size
+        if hits.geometry.is_plain:
+            run = self._finder.find_run(
+                0, remaining[: num_tokens_max // hits.geometry.hash_block_size]
+            )
+            by_group, num_tokens = (run,), len(run) * hits.geometry.hash_block_size
         else:
             by_group, num_tokens = self._coordinator.find_longest_cache_hit(
                 remaining, num_tokens_max
@@ -144,7 +146,7 @@ class TieredHits:
         in_tiers: list[TierBlock] = []
         slots: list[int] = []
         for group_idx, blocks in enumerate(by_group):
-            size, tiers = hits.group_block_sizes[group_idx], present[group_idx]
+            size, tiers = hits.geometry.group_block_sizes[group_idx], present[group_idx]
             for index, block in enumerate(blocks):
                 if isinstance(block, bytes):
                     first_token = num_computed_tokens + index * size

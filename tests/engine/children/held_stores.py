@@ -13,7 +13,7 @@ from typing import Any
 
 import engine
 
-WAIT_S = 120
+WAIT_S = 600
 COPY_S = 0.05
 """A copy takes so long once its gate is open: a fence that does not wait for it loses the race."""
 
@@ -38,7 +38,7 @@ class Gates:
         def held_run(backend: Any, copy: Any) -> None:
             gate = self._gates.get(id(copy))
             if gate is not None and not self._all_open.is_set():
-                assert gate.wait(WAIT_S), "nobody opened the gate of a store"
+                assert gate.wait(WAIT_S), "the gate of a store was not opened"
                 time.sleep(COPY_S)
             run(backend, copy)
 

@@ -8,7 +8,7 @@ from typing import Any
 import engine
 import psutil
 
-END_TIMEOUT_S = 60
+END_TIMEOUT_S = 600
 
 
 def scenario(job: dict[str, Any]) -> dict[str, Any]:

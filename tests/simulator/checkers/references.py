@@ -60,8 +60,8 @@ class ReferenceChecker:
         found = planner.statistics()
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
-        slots = planner.hits.slots.statistics()
-        directory = planner.hits.directory.statistics()
+        slots = planner.hits.slots
+        directory = planner.hits.directory
         num_bad = len(self._ledger.bad_slots)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
