@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 BUCKET = "kv-cache"
 _START_TIMEOUT_S = 60.0
@@ -69,12 +68,7 @@ class BucketServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def environment(self) -> dict[str, str]:
@@ -163,18 +157,12 @@ class BucketServer:
             credentials = [{"accessKey": key, "secretKey": secret}]
             return {"name": key, "credentials": credentials, "actions": actions}
 
+        everything = ["Admin", "Read", "Write", "List", "Tagging"]
+        reading = [f"Read:{self.bucket}", f"List:{self.bucket}"]
         return {
             "identities": [
-                identity(
-                    self.access_key,
-                    self.secret_key,
-                    ["Admin", "Read", "Write", "List", "Tagging"],
-                ),
-                identity(
-                    self.reader_key,
-                    self.reader_secret,
-                    [f"Read:{self.bucket}", f"List:{self.bucket}"],
-                ),
+                identity(self.access_key, self.secret_key, everything),
+                identity(self.reader_key, self.reader_secret, reading),
             ]
         }
 

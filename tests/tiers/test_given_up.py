@@ -24,8 +24,8 @@ from tests.tiers.objects.scripted_bucket import NO_CONTENT, head_from, known_to_
 from tests.tiers.valkey.scripted_server import PATIENCE_S, Peer, Script, ScriptedServer, until
 from tests.valkey_server import Certificates
 
-SLOT_BYTES = 8 << 20
-"""More than the buffers of sockets hold."""
+SLOT_BYTES = 16 << 20
+"""Far more than the buffers of sockets hold."""
 PATTERN = b"\xee" * SLOT_BYTES
 SOURCE = filled((SLOT_BYTES,), 1)
 STORED = PLAIN.header(name_of(1), SOURCE) + bytes_of(SOURCE)
