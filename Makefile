@@ -40,10 +40,10 @@ COMPAT_VENVS := .venv-compat
 # What runs on vLLM's own code and needs neither its kernels nor an engine.
 COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_bridge.py tests/worker/test_gpu_startup.py \
 	tests/tiers/namespace/test_engine_facts.py \
-	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/start/test_whole_blocks.py
+	tests/test_connector.py tests/test_layout.py tests/start/test_plugin.py tests/compat/test_whole_blocks.py
 
 # What matters most, within two minutes on two cores.
-QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/test_connector.py \
+QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/config/test_tiers.py tests/test_connector.py \
 	$(addprefix tests/worker/test_,bridge.py deadlines.py shared_ranks.py transfers.py transfers_end.py verify.py) \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from safe_offload import compat
-from safe_offload.compat import (
+from safe_offload.compat import base, engine_config, media_ids, specs
+from safe_offload.compat.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -24,6 +24,7 @@ from safe_offload.compat import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -31,16 +32,15 @@ from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, Stats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.events import KvEvents, make_events
+from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import Planner, PlannerOptions
-from safe_offload.scheduler.tiers.reach import Reaches
+from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
 from safe_offload.start.last_words import telling
-from safe_offload.start.live_weights import MODEL_LOADS, Adapters, watch
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 STORES_FACTOR = 4
-"""Stores wait to be copied up to so many times `max_inflight_bytes`; there are no more of them."""
+"""Stores that wait to be copied hold at most this many times `max_inflight_bytes`."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -65,11 +65,11 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
-        def guarded(self: SafeCPUOffloadConnector, *args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # the connector first
             try:
-                return hook(self, *args, **kwargs)
+                return hook(*args, **kwargs)
             except Exception as error:
-                self._contain(hook.__name__, error)
+                args[0]._contain(hook.__name__, error)
                 return default()
 
         return cast("Hook", guarded)
@@ -80,44 +80,38 @@ def contained(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
 class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV cache in host memory and brings it back instead of recomputing it.
 
-    Args:
-        vllm_config: the engine's configuration; ours is `kv_connector_extra_config`.
-        role: which half this is.
-        kv_cache_config: layers, groups and sizes of the GPU's KV cache.
-
-    Raises:
-        ConfigError: a setting is wrong or cannot be met.
+    Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
-    _cache_hit_source = compat.HOST_HIT_SOURCE
+    _cache_hit_source = base.HOST_HIT_SOURCE
 
     @telling
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        compat.refuse_unsupported(vllm_config, kv_cache_config)
+        engine_config.refuse_unsupported(vllm_config, kv_cache_config)
         world_size = vllm_config.parallel_config.world_size
         extra: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config or {}
         self._config = dataclasses.replace(
             OffloadConfig.from_extra_config(extra, world_size=world_size),
-            ranks_per_copy=compat.ranks_per_copy(vllm_config, kv_cache_config),
+            ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
         if self._config.tiers:
-            compat.require_shared_hashes(vllm_config)
+            engine_config.require_shared_hashes(vllm_config)
         self._counters = Counters()
         self._stats = StatsReporter(self._counters, {})
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
-        self._events: KvEvents | None = None
+        self._events: KvEvents | NoEvents = NO_EVENTS
         self._make_planner: Callable[[GpuBlocks], Planner] | None = None
         self.scheduler = SchedulerSide()
         self.worker = WorkerSide()
         self.side: Side = self.scheduler
         """Of the two the one that does something: of the connector's role."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        if not compat.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
+        if not engine_config.can_be_of_use(vllm_config, kv_cache_config, tell=is_scheduler):
             pass  # and take no memory
         elif is_scheduler:
             self._make_planner = self._prepare_planner()
@@ -129,7 +123,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Check everything, and return what makes the planner once vLLM has its blocks."""
         vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
         config = self._config
-        slot_bytes = max(1, compat.block_bytes(kv_cache_config))
+        slot_bytes = max(1, specs.block_bytes(kv_cache_config))
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
@@ -143,20 +137,20 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
             slot_bytes=slot_bytes * config.world_size // config.ranks_per_copy,
             is_lazy=config.lazy_offload,
-            blocks_written_early=compat.uses_v2_model_runner(vllm_config),
-            state_group_ids=compat.state_group_ids(kv_cache_config),
-            num_decode_tokens_max=compat.num_decode_tokens_max(vllm_config),
+            blocks_written_early=engine_config.uses_v2_model_runner(vllm_config),
+            state_group_ids=specs.state_group_ids(kv_cache_config),
+            num_decode_tokens_max=engine_config.num_decode_tokens_max(vllm_config),
             transfer_timeout_s=config.transfer_timeout_s,
             min_load_tokens=config.min_load_tokens,
             num_step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
-            num_steps_in_flight=compat.num_steps_in_flight(vllm_config),
+            num_steps_in_flight=engine_config.num_steps_in_flight(vllm_config),
             # Data-parallel engines that go in step with one another wait for each other's steps.
             waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             tiers=config.tiers,
-            tells_media_ids=bool(config.tiers) and compat.tells_media_ids(vllm_config),
+            tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
-        reaches = Reaches(vllm_config, kv_cache_config, hits) if config.tiers else None
-        return lambda gpu: Planner(hits, gpu, options, self._counters, reaches)
+        tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
+        return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
@@ -166,12 +160,12 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
         parallel = self._vllm_config.parallel_config
         # Those that were counted before the engine started may have taken their memory by now.
-        are_counted = self._config.num_slots is None and compat.are_workers_here(parallel)
+        are_counted = self._config.num_slots is None and engine_config.are_workers_here(parallel)
         opening = Opening(
             config=self._config,
             kv_cache_config=self._kv_cache_config,
             rank=parallel.rank,
-            num_ranks_on_host=1 if are_counted else compat.num_ranks_on_host(parallel),
+            num_ranks_on_host=1 if are_counted else engine_config.num_ranks_on_host(parallel),
             is_child=parallel.distributed_executor_backend == "mp",
             meaning_of=functools.partial(meaning_of, self._vllm_config, self._kv_cache_config),
         )
@@ -303,11 +297,11 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """See KVConnectorBase_V1."""
-        return () if self._events is None else self._take_events(self._events)
+        return self._take_events() if self._events.is_pending else ()
 
     @contained(tuple)
-    def _take_events(self, events: KvEvents) -> Iterable[KVCacheEvent]:
-        return events.take()
+    def _take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events.take()
 
     # ---- worker side ---------------------------------------------------------------------------
 

@@ -54,12 +54,7 @@ class SharingError(SafeOffloadError):
 
 
 class InvariantError(SafeOffloadError):
-    """One of the numbered promises I1 to I12 does not hold: a defect of safe_offload itself.
-
-    Args:
-        invariant: the number of the promise, "I1" to "I12".
-        detail: what was expected and what was found.
-    """
+    """One of the promises "I1" to "I12" does not hold: a defect of safe_offload itself."""
 
     def __init__(self, invariant: str, detail: str) -> None:
         super().__init__(invariant, detail)

@@ -31,7 +31,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.fixture
-def package_log() -> Iterator[list[logging.LogRecord]]:
-    """All that the package logs, DEBUG included, whatever vLLM does with its loggers."""
+@contextlib.contextmanager
+def _records(level: int) -> Iterator[list[logging.LogRecord]]:
+    """What the package logs from this level on, whatever vLLM does with its loggers."""
     from tests.simulator.vllm_setup import EngineShape, make_config
 
     make_config(EngineShape())  # vLLM's first one takes away all handlers below its own logger
@@ -78,12 +79,26 @@ def package_log() -> Iterator[list[logging.LogRecord]]:
             records.append(record)
 
     handler, logger = Keep(), logging.getLogger("vllm.safe_offload")
-    level = logger.level
+    level_before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    yield records
     logger.setLevel(level)
+    yield records
+    logger.setLevel(level_before)
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def package_log() -> Iterator[list[logging.LogRecord]]:
+    """All that the package logs, DEBUG included."""
+    with _records(logging.DEBUG) as records:
+        yield records
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What the package warns of, and its errors."""
+    with _records(logging.WARNING) as records:
+        yield records
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def manifests(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
         for path in sorted(folder.glob("*.yaml"))
         for resource in yaml.safe_load_all(path.read_text())
     }
+
+
+def changed(
+    resource: dict[str, Any], place: tuple[Any, ...], key: str, value: object
+) -> dict[str, Any]:
+    """Return a copy with another value of a key; `place` are the steps to what has it."""
+    made = copy.deepcopy(resource)
+    target: Any = made
+    for step in place:
+        target = target[step]
+    target[key] = value
+    return made
 
 
 def check(resource: dict[str, Any], version: str = VERSIONS[-1]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from safe_offload import compat
-from safe_offload.compat import KVConnectorRole, KVConnectorTransferResults
+from safe_offload.compat import engine_config
+from safe_offload.compat.base import KVConnectorRole, KVConnectorTransferResults
 from safe_offload.connector import SafeCPUOffloadConnector
 from safe_offload.errors import ConfigError, InvariantError
 from safe_offload.observe.counters import Count
@@ -43,21 +44,6 @@ PAGE = SPEC.page_size_bytes
 SLOTS = 7
 
 MakeConnector = Callable[..., SafeCPUOffloadConnector]
-
-
-@pytest.fixture
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """What the package logs, whatever vLLM does with its loggers."""
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -137,30 +123,46 @@ def test_a_worker_knows_whether_vllm_has_started_a_process_for_it(
     assert [opening.is_child for opening in openings] == [is_child]
 
 
+def launch(config: VllmConfig, num_ranks: int = 2) -> None:
+    """Each rank runs a scheduler, which would wait for the reports of all others."""
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.world_size = num_ranks
+
+
+def use_hisparse(config: VllmConfig) -> None:
+    config.attention_config = SimpleNamespace(hisparse_config=object())
+
+
+def switch_off(config: VllmConfig) -> None:
+    config.cache_config.enable_prefix_caching = False
+
+
+def fail(config: VllmConfig) -> None:
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+
+
+def leave(config: VllmConfig) -> None:
+    """Change nothing."""
+
+
 @pytest.mark.parametrize("role", KVConnectorRole)
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("change", "extra", "message"),
     [
-        ({"cpu_bytes_to_used": "1GiB"}, '"cpu_bytes_to_use"'),
-        ({"num_cpu_blocks": 0}, "num_cpu_blocks"),
-        ({"lazy_offload": "yes"}, "lazy_offload"),
+        (leave, {"cpu_bytes_to_used": "1GiB"}, '"cpu_bytes_to_use"'),
+        (leave, {"num_cpu_blocks": 0}, "num_cpu_blocks"),
+        (leave, {"lazy_offload": "yes"}, "lazy_offload"),
+        (launch, {}, r'"external_launcher" with 2 ranks.*Fix: .*"mp"'),
+        (use_hisparse, {}, r"HiSparse.*Fix: "),
     ],
 )
-def test_a_setting_that_cannot_be_used_stops_the_start(make_connector, role, extra, message):
+def test_what_cannot_be_used_stops_the_start(make_connector, role, change, extra, message):
     with pytest.raises(ConfigError, match=message):
-        make_connector(role, **extra)
+        make_connector(role, change, **extra)
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
-def test_ranks_that_each_run_a_scheduler_stop_the_start(make_connector, role):
-    """With `external_launcher`, a rank's scheduler would wait for the reports of all others."""
-
-    def launch(config: VllmConfig, num_ranks: int) -> None:
-        config.parallel_config.distributed_executor_backend = "external_launcher"
-        config.parallel_config.world_size = num_ranks
-
-    with pytest.raises(ConfigError, match=r'"external_launcher" with 2 ranks.*Fix: .*"mp"'):
-        make_connector(role, lambda config: launch(config, 2))
+def test_one_rank_may_be_launched_by_others(make_connector, role):
     make_connector(role, lambda config: launch(config, 1))
 
 
@@ -173,15 +175,6 @@ def test_a_group_that_vllm_keeps_on_the_host_stops_the_start(role):
     cache = KVCacheConfig(BLOCKS, [tensor], [group])
     with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
         SafeCPUOffloadConnector(make_config(EngineShape()), role, cache)
-
-
-@pytest.mark.parametrize("role", KVConnectorRole)
-def test_hisparse_beside_us_stops_the_start(make_connector, role):
-    def use_hisparse(config: VllmConfig) -> None:
-        config.attention_config = SimpleNamespace(hisparse_config=object())
-
-    with pytest.raises(ConfigError, match=r"HiSparse.*Fix: "):
-        make_connector(role, use_hisparse)
 
 
 def test_a_pool_too_small_for_one_block_stops_the_start():
@@ -203,28 +196,22 @@ def test_an_unsupported_cache_stops_the_start_of_a_worker(make_connector):
         connector.register_kv_caches(caches)
 
 
-def test_a_failure_policy_that_ends_requests_is_warned_about_once(make_connector, logged):
-    def fail(config: VllmConfig) -> None:
-        config.kv_transfer_config.kv_load_failure_policy = "fail"
-
-    make_connector(KVConnectorRole.WORKER, fail, num_cpu_blocks=BLOCKS)
-    assert not logged
-    make_connector(KVConnectorRole.SCHEDULER, fail, num_cpu_blocks=BLOCKS)
-    assert [record.levelname for record in logged] == ["WARNING"]
-    assert '"kv_load_failure_policy": "recompute"' in logged[0].getMessage()
-
-
-def test_the_recommended_settings_are_not_warned_about(make_connector, logged):
-    make_connector(KVConnectorRole.SCHEDULER, num_cpu_blocks=BLOCKS)
-    make_connector(KVConnectorRole.WORKER, num_cpu_blocks=BLOCKS)
-    assert not logged
-
-
-def test_a_small_pool_is_warned_about_once(make_connector, logged):
-    make_connector(KVConnectorRole.WORKER)
-    assert not logged
-    make_connector(KVConnectorRole.SCHEDULER)
-    assert ["The host pool is small" in record.getMessage() for record in logged] == [True]
+@pytest.mark.parametrize(
+    ("change", "extra", "warnings"),
+    [
+        (leave, {"num_cpu_blocks": BLOCKS}, []),
+        (fail, {"num_cpu_blocks": BLOCKS}, ['"kv_load_failure_policy": "recompute"']),
+        (leave, {}, ["The host pool is small"]),
+        (switch_off, {}, ["Prefix caching is off.* Remove --no-enable-prefix-caching"]),
+    ],
+)
+def test_what_is_hardly_meant_is_warned_about_once(make_connector, logged, change, extra, warnings):
+    make_connector(KVConnectorRole.WORKER, change, **extra)
+    assert not logged, "the scheduler says it, not every worker once more"
+    make_connector(KVConnectorRole.SCHEDULER, change, **extra)
+    assert [record.levelname for record in logged] == ["WARNING"] * len(warnings)
+    for record, words in zip(logged, warnings, strict=True):
+        assert re.search(words, record.getMessage())
 
 
 # ---- doing nothing -----------------------------------------------------------------------------
@@ -233,23 +220,7 @@ def test_a_small_pool_is_warned_about_once(make_connector, logged):
 @pytest.fixture(params=KVConnectorRole, ids=lambda role: role.name)
 def idle(request: pytest.FixtureRequest, make_connector: MakeConnector) -> Any:
     """A connector of either role without prefix caching."""
-
-    def switch_off(config: VllmConfig) -> None:
-        config.cache_config.enable_prefix_caching = False
-
     return make_connector(request.param, switch_off)
-
-
-def test_it_warns_once_that_prefix_caching_is_off(make_connector, logged):
-    def switch_off(config: VllmConfig) -> None:
-        config.cache_config.enable_prefix_caching = False
-
-    make_connector(KVConnectorRole.WORKER, switch_off)
-    assert not logged, "the scheduler says it, not every worker once more"
-    make_connector(KVConnectorRole.SCHEDULER, switch_off)
-    assert [record.levelname for record in logged] == ["WARNING"]
-    assert "Prefix caching is off" in logged[0].getMessage()
-    assert "Remove --no-enable-prefix-caching" in logged[0].getMessage()
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -341,6 +312,14 @@ def test_the_hook_for_all_groups_is_contained_too(make_connector, monkeypatch, l
     check_logged(logged, "request_finished")
 
 
+def rig_with_a_prompt_on_the_host(make_rig: Any) -> tuple[Any, list[int]]:
+    rig = make_rig(num_blocks=13)
+    prompt = rig.prompt(41, 1)
+    rig.run_alone("a", prompt)
+    rig.run_alone("b", rig.prompt(41, 2))
+    return rig, prompt
+
+
 def raise_in_first_call(
     monkeypatch: pytest.MonkeyPatch, owner: object, method: str
 ) -> list[object]:
@@ -364,10 +343,7 @@ def raise_in_first_call(
 def test_after_an_error_nothing_is_matched_or_stored_any_more(
     make_rig, monkeypatch, method, logged
 ):
-    rig = make_rig(num_blocks=13)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.run_alone("b", rig.prompt(41, 2))
+    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
     assert rig.run_alone("a2", prompt) > 0, "it worked before"
     rig.run_alone("b2", rig.prompt(41, 3))
     calls = raise_in_first_call(monkeypatch, rig.planner, method)
@@ -396,10 +372,7 @@ def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(
     make_rig, monkeypatch, part, method
 ):
     """Whatever was half done: no request waits for ever, no lease is left (I7, I8)."""
-    rig = make_rig(num_blocks=13)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.run_alone("b", rig.prompt(41, 2))
+    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
     calls = raise_in_first_call(monkeypatch, operator.attrgetter(part)(rig.planner), method)
     rig.add("a2", prompt)
     rig.add("c", rig.prompt(17, 3))
@@ -409,10 +382,7 @@ def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(
 
 
 def test_a_request_whose_load_could_not_be_planned_is_recomputed(make_rig, monkeypatch, logged):
-    rig = make_rig(num_blocks=13)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.run_alone("b", rig.prompt(41, 2))
+    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
     monkeypatch.setattr(rig.planner, "update_state_after_alloc", raise_error)
     before = len(rig.plans)
     rig.run_alone("a2", prompt)  # checks the answer
@@ -423,15 +393,12 @@ def test_a_request_whose_load_could_not_be_planned_is_recomputed(make_rig, monke
 
 
 def test_a_load_that_was_begun_when_planning_failed_is_announced_as_failed(make_rig, monkeypatch):
-    rig = make_rig(num_blocks=13)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.run_alone("b", rig.prompt(41, 2))
+    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
     planner = rig.planner
     plan = planner.build_connector_meta
 
     def raise_if_a_load_has_begun(scheduler_output: Any, now_s: float) -> StepPlan:
-        if planner.loads.owners_of_new:
+        if planner.loads.ledger.new:
             raise RuntimeError("injected")
         return plan(scheduler_output, now_s)
 
@@ -598,9 +565,11 @@ def test_ranks_that_hold_the_same_on_one_machine_keep_one_copy(
         prefill_context_parallel_size=context_ranks,
     )
     cache = SimpleNamespace(kv_tp_replicas=num_same)
-    assert compat.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
+    assert (
+        engine_config.ranks_per_copy(SimpleNamespace(parallel_config=parallel), cache) == expected
+    )
 
 
 def test_a_vllm_that_does_not_tell_which_ranks_hold_the_same_has_a_copy_for_each():
     config = SimpleNamespace(parallel_config=SimpleNamespace())
-    assert compat.ranks_per_copy(config, SimpleNamespace()) == 1
+    assert engine_config.ranks_per_copy(config, SimpleNamespace()) == 1

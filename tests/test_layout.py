@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.errors import ConfigError
 from safe_offload.layout import PAGE_BYTES, Geometry, HostLayout, Segment, make_geometry
 
@@ -30,7 +30,7 @@ def config_of(*tensors: KVCacheTensor, num_blocks: int = BLOCKS) -> KVCacheConfi
 
 def geometry_of(config: KVCacheConfig, storage_bytes: int | None = None) -> Geometry:
     size = max(tensor.size for tensor in config.kv_cache_tensors)
-    return make_geometry(compat.segments(config), config.num_blocks, storage_bytes or size)
+    return make_geometry(specs.segments(config), config.num_blocks, storage_bytes or size)
 
 
 def bytes_of_block(segments: tuple[Segment, ...] | list[Segment], block: int) -> Counter[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from safe_offload.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from safe_offload.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from safe_offload.errors import ProtocolError
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -17,57 +17,47 @@ from safe_offload.protocol import (
     Capacity,
     FailureReason,
     HostFacts,
+    Keys,
     MemoryFacts,
     MemoryKind,
     Outcome,
+    Presence,
+    Probe,
     StepPlan,
     StepReport,
+    TierTransfer,
     Transfer,
+    ids_of,
 )
 
-ids = st.integers(0, 2**40)
-transfers = st.builds(
-    lambda transfer_id, pairs: Transfer(
-        transfer_id, tuple(block for block, _ in pairs), tuple(slot for _, slot in pairs)
-    ),
-    ids,
-    st.lists(st.tuples(ids, ids), min_size=1, max_size=8),
+KEYS = Keys(b"\x00\x01", (b"a", b"b"))
+PLAN = StepPlan(
+    loads=(Transfer(2**40, (1, 2), (3, 4)),),
+    stores_before_forward=(Transfer(1, (5,), (6,)),),
+    stores_after_forward=(Transfer(2, ids_of([7]), ids_of([8])),),
+    fences=(1, 2),
+    failures=("request",),
+    probes=(Probe(3, KEYS, "word"),),
+    fetches=(TierTransfer(4, KEYS, ids_of([1, 2]), "", b"\x01\x00"),),
+    spills=(TierTransfer(5, KEYS, ids_of([3, 4])),),
+    is_idle=True,
 )
-some_transfers = st.lists(transfers, max_size=4).map(tuple)
-plans = st.builds(
-    StepPlan,
-    loads=some_transfers,
-    stores_before_forward=some_transfers,
-    stores_after_forward=some_transfers,
-    fences=st.lists(ids, max_size=4).map(tuple),
-    failures=st.lists(st.text(max_size=8), max_size=4).map(tuple),
-)
-outcomes = st.builds(Outcome, ids, ids, st.none() | st.sampled_from(FailureReason))
-reports = st.builds(
-    StepReport,
-    outcomes=st.lists(outcomes, max_size=6).map(tuple),
-    capacities=st.lists(st.builds(Capacity, ids, ids), max_size=3).map(tuple),
-    bad_slots=st.lists(
-        st.builds(BadSlots, ids, st.lists(ids, max_size=3).map(tuple)), max_size=2
-    ).map(tuple),
-    host_facts=st.lists(
-        st.builds(
-            HostFacts,
-            ids,
-            st.builds(
-                MemoryFacts,
-                st.sampled_from(MemoryKind),
-                st.text(max_size=4),
-                st.lists(ids, max_size=2).map(tuple),
-            ),
-            st.lists(st.text(max_size=4), max_size=2).map(tuple),
-        ),
-        max_size=2,
-    ).map(tuple),
-)
+MEMORY = MemoryFacts(MemoryKind.PAGE_LOCKED, "99 %", (0, 1))
+REPORTS = [
+    StepReport(
+        outcomes=(Outcome(rank, 1), Outcome(rank, 2, FailureReason.TIMED_OUT, (3,))),
+        capacities=(Capacity(rank, 5),),
+        bad_slots=(BadSlots(rank, (6, 7)),),
+        lost_ranks=(rank,),
+        host_facts=(HostFacts(rank, MEMORY, ("batch", "each"), 2, ("doubt",)),),
+        presences=(Presence(rank, 3, b"\x01\x00"),),
+    )
+    for rank in range(3)
+]
 
 
-@given(plans | reports, st.integers(2, pickle.HIGHEST_PROTOCOL))
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("message", [PLAN, REPORTS[1], EMPTY_PLAN, StepReport()], ids=repr)
 def test_a_message_is_the_same_on_the_other_side(message, protocol):
     arrived = pickle.loads(pickle.dumps(message, protocol))
     assert arrived == message
@@ -84,25 +74,16 @@ def test_vllm_takes_the_messages_for_its_own():
     assert isinstance(StepReport(), KVConnectorWorkerMetadata)
 
 
-def test_a_plan_without_anything_is_the_empty_plan():
-    assert StepPlan() == EMPTY_PLAN
-    assert pickle.loads(pickle.dumps(EMPTY_PLAN)) == EMPTY_PLAN
-
-
 def test_a_report_is_true_even_if_it_is_empty():
     assert StepReport()
     assert StepReport((Outcome(0, 1),))
 
 
-@given(st.lists(reports, min_size=1, max_size=5))
-def test_joining_reports_keeps_everything_in_order(parts):
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = joined.aggregate(part)
-    assert joined.outcomes == tuple(o for part in parts for o in part.outcomes)
-    assert joined.capacities == tuple(c for part in parts for c in part.capacities)
-    assert joined.bad_slots == tuple(b for part in parts for b in part.bad_slots)
-    assert joined.host_facts == tuple(f for part in parts for f in part.host_facts)
+def test_joining_reports_keeps_everything_in_order():
+    joined = functools.reduce(StepReport.aggregate, REPORTS)
+    for field in dataclasses.fields(StepReport):
+        parts = [getattr(report, field.name) for report in REPORTS]
+        assert getattr(joined, field.name) == tuple(itertools.chain(*parts)), field.name
 
 
 def test_joining_changes_neither_report_and_counts_nothing():
@@ -129,6 +110,20 @@ def test_a_report_is_not_joined_with_another_connector_s():
 def test_a_transfer_has_a_slot_for_each_block_and_at_least_one(blocks, slots):
     with pytest.raises(ProtocolError, match="transfer 5: expected as many blocks as slots"):
         Transfer(5, blocks, slots)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Keys(b"", ()), "at least one, found 0 groups and 0 hashes"),
+        (lambda: Keys(b"\x00", ()), "found 1 groups and 0 hashes"),
+        (lambda: TierTransfer(5, KEYS, ids_of([1])), "found 2 keys and 1 slots"),
+        (lambda: TierTransfer(5, KEYS, ids_of([1, 2]), "", b"\x01"), "2 keys and 1 origins"),
+    ],
+)
+def test_a_tier_transfer_has_a_slot_for_each_key_and_an_origin_or_none(make, message):
+    with pytest.raises(ProtocolError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

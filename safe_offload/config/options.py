@@ -9,7 +9,6 @@ vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vl
 `_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +19,7 @@ from safe_offload.config.settings import (
     MAX_BYTES_PER_RANK,
     choice,
     count,
+    fix_of_unknown,
     refuse,
     sampling,
     seconds,
@@ -269,9 +269,7 @@ def _require_known_keys(written: Mapping[Any, object]) -> None:
     unknown = [key for key in written if not isinstance(key, str) or key not in known]
     for key in unknown[:1]:
         problem = "is not a setting of SafeCPUOffloadConnector"
-        spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
-        nearest = difflib.get_close_matches(spelling, VALID_KEYS, n=1, cutoff=0.5)
-        fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
+        fix = fix_of_unknown(key, VALID_KEYS)
         if isinstance(key, str) and key in OUTER_KEYS:
             problem = "is a field of --kv-transfer-config, not of its kv_connector_extra_config"
             fix = f'move "{key}" one level up, beside "kv_connector"'

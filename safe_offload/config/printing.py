@@ -11,7 +11,7 @@ from typing import Final
 
 HIDDEN: Final = "***"
 SECRET_KEYS: Final = ("password_file", "key_file", "hmac_key_file")
-"""Settings that somebody may have written the secret itself into."""
+"""Settings that may hold the secret itself by mistake."""
 NOT_SHOWN: Final = object()
 """Stands in the place of a value that may hold anything."""
 LENGTH_MAX: Final = 80
@@ -64,11 +64,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: object, key: object = "") -> str:
-    """Return a short rendering of a value, without what could be a secret.
+    """Return a value as a user wrote it, short and without what could be a secret.
 
-    Args:
-        value: as a user wrote it.
-        key: of the setting that it was written for; empty if it is a name itself.
+    `key` is the setting that it was written for; empty if it is a name itself.
     """
     if value is NOT_SHOWN or (key in SECRET_KEYS and value is not None):
         return HIDDEN
@@ -107,7 +105,7 @@ def masked(value: object, key: object = "") -> object:
 def secret_file(path: str) -> str:
     """Return the path of a file with a secret; hidden if no such folder is there.
 
-    Somebody may have written the secret where its path belongs.
+    The secret may have been written where its path belongs.
     """
     folder = os.path.dirname(path)
     is_path = os.path.isfile(path) or (folder.strip("/") and os.path.isdir(folder))

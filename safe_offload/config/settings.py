@@ -1,6 +1,7 @@
 """Kinds of settings: each reads one value, or says what is allowed and what to write instead."""
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -60,16 +61,14 @@ class Setting:
 
 
 class Place(str):
-    """A key inside of another setting: it reads as itself, and knows where it stands.
+    """A key inside of another setting; `within` are the keys around it, as Python writes them.
 
-    Attributes:
-        within: the keys around it, as Python writes them.
+    Without any, it is no key itself, but such keys.
     """
 
     within: str
 
     def __new__(cls, key: str, within: str) -> "Place":
-        """Return a key; it is no key itself if `within` is empty, but such keys."""
         place = super().__new__(cls, key)
         place.within = within
         return place
@@ -115,7 +114,7 @@ def size(maximum: int, *, num_ranks: int = 1) -> Kind:
         else:
             problem = f"{size_bytes} bytes is too small{among}"
             if size_bytes < MIN_SIZE_BYTES and not isinstance(value, str):
-                # Whoever writes 64 means GiB: the unit is missing.
+                # 64 means GiB: the unit is missing.
                 units = f'"{size_bytes}GiB" or "{size_bytes}MiB"'
                 fix = f"a plain number is in bytes; write the unit that you mean, such as {units}"
         refuse(key, value, problem, allowed, fix)
@@ -207,28 +206,22 @@ def sampling() -> Kind:
 def choice(
     words: Sequence[str] | Mapping[str, object],
     *,
-    hints: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Kind:
     """Return the kind of one of a few words, the default first; a mapping says what they mean.
 
-    Args:
-        words: that are allowed.
-        hints: what is wrong with some other words.
-        aliases: what some other words mean, which nobody is told to write.
+    `aliases` are accepted too, by what they stand for; no message recommends them.
     """
     meanings = words if isinstance(words, Mapping) else dict(zip(words, words, strict=True))
     allowed = ", ".join(f'"{word}"' for word in words)
 
     def read(key: str, value: object) -> object:
-        problem = "there is no such choice"
         if isinstance(value, str):
             value = (aliases or {}).get(value, value)
             if value in meanings:
                 return meanings[value]
-            problem = (hints or {}).get(value, problem)
         fix = f'write "{key}": "{next(iter(words))}", or leave it out'
-        refuse(key, value, problem, allowed, fix)
+        refuse(key, value, "there is no such choice", allowed, fix)
 
     return Kind(allowed, read)
 
@@ -277,6 +270,13 @@ def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoR
         f"kv_connector_extra_config{where} = {shown(value, key)}: {problem}. "
         f"Allowed: {allowed}. Fix: {fix}."
     )
+
+
+def fix_of_unknown(key: object, known: Sequence[str]) -> str:
+    """Return what to do about a key that is not a known one: perhaps it was meant to be."""
+    spelling = key.strip().lower().replace("-", "_") if isinstance(key, str) else ""
+    nearest = difflib.get_close_matches(spelling, known, n=1, cutoff=0.5)
+    return f'write "{nearest[0]}" if that is meant, else remove it' if nearest else "remove it"
 
 
 def _example(key: str) -> str:

@@ -86,11 +86,7 @@ class Location:
 
 
 def read_url(key: str, value: object) -> Location:
-    """Return what a url means.
-
-    Raises:
-        ConfigError: it is none, with one that is.
-    """
+    """Return what a url means; a ConfigError has one that can be meant."""
     example = EXAMPLES["file"]
     if not isinstance(value, str):
         refuse(key, value, "this is not a string", URL_FORMS, f'write "{key}": "{example}"')
@@ -231,8 +227,5 @@ _READERS: Final = {
 }
 
 URL: Final = Setting(
-    URL_KEY,
-    Kind(URL_FORMS, read_url),
-    None,
-    "Where the tier is; it must be written.",
+    URL_KEY, Kind(URL_FORMS, read_url), None, "Where the tier is; it must be written."
 )

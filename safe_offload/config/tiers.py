@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safe_offload.config.settings import (
     choice,
     count,
     duration,
+    fix_of_unknown,
     refuse,
     seconds,
     setting,
@@ -107,27 +107,9 @@ def endpoint() -> Kind:
 class TierConfig:
     """One tier; the order of tiers is that in which they are asked, the nearest first.
 
-    Attributes:
-        location: where it is.
-        capacity_bytes: of all engines that share it together; None for no limit of ours.
-        namespace: a word of the operator's, which keeps apart what would otherwise be shared.
-        model_version: of the operator: weights that carry it are the same after a reset. All tiers
-            have one, or none.
-        stores_evicted: only what the host is about to evict is written, not all that it stores; the
-            same for all tiers.
-        keep: what comes from a farther tier is written to this one.
-        write_bytes_per_s: at most so much is written by one engine; None for no limit.
-        wait_s: no request waits longer for it.
-        timeout_s: an operation that takes longer counts as a failure of the tier.
-        num_threads: of a directory: that read and write in each rank, each one object at a time.
-        num_connections: to a server or an object store, of each rank.
-        ttl_s: after so long without use a server deletes an object; None for never.
-        password_file: holds the password of a server; None for none.
-        ca_file: certificates that a server's is checked against; None for those of the system.
-        cert_file: certificate that is shown to a server; None for none.
-        key_file: private key of `cert_file`.
-        endpoint: address of an object store; None for that of the cloud, or of the environment.
-        hmac_key_file: holds the key that objects are authenticated with; None for none.
+    The sentences of the fields are those of docs/configuration.md. None is no limit, or no file; of
+    `ttl_s` never, of `ca_file` the system's certificates, of `endpoint` the cloud's own. A
+    `model_version` and an `hmac_key_file` have all tiers or none; `stores_evicted` is one for all.
     """
 
     location: Location
@@ -290,15 +272,12 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
         )
     for name in written:
         if name not in TIER_KEYS:
-            spelling = name.strip().lower().replace("-", "_") if isinstance(name, str) else ""
-            nearest = difflib.get_close_matches(spelling, TIER_KEYS, n=1, cutoff=0.5)
-            fix = f'write "{nearest[0]}" if that is meant, else remove it' if nearest else ""
             refuse(
                 Place(f"{place}[{shown_key(name)}]", ""),
                 NOT_SHOWN,
                 "this is not a setting of a tier",
                 f"the keys {', '.join(TIER_KEYS)}",
-                fix or "remove it",
+                fix_of_unknown(name, TIER_KEYS),
             )
     if URL_KEY not in written:
         allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
@@ -357,15 +336,9 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
 
 
 def hash_problem(algorithm: str, *, has_seed: bool) -> tuple[str, str] | None:
-    """Return why another process would not find blocks by these hashes, and the fix.
+    """Return why another process would not find blocks by these hashes, and the fix, or None.
 
-    Args:
-        algorithm: vLLM's `prefix_caching_hash_algo`.
-        has_seed: hashes begin with a seed that all processes know.
-
-    Returns:
-        None if it would.
-
+    `has_seed`: they begin with a seed that all processes know.
     Source: vLLM 0.32.0, vllm/utils/hashing.py and v1/core/kv_cache_utils.py, init_none_hash.
     """
     if not algorithm.endswith("_cbor"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from typing import Self
+from typing import Any, Self
 
 from safe_offload.config.tiers import MAX_TIERS
 from safe_offload.protocol import FailureReason
@@ -116,17 +116,11 @@ def _failures(direction: str) -> dict[FailureReason, Series]:
     }
 
 
-FAILED_LOADS = _failures("load")
-FAILED_STORES = _failures("store")
-FAILED_FETCHES = _failures("fetch")
-FAILED_SPILLS = _failures("spill")
-COUNTERS: tuple[Series, ...] = (
-    *Count,
-    *FAILED_LOADS.values(),
-    *FAILED_STORES.values(),
-    *FAILED_FETCHES.values(),
-    *FAILED_SPILLS.values(),
+FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS = map(
+    _failures, ("load", "store", "fetch", "spill")
 )
+_FAILED = (FAILED_LOADS, FAILED_STORES, FAILED_FETCHES, FAILED_SPILLS)
+COUNTERS: tuple[Series, ...] = (*Count, *(s for failed in _FAILED for s in failed.values()))
 """Everything that is counted."""
 
 
@@ -150,19 +144,14 @@ LOAD_QUEUED_S, STORE_QUEUED_S = _both(
     "transfer_wait_seconds", "Time in the queue of one transfer on one rank.", SECONDS
 )
 LOAD_SIZE_BYTES, STORE_SIZE_BYTES = _both("transfer_bytes", "Bytes of one copy on one rank.", BYTES)
-LOAD_WAIT_S = Series(
-    "load_wait_seconds", "Time that a request waited for its load.", buckets=SECONDS
-)
-TIER_WAIT_S = Series(
-    "tier_wait_seconds", "Time that a request waited for tiers, of those that did.", buckets=SECONDS
-)
-PROBE_S = Series(
-    "probe_seconds", "Time from the plan that asks the tiers to all answers.", buckets=SECONDS
-)
-FETCH_S = Series(
-    "fetch_seconds",
-    "Time from the plan that fetches blocks for a request to the last of them.",
-    buckets=SECONDS,
+LOAD_WAIT_S, TIER_WAIT_S, PROBE_S, FETCH_S = (
+    Series(f"{name}_seconds", doc, buckets=SECONDS)
+    for name, doc in (
+        ("load_wait", "Time that a request waited for its load."),
+        ("tier_wait", "Time that a request waited for tiers, of those that did."),
+        ("probe", "Time from the plan that asks the tiers to all answers."),
+        ("fetch", "Time from the plan that fetches blocks for a request to the last of them."),
+    )
 )
 HIT_TOKENS = Series("hit_length_tokens", "Tokens of one hit whose load was begun.", buckets=TOKENS)
 HISTOGRAMS = {
@@ -177,47 +166,37 @@ HISTOGRAMS = {
 
 
 class TierSeries:
-    """What is counted and observed of one tier, by all ranks together.
-
-    Args:
-        number: its place among the tiers, from 1; the label `tier`.
-    """
+    """What is counted and observed of one tier, by all ranks; `number` 1 is the nearest."""
 
     def __init__(self, number: int) -> None:
         tier = ("tier", str(number))
-        self.read_objects = Series("tier_read_objects", "Blocks read from a tier.", tier)
-        self.read_bytes = Series("tier_read_bytes", "Bytes of blocks read from a tier.", tier)
-        self.written_objects = Series("tier_written_objects", "Blocks written to a tier.", tier)
-        self.written_bytes = Series("tier_written_bytes", "Bytes written to a tier.", tier)
-        self.evicted_objects = Series(
-            "tier_evicted_objects", "Objects deleted because a tier had reached its capacity.", tier
-        )
+
+        def series(metric: str, doc: str, *labels: Label, **options: Any) -> Series:
+            return Series(f"tier_{metric}", doc, tier, *labels, **options)
+
+        self.read_objects = series("read_objects", "Blocks read from a tier.")
+        self.read_bytes = series("read_bytes", "Bytes of blocks read from a tier.")
+        self.written_objects = series("written_objects", "Blocks written to a tier.")
+        self.written_bytes = series("written_bytes", "Bytes written to a tier.")
+        doc = "Objects deleted because a tier had reached its capacity."
+        self.evicted_objects = series("evicted_objects", doc)
         doc = "Blocks that a tier was asked for and that did not come, by reason."
-        self.misses = {
-            reason: Series("tier_misses", doc, tier, ("reason", reason)) for reason in TIER_MISSES
-        }
+        self.misses = {why: series("misses", doc, ("reason", why)) for why in TIER_MISSES}
         doc = "Blocks that were not written to a tier, by reason; not those that were there."
         self.dropped_spills = {
-            reason: Series("tier_dropped_spills", doc, tier, ("reason", reason))
-            for reason in TIER_DROPS
+            why: series("dropped_spills", doc, ("reason", why)) for why in TIER_DROPS
         }
+        doc = "Time of one call to a tier on one rank."
         self.seconds = {
-            operation: Series(
-                "tier_call_seconds",
-                "Time of one call to a tier on one rank.",
-                tier,
-                ("operation", operation),
-                buckets=SECONDS,
-            )
-            for operation in ("probe", "fetch", "spill")
+            name: series("call_seconds", doc, ("operation", name), buckets=SECONDS)
+            for name in ("probe", "fetch", "spill")
         }
         doc = "Bytes that a tier holds, those of other engines included, as far as it knows."
-        self.stored_bytes = Series("tier_stored_bytes", doc, tier)
-        self.capacity_bytes = Series("tier_capacity_bytes", "What a tier may hold.", tier)
+        self.stored_bytes = series("stored_bytes", doc)
+        self.capacity_bytes = series("capacity_bytes", "What a tier may hold.")
         doc = "1 since a tier has failed and was left alone, until a call of that kind has worked."
         self.is_out = {
-            operation: Series("tier_is_out", doc, tier, ("operation", operation))
-            for operation in ("read", "write")
+            name: series("is_out", doc, ("operation", name)) for name in ("read", "write")
         }
 
     @property

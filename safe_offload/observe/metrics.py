@@ -6,6 +6,7 @@ from startup, so that an alert can be written before the first failure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -166,9 +167,7 @@ def _total(cells: Mapping[int, tuple[int, float]]) -> float:
 class StatsReporter:
     """Hands out what has changed; its state is what it has handed out last.
 
-    Args:
-        counters: what was counted on this side.
-        info: how the connector is set up, by labels of `INFO`; empty if unknown.
+    `info` is how the connector is set up, by labels of `INFO`; empty if unknown.
     """
 
     def __init__(self, counters: Counters, info: Mapping[str, str]) -> None:
@@ -290,15 +289,14 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         made: dict[str, Any] = {}
         for name, (_, doc) in _VLLMS.items():
             is_counter = name in _VLLM_COUNTERS
-            cls = self._counter_cls if is_counter else self._histogram_cls
-            kwargs: dict[str, Any] = {} if is_counter else {"buckets": BYTES}
+            cls = (
+                self._counter_cls
+                if is_counter
+                else functools.partial(self._histogram_cls, buckets=BYTES)
+            )
+            labels = self._labelnames
             try:
-                metric: Any = cls(
-                    name=f"vllm:kv_offload_{name}",
-                    documentation=doc,
-                    labelnames=self._labelnames,
-                    **kwargs,
-                )
+                metric = cls(name=f"vllm:kv_offload_{name}", documentation=doc, labelnames=labels)
             except ValueError:
                 return {}
             made[name] = self._per_engine(metric)

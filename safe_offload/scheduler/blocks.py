@@ -260,12 +260,7 @@ class GpuBlocks:
         return block
 
     def free_blocks(self, count: int, after: KVCacheBlock | None = None) -> list[KVCacheBlock]:
-        """Return the first blocks of the free queue, the next to be allocated first.
-
-        Args:
-            count: the most to return.
-            after: a block of the queue to start after, rather than at the head.
-        """
+        """Return up to `count` blocks of the free queue, from the head or after a block of it."""
         queue = self._pool.free_block_queue
         end = queue.fake_free_list_tail
         block = (after or queue.fake_free_list_head).next_free_block
@@ -307,9 +302,7 @@ def missing_blocks(
     Of blocks that hold the same, as two requests may have computed it, it is the first.
 
     Args:
-        blocks: of any group.
         witnesses: the hash object of each; None if vLLM has not hashed it.
-        gpu: tells what else they are known under.
         tables: what the host has, for each group.
     """
     by_group = [BlockSet(group_idx) for group_idx in range(len(tables))]

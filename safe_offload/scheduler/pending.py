@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from safe_offload.protocol import FailureReason
 
@@ -39,6 +39,59 @@ class Pending:
         """Its bytes are not to be used, whatever the ranks report."""
         if self.failure is None:
             self.failure = FailureReason.SOURCE_LOST
+
+
+T = TypeVar("T", bound=Pending)
+
+
+class Ledger(Generic[T]):
+    """Transfers of one kind: those that the plan under way is to name, and those in flight.
+
+    Its state: `new`, to which its owner adds, and, by transfer id, `in_flight`.
+
+    Args:
+        transfer_ids: never gives the same twice.
+    """
+
+    def __init__(self, transfer_ids: Iterable[int], num_ranks: int) -> None:
+        self._transfer_ids = iter(transfer_ids)
+        self._num_ranks = num_ranks
+        self.new: list[T] = []
+        self.in_flight: dict[int, T] = {}
+
+    def __repr__(self) -> str:
+        return f"{len(self.new)} new, {len(self.in_flight)} in flight"
+
+    def open(self) -> tuple[int, set[int]]:
+        """Return the id of a new transfer, and the ranks that will report it."""
+        return next(self._transfer_ids), set(range(self._num_ranks))
+
+    def sent(self) -> list[T]:
+        """The workers have been told of the new ones; return these."""
+        sent = self.new
+        if sent:
+            self.new = []
+            for transfer in sent:
+                self.in_flight[transfer.transfer_id] = transfer
+        return sent
+
+    def get(self, transfer_id: int) -> T | None:
+        """Return the transfer of that id, if it is in flight."""
+        return self.in_flight.get(transfer_id)
+
+    def remove(self, transfer: T) -> None:
+        """Every rank has reported it."""
+        del self.in_flight[transfer.transfer_id]
+
+    def give_up(self) -> list[T]:
+        """After an internal error: forget those that no worker copies, and return them."""
+        gone = [*self.new, *(t for t in self.in_flight.values() if not t.ranks_left)]
+        self.new = []
+        self.in_flight = {i: t for i, t in self.in_flight.items() if t.ranks_left}
+        return gone
+
+    def __len__(self) -> int:
+        return len(self.in_flight)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

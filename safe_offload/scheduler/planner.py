@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_offload.compat import allocated_block_ids, early_written_block_ids
+from safe_offload.compat.block_ids import allocated_block_ids, early_written_block_ids
 from safe_offload.observe.counters import LOAD_WAIT_S, Count, Counters
 from safe_offload.protocol import (
     EMPTY_PLAN,
@@ -27,6 +27,7 @@ from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
 from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from safe_offload.scheduler.no_tiers import NoTiers
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -34,7 +35,8 @@ from safe_offload.scheduler.stores.eager import EagerStores
 from safe_offload.scheduler.stores.lazy import LazyStores
 from safe_offload.scheduler.stores.outdated import Outdated
 from safe_offload.scheduler.stores.stores import Stores
-from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, NO_TIERS, TierOptions, Tiers
+from safe_offload.scheduler.tiers.context import TierContext
+from safe_offload.scheduler.tiers.tiers import NO_MESSAGES, Tiers
 from safe_offload.sides import SchedulerSide
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.stores.policy import StorePolicy
-    from safe_offload.scheduler.tiers.reach import Reaches
+    from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -69,7 +71,7 @@ class PlannerOptions:
         slot_bytes: of one slot, on all ranks together.
         is_lazy: store only what is about to be evicted, not everything that is computed.
         blocks_written_early: the workers write new blocks before they honour fences
-            (see `compat.early_written_block_ids`).
+            (see `block_ids.early_written_block_ids`).
         state_group_ids: KV cache groups of Mamba states.
         num_decode_tokens_max: the most tokens of a step of a request that has computed its prompt.
         transfer_timeout_s: no request waits longer for loads of others.
@@ -77,7 +79,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        tells_media_ids, new_word: see `tiers.TierOptions`.
+        tells_media_ids, new_word: see `TierContext`.
     """
 
     num_ranks: int
@@ -137,10 +139,7 @@ class Planner(SchedulerSide):
 
     Args:
         hits: what the host holds, nothing yet.
-        gpu: vLLM's blocks.
-        options: see `PlannerOptions`.
-        counters: what it does is counted here.
-        reaches: needed where there are tiers.
+        tiered_hits: needed where there are tiers.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Planner(SchedulerSide):
         gpu: GpuBlocks,
         options: PlannerOptions,
         counters: Counters,
-        reaches: Reaches | None = None,
+        tiered_hits: TieredHits | None = None,
     ) -> None:
         transfer_ids = itertools.count()
         num_ranks, num_decoded = options.num_ranks, options.num_decode_tokens_max
@@ -178,23 +177,18 @@ class Planner(SchedulerSide):
         )
         self.policy: StorePolicy
         if options.is_lazy:
-            num_step_blocks = hits.num_blocks_in_step(options.num_step_tokens_max)
+            num_step_blocks = hits.geometry.num_blocks_in_step(options.num_step_tokens_max)
             self.policy = LazyStores(hits, gpu, self.stores, num_decoded, num_step_blocks)
         else:
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
-        self.tiers: Tiers | None = None
-        if reaches is not None and options.tiers:
-            what = TierOptions(
-                options.tiers,
-                num_ranks,
-                options.slot_bytes,
-                options.new_word,
-                tells_media_ids=options.tells_media_ids,
+        self.tiers: Tiers | NoTiers = NoTiers()
+        if tiered_hits is not None and options.tiers:
+            what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
+            context = TierContext(
+                *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
             )
-            self.tiers = Tiers(
-                reaches, hits, gpu, self.leases, transfer_ids, self.costs, counters, what
-            )
-        self.outdated = Outdated(gpu, has_states=hits.has_states)
+            self.tiers = Tiers(tiered_hits, context)
+        self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
         self._ranks = Ranks(num_ranks, hits.slots, counters)
         self._is_disabled = False
         self._start_steps_left = START_STEPS_MAX
@@ -208,24 +202,16 @@ class Planner(SchedulerSide):
 
     def on_new_request(self, request: Request) -> RequestState:
         """Remember the request, so that finished ids can be told from foreign."""
-        state = self.book.find(request)
-        if state is None:
-            if (namesake := self.book.get(request.request_id)) is not None:
-                self._end(namesake)
-                self.loads.forget(namesake)
+        state = self.book.get(request.request_id)
+        if state is None or state.request is not request:
+            if state is not None:  # another one of the same id
+                self._end(state)
+                self.loads.forget(state)
             state = self.book.add(request)
-            if self.events is not None:
-                self.events.seen(request)
-            if self.tiers is not None:
-                self.tiers.private.see(request)
-                self._look_up(state)
+            self.events.seen(request)
+            is_kept_out = self._is_disabled or request.skip_reading_prefix_cache
+            self.tiers.see(state, may_read=not is_kept_out)
         return state
-
-    def _look_up(self, state: RequestState) -> None:
-        """Ask the tiers for a new request, while it waits for its turn."""
-        assert self.tiers is not None
-        if not (self._is_disabled or state.request.skip_reading_prefix_cache):
-            self.tiers.see(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, now_s: float
@@ -246,20 +232,20 @@ class Planner(SchedulerSide):
         """
         state = self.book.find(request) or self.on_new_request(request)
         phase = state.phase
-        if phase is Phase.FINISHED or phase is Phase.LOADING:
-            return 0
-        if phase is Phase.RUNNING:
+        if not (phase is Phase.WAITING or phase is Phase.MATCHED):
+            if phase is not Phase.RUNNING:
+                return 0
             self._preempt(state)
         if request.skip_reading_prefix_cache or self._is_disabled:
             self.loads.drop_hit(state)
             return 0
-        if self.tiers is not None and self.tiers.waits(state, num_computed_tokens, now_s):
+        if self.tiers.waits(state, num_computed_tokens, now_s):
             return None
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
-            self.policy.expect(num_computed_tokens + num_tokens)
-            if self.tiers is not None:
-                self.tiers.matched(state)
+            if self.options.is_lazy and (num_computed_tokens or num_tokens):
+                self.policy.expect(num_computed_tokens + num_tokens)
+            self.tiers.matched(state)
         return num_tokens
 
     def update_state_after_alloc(
@@ -268,7 +254,6 @@ class Planner(SchedulerSide):
         """Turn the leased hit into a load, or give it up.
 
         Args:
-            request: the request that was given blocks.
             blocks: its whole block table.
             num_external_tokens: how many of the reported tokens vLLM wants loaded; 0 for none.
         """
@@ -279,14 +264,13 @@ class Planner(SchedulerSide):
             return
         if state.phase is Phase.RUNNING:
             self._preempt(state)
-        if num_external_tokens > 0:
-            self.loads.begin(state, blocks.blocks, num_external_tokens)
-        else:
+        if is_running := num_external_tokens <= 0:
             self.loads.run(state)
             state.move(Phase.RUNNING)
             self.policy.run(state)
-        if self.tiers is not None:
-            self.tiers.scheduled(state, is_running=num_external_tokens <= 0)
+        else:
+            self.loads.begin(state, blocks.blocks, num_external_tokens)
+        self.tiers.scheduled(state, is_running=is_running)
 
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
@@ -307,7 +291,7 @@ class Planner(SchedulerSide):
         self.has_changed = True
         state = self.book.find(request) or self.on_new_request(request)
         try:
-            if state in self.outdated:
+            if state in self.outdated.tables:
                 self._keep_out()  # vLLM may have hashed a block just now
             elif not self._is_disabled:
                 self.policy.finish(state)
@@ -327,12 +311,11 @@ class Planner(SchedulerSide):
             self.loads.end(state)
             self.book.finish(state)
             self.policy.end(state)
-            self.outdated.end(state)
+            if self.outdated.tables:
+                self.outdated.end(state)
             self.stores.end(state)
-            if self.tiers is not None:
-                self.tiers.end(state)
-            if self.events is not None:
-                self.events.ended(state.request)
+            self.tiers.end(state)
+            self.events.ended(state.request)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -341,10 +324,6 @@ class Planner(SchedulerSide):
 
         What is new counts as sent when the plan is complete, so that an error on the way leaves
         nothing in flight that no worker knows.
-
-        Args:
-            scheduler_output: of vLLM.
-            now_s: the time, of a clock that does not go back.
         """
         self.hits.slots.set_time(now_s)
         if self._start_steps_left:
@@ -354,29 +333,39 @@ class Planner(SchedulerSide):
             self._count_waits(now_s)
         if self.steps is not None:
             self.steps.planned(scheduler_output, now_s)
-        for state in self.book.purge(self.gpu):
-            self.loads.forget(state)
+        if self.book.finished:
+            for state in self.book.purge(self.gpu):
+                self.loads.forget(state)
         if self.outdated.tables:
             for state in self._keep_out():
                 self.policy.forget_table(state)
+        new_loads = self.loads.ledger.new
         tiers, messages = self.tiers, NO_MESSAGES
-        if tiers is not None and tiers.private.noted:
-            tiers.private.note()
+        if tiers.private_requests:
+            tiers.note_private()
         if not self._is_disabled:
             if scheduler_output.preempted_req_ids:
                 self._rescue(scheduler_output)
-            self.policy.find(scheduler_output, self.book, self.loads.owners_of_new)
-        before, after, fences = self.stores.plan(lambda: self._early_written(scheduler_output))
-        if tiers is not None and (tiers.has_to_plan or now_s > tiers.plan_again_s):
+            loading = [load.owner for load in new_loads] if new_loads else ()
+            self.policy.find(scheduler_output, self.book, loading)
+        before, after, fences = self.stores.plan(self._early_written, scheduler_output)
+        if tiers.has_to_plan or now_s > tiers.plan_again_s:
             messages = NO_MESSAGES if self._is_disabled else tiers.plan(now_s)
-        if not (before or after or fences or self.loads.has_news or messages is not NO_MESSAGES):
+        if not (
+            before
+            or after
+            or fences
+            or new_loads
+            or self.loads.unannounced
+            or messages is not NO_MESSAGES
+        ):
             return IDLE_PLAN if is_idle else EMPTY_PLAN
         stores = before, after, fences
         loads = self.loads.new_transfers()
         plan = StepPlan(loads, *stores, self.loads.failures, *messages, is_idle)
         self.stores.sent()
         self.loads.sent(now_s)
-        if tiers is not None and messages is not NO_MESSAGES:
+        if messages is not NO_MESSAGES:
             tiers.sent(now_s)
         self.has_changed = True
         return plan
@@ -460,16 +449,15 @@ class Planner(SchedulerSide):
                     output.finished_recving = {*received, load.owner.request.request_id}
         for store in complete:
             if isinstance(store, Store):
-                if self.tiers is not None and not self._is_disabled:
+                if not self._is_disabled:
                     self.tiers.stored(store)
                 self.stores.settle(store)
-        if self.tiers is not None:
-            self.tiers.settle(report)
+        self.tiers.settle(report)
         for capacity in report.capacities:
             self._ranks.add_capacity(capacity)
         for facts in report.host_facts:
             self._ranks.add_facts(facts)
-            if facts.doubts and self.tiers is not None:
+            if facts.doubts:
                 self.tiers.stand_alone(facts.doubts)
         for rank in report.lost_ranks:
             self._ranks.lose(rank, "no way to copy passed its self-test")
@@ -480,23 +468,21 @@ class Planner(SchedulerSide):
 
     def _note(self, outcome: Outcome) -> Store | Load | None:
         """Note what one rank has reported; return the transfer if it was the last rank."""
-        transfer = self._find(outcome.transfer_id)
+        transfer_id = outcome.transfer_id
+        transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
         if transfer is None:
-            if self.tiers is None or not self.tiers.note(outcome):
+            if not self.tiers.note(outcome):
                 self._counters[Count.STALE_REPORTS] += 1
             return None
         if outcome.rank not in transfer.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
             return None
         is_last = transfer.reported(outcome.rank, outcome.failure)
-        self._ranks.watch(outcome, type(transfer).__name__)
-        if self._ranks.has_dead:
-            self._stop()
+        if outcome.failure is not None or self._ranks.num_failed_in_a_row:
+            self._ranks.watch(outcome, type(transfer).__name__)
+            if self._ranks.has_dead:
+                self._stop()
         return transfer if is_last else None
-
-    def _find(self, transfer_id: int) -> Store | Load | None:
-        """Return the transfer of that id, if it is in flight."""
-        return self.stores.get(transfer_id) or self.loads.get(transfer_id)
 
     # ---- what went wrong -----------------------------------------------------------------------
 
@@ -504,10 +490,8 @@ class Planner(SchedulerSide):
         """Plan nothing more, since a rank copies no more. The books are in order, so they stay."""
         if not self._is_disabled:
             self._is_disabled = True
-            if self.tiers is not None:
-                self.tiers.stop()
-            if self.events is not None:
-                self.events.withdraw(self.hits.directory.all_keys())
+            self.tiers.stop()
+            self.events.withdraw(self.hits.directory.all_keys())
 
     def disable(self, report: object = None) -> None:
         """After an error inside the planner: only finish what the workers copy (I7, I8).
@@ -525,20 +509,17 @@ class Planner(SchedulerSide):
         keys = self.hits.directory.all_keys()
         if isinstance(report, StepReport):
             for outcome in report.outcomes:
-                transfer = self._find(outcome.transfer_id)
+                transfer_id = outcome.transfer_id
+                transfer = self.stores.ledger.get(transfer_id) or self.loads.ledger.get(transfer_id)
                 if transfer is not None:
                     transfer.reported(outcome.rank, None)
-                elif self.tiers is not None:
+                else:
                     self.tiers.note(outcome)
         self.loads.give_up(self.book)
         self.stores.give_up()
-        leases = {*self.loads.leases, *self.stores.leases}
-        if self.tiers is not None:
-            self.tiers.give_up()
-            leases.update(self.tiers.leases)
-        self.leases.keep_only(leases)
-        if self.events is not None:
-            self.events.withdraw(keys)
+        self.tiers.give_up()
+        self.leases.keep_only({*self.loads.leases, *self.stores.leases, *self.tiers.leases})
+        self.events.withdraw(keys)
 
     def reset_cache(self, cause: str | None = None) -> None:
         """Nothing stored so far is ever found again.
@@ -552,7 +533,7 @@ class Planner(SchedulerSide):
         """
         self.has_changed = True
         self._counters[Count.RESETS] += 1
-        num_held = self.hits.directory.statistics().num_held
+        num_held = len(self.hits.directory.hashes)
         if cause is None:
             told = "The host cache was reset: what %d slots held can no longer be hit."
             logger.info(told, num_held)
@@ -565,8 +546,7 @@ class Planner(SchedulerSide):
             self.stores.let_go_prefix(state)
         self.loads.fail_all()
         self.stores.reset()
-        if self.tiers is not None:
-            self.tiers.reset(is_vouched_for=cause is None)
+        self.tiers.reset(is_vouched_for=cause is None)
         self._pass_over()
         self.outdated.begin(self.book)
 
@@ -583,11 +563,11 @@ class Planner(SchedulerSide):
         A transfer is planned or in flight, or the ranks have not reported how many slots they have,
         or there are KV events, which vLLM takes in a step.
         """
-        if self.events is not None and self.events.is_pending:
+        if self.events.is_pending:
             return True
         if self._start_steps_left or self.stores.has_work or self.loads.has_work:
             return True
-        return self.tiers is not None and self.tiers.has_work
+        return self.tiers.has_work
 
     def changes_taken(self) -> None:
         """See `Side`. A hit alone changes nothing: what follows it does."""
@@ -606,9 +586,9 @@ class Planner(SchedulerSide):
             holders=self.loads.num_holders,
             is_disabled=self._is_disabled,
             contained_errors=self._counters[Count.CONTAINED_ERRORS],
-            lookups=tiers.num_active if tiers is not None else 0,
-            fetches=len(tiers.fetches) if tiers is not None else 0,
-            spills=len(tiers.spills) if tiers is not None else 0,
+            lookups=tiers.num_active,
+            fetches=len(tiers.fetches),
+            spills=len(tiers.spills),
         )
 
     def gauges(self) -> dict[str, float]:
@@ -622,10 +602,10 @@ class Planner(SchedulerSide):
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,
             "is_disabled": int(self._is_disabled),
-            "stores_in_flight": len(self.stores),
-            "loads_in_flight": len(self.loads),
+            "stores_in_flight": len(self.stores.ledger.in_flight),
+            "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
-            **(NO_TIERS if self.tiers is None else self.tiers.gauges()),
+            **self.tiers.gauges(),
         }
 
     @property
@@ -641,5 +621,4 @@ class Planner(SchedulerSide):
         """
         self.leases.check_invariants()
         self.stores.check_invariants()
-        if self.tiers is not None:
-            self.tiers.check_invariants()
+        self.tiers.check_invariants()

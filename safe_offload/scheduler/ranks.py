@@ -30,12 +30,11 @@ class Ranks:
     """The worker processes, as their reports show them.
 
     Args:
-        num_ranks: that report.
         slots: opened as all ranks have them, retired where one rank's memory is bad.
-        counters: what is told is counted here.
 
     Attributes:
         has_dead: a rank will never copy again.
+        num_failed_in_a_row: copies by rank; of those without a failure since nothing is noted.
         host_labels: how the ranks keep and copy, by labels of `observe.metrics.INFO`; another
             object when that has changed.
     """
@@ -50,7 +49,7 @@ class Ranks:
         self._is_ready = False
         self._capacities: dict[int, int] = {}
         self._num_failed: Counter[FailureReason] = Counter()
-        self._num_failed_in_a_row: Counter[int] = Counter()
+        self.num_failed_in_a_row: Counter[int] = Counter()
 
     def add_capacity(self, capacity: Capacity) -> None:
         """Open as many slots as every rank has."""
@@ -105,15 +104,10 @@ class Ranks:
             )
 
     def watch(self, outcome: Outcome, kind: str) -> None:
-        """Log what failed; give up on a rank that will never copy again, and say so once.
-
-        Args:
-            outcome: of one transfer on one rank.
-            kind: of the transfer, for the log.
-        """
+        """Log what failed; give up on a rank that will never copy again, and say so once."""
         rank, failure = outcome.rank, outcome.failure
         if failure is None:
-            self._num_failed_in_a_row[rank] = 0
+            del self.num_failed_in_a_row[rank]
             return
         if self._is_worth_a_line(failure):
             logger.warning(
@@ -124,8 +118,8 @@ class Ranks:
                 failure.value,
             )
         if failure is FailureReason.COPY_FAILED:
-            self._num_failed_in_a_row[rank] += 1
-        num_failed = self._num_failed_in_a_row[rank]
+            self.num_failed_in_a_row[rank] += 1
+        num_failed = self.num_failed_in_a_row[rank]
         if failure is FailureReason.NOT_RUNNING:
             self.lose(rank, "its transfer loop has ended")
         elif num_failed >= FAILED_IN_A_ROW_MAX:

@@ -42,6 +42,8 @@ class Phase(enum.Enum):
     FINISHED = "finished"
     """vLLM has finished it."""
 
+    __hash__ = object.__hash__  # an enum's own is a call
+
 
 _EDGES: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.MATCHED, Phase.LOADING, Phase.RUNNING, Phase.FINISHED}),
@@ -126,23 +128,26 @@ class RequestState:
 class RequestBook:
     """All requests that vLLM owns, as far as hooks have named them.
 
-    Its state: the requests by id, which of them have finished, and a number for the log.
+    Its state: the requests by id, which of them have `finished` (read only outside), and a number
+    for the log.
     """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._states: dict[str, RequestState] = {}
-        self._finished: set[str] = set()
+        self.finished: set[str] = set()
         self._num_bad_params = 0
 
     def __repr__(self) -> str:
-        return f"RequestBook({len(self._states)} requests, {len(self._finished)} finished)"
+        return f"RequestBook({len(self._states)} requests, {len(self.finished)} finished)"
 
     def add(self, request: Request) -> RequestState:
         """Return the state of a request that is new, in the place of one of the same id."""
-        state = RequestState(request, self._read_limits(request))
+        is_free = request.kv_transfer_params is None
+        limits = NO_LIMITS if is_free else self._read_limits(request)
+        state = RequestState(request, limits)
         self._states[request.request_id] = state
-        self._finished.discard(request.request_id)
+        self.finished.discard(request.request_id)
         return state
 
     def _read_limits(self, request: Request) -> Limits:
@@ -175,25 +180,23 @@ class RequestBook:
     def finish(self, state: RequestState) -> None:
         """Note that a request has ended."""
         state.move(Phase.FINISHED)
-        self._finished.add(state.request.request_id)
+        self.finished.add(state.request.request_id)
 
     def purge(self, gpu: GpuBlocks) -> list[RequestState]:
         """Forget finished requests for which vLLM holds no block any more, and return them."""
-        gone: list[RequestState] = []
-        if not self._finished:
-            return gone
-        for request_id in list(self._finished):
+        gone = []
+        for request_id in list(self.finished):
             state = self._states[request_id]
             if not state.num_loads and not gpu.holds_blocks(request_id):
                 del self._states[request_id]
-                self._finished.discard(request_id)
+                self.finished.discard(request_id)
                 gone.append(state)
         return gone
 
     @property
     def num_live(self) -> int:
         """Requests that have not finished."""
-        return len(self._states) - len(self._finished)
+        return len(self._states) - len(self.finished)
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())

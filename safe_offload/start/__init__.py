@@ -1,4 +1,4 @@
 """What runs before an engine does: registers with vLLM, checks, advises, repeats a refusal last.
 
-Imports config and compat; vLLM loads `plugin` in every process, so it stays light. Door: `plugin`.
+Imports config, compat, and of the worker its memory limits. Door: `plugin`, which stays light.
 """

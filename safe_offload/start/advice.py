@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import __version__, compat
+from safe_offload import __version__
+from safe_offload.compat import specs, versions, whole_blocks
 from safe_offload.config import other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
 from safe_offload.config.transfer_config import DEFAULT_KV_ROLE
@@ -27,48 +28,51 @@ def advise(
 ) -> dict[str, str]:
     """Log how the connector is set up and what looks like a mistake; never raises.
 
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: of the GPU's KV cache.
-        config: our settings, read from `vllm_config`.
-        num_slots: host slots of each rank.
-
     Returns:
         The set-up by the labels of `observe.metrics.INFO`; empty if it is not known.
     """
     try:
         transfer_config = vllm_config.kv_transfer_config
-        compat.warn_if_untested()
+        extra = transfer_config.kv_connector_extra_config or {}
+        pool = _Pool(vllm_config, kv_cache_config, num_slots)
+        versions.warn_if_untested()
         _advise_on_failures(transfer_config)
         _advise_on_role(transfer_config)
-        extra = transfer_config.kv_connector_extra_config or {}
         _advise_on_sizes(extra, config)
         _advise_on_other_connectors(extra)
-        _advise_on_pool(vllm_config, kv_cache_config, config, num_slots)
+        _advise_on_pool(pool, config)
         _advise_on_copies(kv_cache_config, config)
         _advise_on_layout(vllm_config, config)
-        return _introduce(vllm_config, kv_cache_config, config, num_slots)
+        return _introduce(pool, config, transfer_config.kv_load_failure_policy)
     except Exception:
         logger.debug("The set-up could not be described", exc_info=True)
         return {}
 
 
-def _introduce(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    config: OffloadConfig,
-    num_slots: int,
-) -> dict[str, str]:
+class _Pool:
+    """The host pool beside the GPU's own, and a request of `max_model_len` in all groups."""
+
+    def __init__(self, vllm_config: VllmConfig, cache: KVCacheConfig, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.num_gpu = int(cache.num_blocks) - 1  # vLLM keeps its null block
+        self.num_request = specs.num_blocks_of_longest_request(vllm_config, cache)
+        self.block_bytes = specs.block_bytes(cache)
+        self.num_groups = len(cache.kv_cache_groups)
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+
+    def blocks(self, count: int) -> str:
+        return f"{count} blocks ({format_bytes(count * self.block_bytes)})"
+
+
+def _introduce(pool: _Pool, config: OffloadConfig, policy: str) -> dict[str, str]:
     """Log the set-up in one line, and return it by the labels of `INFO`.
 
     A slot holds one block of one KV cache group, so tokens follow from how many blocks vLLM needs
     for a request of `max_model_len` in all groups.
     """
-    max_model_len = vllm_config.model_config.max_model_len
-    num_requests = num_slots / compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
-    copy_bytes = num_slots * compat.block_bytes(kv_cache_config)
+    num_requests = pool.num_slots / pool.num_request
+    copy_bytes = pool.num_slots * pool.block_bytes
     num_sharing = config.ranks_per_copy
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     info = {
         "version": __version__,
         "stores": "lazy" if config.lazy_offload else "eager",
@@ -77,12 +81,12 @@ def _introduce(
         "copy_path": config.copy_path,
         "self_test": "on" if config.self_test else "off",
         "ranks": str(config.world_size),
-        "slots_per_rank": str(num_slots),
+        "slots_per_rank": str(pool.num_slots),
         "host_bytes_per_rank": str(copy_bytes // num_sharing),
-        "tokens": str(int(num_requests * max_model_len)),
+        "tokens": str(int(num_requests * pool.max_model_len)),
         "longest_requests": f"{num_requests:.1f}",
-        "gpu_pools": f"{num_slots / max(1, int(kv_cache_config.num_blocks) - 1):.1f}",
-        "groups": str(len(kv_cache_config.kv_cache_groups)),
+        "gpu_pools": f"{pool.num_slots / max(1, pool.num_gpu):.1f}",
+        "groups": str(pool.num_groups),
     }
     fate = "ends its request with an error" if policy == "fail" else "is recomputed"
     sharing = f", one copy for {num_sharing} ranks" if num_sharing > 1 else ""
@@ -90,9 +94,9 @@ def _introduce(
         "safe_offload %(version)s: %(stores)s stores, %(eviction_policy)s eviction, a load that "
         f"fails {fate}. Each of %(ranks)s ranks keeps up to %(slots_per_rank)s slots in "
         f"{format_bytes(copy_bytes)} of host memory{sharing}: about %(tokens)s tokens, or "
-        f"%(longest_requests)s requests of max_model_len ({max_model_len} tokens), %(gpu_pools)s "
-        "times the GPU's own pool. KV cache groups: %(groups)s. copy_path %(copy_path)s, self-test "
-        "%(self_test)s.",
+        f"%(longest_requests)s requests of max_model_len ({pool.max_model_len} tokens), "
+        "%(gpu_pools)s times the GPU's own pool. KV cache groups: %(groups)s. copy_path "
+        "%(copy_path)s, self-test %(self_test)s.",
         info,
     )
     return info
@@ -137,47 +141,35 @@ def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
         )
 
 
-def _advise_on_pool(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    config: OffloadConfig,
-    num_slots: int,
-) -> None:
+def _advise_on_pool(pool: _Pool, config: OffloadConfig) -> None:
     """Compare the pool with a request of `max_model_len` and with the GPU's own pool.
 
     Lazy mode stores only what the GPU evicts, so there a pool smaller than the GPU's adds to it.
     """
-    block_bytes = compat.block_bytes(kv_cache_config)
-
-    def blocks(count: int) -> str:
-        return f"{count} blocks ({format_bytes(count * block_bytes)})"
-
-    num_request = compat.num_blocks_of_longest_request(vllm_config, kv_cache_config)
-    num_gpu = int(kv_cache_config.num_blocks) - 1  # vLLM keeps its null block
     larger = []
-    if num_slots < num_request:
+    if pool.num_slots < pool.num_request:
         larger.append(
-            f"a request of max_model_len ({vllm_config.model_config.max_model_len} tokens) needs "
-            f"{blocks(num_request)}, so it cannot come back as a whole"
+            f"a request of max_model_len ({pool.max_model_len} tokens) needs "
+            f"{pool.blocks(pool.num_request)}, so it cannot come back as a whole"
         )
-    if num_slots < num_gpu and not config.lazy_offload:
+    if pool.num_slots < pool.num_gpu and not config.lazy_offload:
         larger.append(
-            f"the GPU's own pool has {blocks(num_gpu)}, so the host keeps little that the GPU "
-            "does not have"
+            f"the GPU's own pool has {pool.blocks(pool.num_gpu)}, so the host keeps little that "
+            "the GPU does not have"
         )
     if larger:
-        num_wanted = max(num_request, 0 if config.lazy_offload else num_gpu)
+        num_wanted = max(pool.num_request, 0 if config.lazy_offload else pool.num_gpu)
         logger.warning(
             'The host pool is small: "%s" gives each rank %s; %s. Give more: at least %s.',
             config.capacity_key,
-            blocks(num_slots),
+            pool.blocks(pool.num_slots),
             "; ".join(larger),
-            _value(config, num_wanted, block_bytes),
+            _value(config, num_wanted, pool.block_bytes),
         )
 
 
 def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> None:
-    num_same = compat.num_replicas(kv_cache_config)
+    num_same = specs.num_replicas(kv_cache_config)
     if config.ranks_per_copy == 1 < num_same:
         logger.warning(
             "%d ranks hold the same KV cache, but each keeps its own copy: ranks share one only on "
@@ -188,7 +180,7 @@ def _advise_on_copies(kv_cache_config: KVCacheConfig, config: OffloadConfig) -> 
 
 
 def _advise_on_layout(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    layout = compat.kv_cache_layout(vllm_config)
+    layout = whole_blocks.kv_cache_layout(vllm_config)
     if config.enable_cross_layers_blocks and layout and not layout.startswith("BL"):
         logger.info(
             '"enable_cross_layers_blocks" has no effect here: the KV cache layout is %s, because '

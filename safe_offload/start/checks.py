@@ -20,14 +20,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def require_no_other_offloading(arguments: Any) -> None:
-    """Refuse the flag with which vLLM silently takes another connector.
+    """Refuse `--kv-offloading-size` beside our name: vLLM silently takes another connector.
 
-    Args:
-        arguments: vLLM's EngineArgs.
-
-    Raises:
-        ConfigError: `--kv-offloading-size` is set beside a configuration that names us.
-
+    `arguments` are vLLM's EngineArgs.
     Source: vLLM 0.32.0, VllmConfig._post_init_kv_transfer_config.
     """
     size_gib = getattr(arguments, "kv_offloading_size", None)
@@ -43,11 +38,7 @@ def require_no_other_offloading(arguments: Any) -> None:
 def prepare_start(config: Any) -> None:
     """Settle hashes, refuse a host pool that is too large, listen for what the engine refuses.
 
-    Args:
-        config: vLLM's VllmConfig.
-
-    Raises:
-        ConfigError: this machine cannot hold the pool, or no tier can be used with these hashes.
+    `config` is vLLM's VllmConfig.
     """
     ours = ours_of(config.kv_transfer_config)
     if any(_has_tiers(written) for written in ours):
@@ -62,16 +53,20 @@ def prepare_start(config: Any) -> None:
 
 
 def _has_tiers(written: Mapping[str, Any]) -> bool:
+    return bool(_settings(written).tiers)
+
+
+def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
     extra = written.get("kv_connector_extra_config")
-    return bool(OffloadConfig.from_extra_config(extra, world_size=1).tiers)
+    return OffloadConfig.from_extra_config(extra, world_size=world_size)
 
 
 def _settle_hashes(config: Any) -> None:
-    """Let vLLM's default algorithm, which nobody has to have written, be one that tiers can use.
+    """Replace vLLM's default algorithm, which need not be written, by one that tiers can use.
 
     Nothing has been hashed yet: the engine's own processes get this configuration.
     """
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
 
     cache_config = config.cache_config
     if cache_config.prefix_caching_hash_algo == DEFAULT_HASH:
@@ -82,21 +77,19 @@ def _settle_hashes(config: Any) -> None:
             SHARED_HASH,
             DEFAULT_HASH,
         )
-    compat.require_shared_hashes(config)
+    engine_config.require_shared_hashes(config)
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
     from safe_offload.worker.memory.host_memory import available_host_bytes, check_host_bytes
 
-    config = OffloadConfig.from_extra_config(
-        written.get("kv_connector_extra_config"), world_size=parallel.world_size
-    )
-    if config.num_slots is not None or not compat.are_workers_here(parallel):
+    config = _settings(written, parallel.world_size)
+    if config.num_slots is not None or not engine_config.are_workers_here(parallel):
         return  # only a worker knows how many bytes that is, or which machine has them
     check_host_bytes(
         config,
-        pool_bytes_per_rank=config.cpu_bytes_per_rank,
-        num_ranks_on_host=compat.num_ranks_on_host(parallel),
+        bytes_per_rank=config.cpu_bytes_per_rank,
+        num_ranks_on_host=engine_config.num_ranks_on_host(parallel),
         available_bytes=available_host_bytes(),
     )

@@ -13,21 +13,17 @@ vllm/engine/arg_utils.py, vllm/config/kv_transfer.py.
 """
 
 import dataclasses
-import functools
-import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from safe_offload.compat.media_ids import wrap_hashes, wrap_requests
+from safe_offload.compat.whole_blocks import wrap_worker
+from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
-from safe_offload.media_ids import wrap_hashes, wrap_requests
 from safe_offload.start.checks import prepare_start, require_no_other_offloading
-from safe_offload.start.whole_blocks import wrap_worker
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
@@ -39,7 +35,6 @@ _BUILT_BY_PYDANTIC: Final = (
     "__pydantic_validator__",
     "__pydantic_serializer__",
 )
-_WRAPPED_MARK: Final = "_safe_offload_checks"
 
 # Below vLLM's logger, which has the handlers.
 _logger = logging.getLogger(f"vllm.{__name__}")
@@ -55,17 +50,19 @@ def register() -> None:
         _register_name()
         _wrap_kv_transfer_config()
         _wrap_engine_arguments()
-        _when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
-        _when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
-        _when_imported(_WORKER_MODULE, lambda module: wrap_worker(module.WorkerBase))
+        when_imported(_MEDIA_MODULE, lambda module: wrap_hashes(module.ProcessorInputs))
+        when_imported(_REQUESTS_MODULE, lambda module: wrap_requests(module.InputProcessor))
+        when_imported(_WORKER_MODULE, lambda module: wrap_worker(module.WorkerBase))
     except Exception:
+        from safe_offload.compat.versions import installed_version
+
         _logger.exception(
             "safe_offload could not make %s known to vLLM %s, which runs without it. Expected "
             "KVConnectorFactory.register_connector and KVTransferConfig.__post_init__ as in "
             "vLLM 0.32. Fix: install a version of vLLM that the README of safe_offload lists as "
             "tested, or uninstall safe-offload.",
             CONNECTOR_NAME,
-            _vllm_version(),
+            installed_version() or "of unknown version",
         )
 
 
@@ -75,56 +72,7 @@ def register_early() -> None:
     None tells vLLM that this is no platform. Nothing of vLLM is imported here: the call comes from
     the middle of an import, and another one would search for the platform again.
     """
-    _when_imported(_CONFIG_MODULE, lambda _: _wrap_kv_transfer_config())
-
-
-def _when_imported(name: str, wrap: Callable[[Any], None]) -> None:
-    """Wrap a class of a module, now or as soon as the module is imported; never raises."""
-    if name in sys.modules:
-        _try(wrap, sys.modules[name])
-    elif not any(isinstance(f, _WrapWhenImported) and f.name == name for f in sys.meta_path):
-        sys.meta_path.insert(0, _WrapWhenImported(name, wrap))
-
-
-class _WrapWhenImported(MetaPathFinder):
-    """Wraps a class when its module has been executed; the first search removes it."""
-
-    def __init__(self, name: str, wrap: Callable[[Any], None]) -> None:
-        self.name = name
-        self._wrap = wrap
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Let the other finders find the module, and wrap the class after it is loaded."""
-        if fullname != self.name:
-            return None
-        try:
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(fullname)
-            if spec is None or spec.loader is None:
-                return spec
-            execute = spec.loader.exec_module
-
-            def execute_and_wrap(module: ModuleType) -> None:
-                execute(module)
-                _try(self._wrap, module)
-
-            # The loader is of this module alone.
-            setattr(spec.loader, "exec_module", execute_and_wrap)  # noqa: B010 (as below)
-        except Exception:
-            _logger.debug("The import of %s is not watched", fullname, exc_info=True)
-            return None
-        return spec
-
-
-def _try(wrap: Callable[[Any], None], module: ModuleType) -> None:
-    try:
-        wrap(module)
-    except Exception:
-        # Of KVTransferConfig, register() meets the same failure and reports it. Without the others,
-        # what has media in it stays out of tiers, and the KV cache layout is left to vLLM.
-        _logger.debug("A class of vLLM is not wrapped: %s", module, exc_info=True)
+    when_imported(_CONFIG_MODULE, lambda _: _wrap_kv_transfer_config())
 
 
 def _register_name() -> None:
@@ -155,17 +103,17 @@ def _wrap_kv_transfer_config() -> None:
     """
     from vllm.config.kv_transfer import KVTransferConfig
 
-    original = KVTransferConfig.__post_init__
-    if getattr(original, _WRAPPED_MARK, False):
+    if is_wrapped(KVTransferConfig, "__post_init__"):
         return
 
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        _check(settle, self)
-        original(self, *args, **kwargs)
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            _check(settle, self)
+            original(self, *args, **kwargs)
 
-    setattr(post_init, _WRAPPED_MARK, True)
-    setattr(KVTransferConfig, "__post_init__", post_init)  # noqa: B010 (mypy refuses a method)
+        return post_init
+
+    wrap(KVTransferConfig, "__post_init__", make)
     _complete_what_is_written(KVTransferConfig)
 
 
@@ -242,25 +190,14 @@ def _wrap_engine_arguments() -> None:
     arguments = sys.modules.get(_ARGUMENTS_MODULE)
     if arguments is None:
         return
-    original = arguments.EngineArgs.create_engine_config
-    if getattr(original, _WRAPPED_MARK, False):
-        return
 
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check(require_no_other_offloading, self)
-        config = original(self, *args, **kwargs)
-        _check(prepare_start, config)
-        return config
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _check(require_no_other_offloading, self)
+            config = original(self, *args, **kwargs)
+            _check(prepare_start, config)
+            return config
 
-    setattr(create_engine_config, _WRAPPED_MARK, True)
-    arguments.EngineArgs.create_engine_config = create_engine_config
+        return create_engine_config
 
-
-def _vllm_version() -> str:
-    """Return the version of the vLLM that runs, for messages."""
-    try:
-        from vllm.version import __version__
-    except Exception:
-        return "of unknown version"
-    return str(__version__)
+    wrap(arguments.EngineArgs, "create_engine_config", make)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError, SharingError
@@ -104,7 +104,7 @@ class Opening:
         """
         storage, device = storage_of(kv_caches)
         geometry = make_geometry(
-            compat.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
+            specs.segments(self.kv_cache_config), self.kv_cache_config.num_blocks, storage.nbytes()
         )
         share, layout, host = self._take_host_memory(geometry, device)
         is_bound = device.type == "cpu" and self.is_child
@@ -212,7 +212,7 @@ class Opening:
         check_host_bytes(
             self.config,
             # What several ranks share is there once.
-            pool_bytes_per_rank=layout.size_bytes // share.count,
+            bytes_per_rank=layout.size_bytes // share.count,
             num_ranks_on_host=max(self.num_ranks_on_host, share.count),
             available_bytes=available_host_bytes(),
         )

@@ -42,7 +42,7 @@ from tests.benchmarks.serve_workload import (
 )
 
 LIMIT = "no connector, KV pool for all"
-POOL_SHARE = 3  # the KV pool holds this part of what the users' contexts need
+POOL_SHARE = 3  # the KV pool holds a third of what the users' contexts need
 BLOCK_SIZE = 32
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 600.0

@@ -21,6 +21,7 @@ FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_engines")
 @pytest.mark.timeout(3600)
 def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.errors import ConfigError
-from safe_offload.scheduler.cache.eviction import POLICIES, Lru
+from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
 from tests.benchmarks import policies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.policy_replay import HostModel, Replay, replay
@@ -83,7 +83,7 @@ def test_another_format_is_an_error(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_what_a_prompt_hits_after_others(num_slots, num_gpu_blocks, prompts, found) -> None:
-    model = HostModel(Lru, num_slots, num_gpu_blocks)
+    model = HostModel(EvictionPolicy, num_slots, num_gpu_blocks)
     told = [model.add([letter.encode() for letter in prompt]) for prompt in prompts.split()]
     assert told[-1] == found
 

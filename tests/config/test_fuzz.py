@@ -19,7 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_offload.config.options import OUTER_KEYS, VALID_KEYS, OffloadConfig
+from safe_offload.config.options import (
+    MAX_BYTES_PER_SERVER,
+    MAX_COPY_THREADS,
+    MAX_NUM_SLOTS,
+    MAX_TRANSFER_TIMEOUT_S,
+    OUTER_KEYS,
+    VALID_KEYS,
+    OffloadConfig,
+)
+from safe_offload.config.settings import MAX_BYTES_PER_RANK, MIN_SIZE_BYTES
 from safe_offload.config.tiers import TIER_KEYS
 from safe_offload.errors import ConfigError
 from safe_offload.start import plugin
@@ -41,6 +50,12 @@ class Tier(enum.IntEnum):
 
 
 any_text = st.text(alphabet=st.characters(), max_size=40)  # with control characters, surrogates
+sizes = st.integers(0, 1 << 50) | st.builds(
+    "{}{}{}".format,
+    st.integers() | st.floats() | st.sampled_from(["", "-", "1e3", "1_0", "٣", "1e99"]),
+    st.sampled_from(["", " ", "\t"]),
+    st.sampled_from(["", "B", "KiB", "GiB", "Gi", "gb", "G", "PB", "K", "quux"]),
+)
 scalars = (
     st.none()
     | st.booleans()
@@ -48,6 +63,7 @@ scalars = (
     | st.integers(min_value=-(1 << 70), max_value=1 << 70)
     | st.floats()
     | any_text
+    | sizes
     | st.binary(max_size=8)
     | st.sampled_from(
         [
@@ -112,9 +128,18 @@ def test_whatever_is_written_works_or_is_answered_with_one_line(
     if message is not None:
         check_message(message, extra)
         return
-    config = OffloadConfig.from_extra_config(extra, world_size=world_size)
     assert extra is None or set(extra) <= set(VALID_KEYS)
-    assert config.cpu_bytes_per_rank > 0
+    assert refusal(extra) is None, "the plugin may check before the world size is known"
+    config = OffloadConfig.from_extra_config(extra, world_size=world_size)
+    assert type(config.cpu_bytes_per_rank) is int
+    assert MIN_SIZE_BYTES <= config.cpu_bytes_per_rank <= MAX_BYTES_PER_SERVER
+    assert MIN_SIZE_BYTES <= config.max_inflight_bytes <= MAX_BYTES_PER_RANK
+    assert config.num_slots is None or 1 <= config.num_slots <= MAX_NUM_SLOTS
+    assert 1 <= config.copy_threads <= MAX_COPY_THREADS
+    assert 0 < config.transfer_timeout_s <= MAX_TRANSFER_TIMEOUT_S
+    assert 0 <= config.verify_every <= 999_999_999
+    assert type(config.lazy_offload) is bool
+    assert type(config.verify_invariants) is bool
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,7 +163,7 @@ tier = st.fixed_dictionaries(
 ) | st.dictionaries(any_text | st.sampled_from(TIER_KEYS) | st.none() | st.integers(), junk)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tiers=st.lists(tier, max_size=3))
 def test_whatever_is_written_of_tiers_works_or_is_answered_with_one_line(
     tiers: list[dict[Any, Any]],
@@ -194,7 +219,7 @@ outer = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(config=outer)
 def test_a_whole_config_works_or_ends_in_the_error_of_a_wrong_argument(
     config: dict[str, Any],

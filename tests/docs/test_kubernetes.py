@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from safe_offload.compat import make_serve_parser
+from safe_offload.compat.versions import make_serve_parser
 from safe_offload.config.options import OffloadConfig
-from tests.kubernetes_api import VERSIONS, check, manifests
+from tests.kubernetes_api import VERSIONS, changed, check, manifests
 from tests.prometheus_rule import ALERTS, RULE, rule
 
 FOLDER = RULE.parent
@@ -60,13 +59,8 @@ TEMPLATE = ("spec", "template", "spec")
     ],
 )
 def test_a_wrong_one_is_refused(kind: str, place: tuple[Any, ...], key: str, value: object) -> None:
-    resource = copy.deepcopy(MANIFESTS[kind])
-    target: Any = resource
-    for step in place:
-        target = target[step]
-    target[key] = value
     with pytest.raises(jsonschema.ValidationError):
-        check(resource)
+        check(changed(MANIFESTS[kind], place, key, value))
 
 
 def test_the_rule_has_the_alerts_of_the_other_example() -> None:

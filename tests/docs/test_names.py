@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import pytest
 import safe_offload
 from safe_offload.commands.cache import places
 from safe_offload.config.options import VALID_KEYS
+from tests.fresh_process import run_script
 
 ROOT = Path(safe_offload.__file__).parents[1]
 PAGES = sorted(
@@ -66,16 +64,10 @@ Names = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def names() -> Names:
-    script = Path(__file__).with_name("vllm_names.py")
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found: Names = json.loads(result.stdout.splitlines()[-1])
+def names(tmp_path_factory: pytest.TempPathFactory) -> Names:
+    script = Path(__file__).with_name("vllm_names.py").read_text()
+    log = run_script(script, tmp_path_factory.mktemp("names"), {})
+    found: Names = json.loads(log.splitlines()[-1])
     found["flags"] = {*found["flags"], *our_flags(), *OTHER_FLAGS}
     return found
 

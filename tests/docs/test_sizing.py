@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from tests.simulator.vllm_setup import EngineShape, make_config
 
@@ -85,9 +85,9 @@ def test_the_table_is_found() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model)
 def test_a_row_is_what_vllm_lays_out(row: Row) -> None:
     config, kv_cache_config = kv_cache_of(row)
-    block_bytes = compat.block_bytes(kv_cache_config)
+    block_bytes = specs.block_bytes(kv_cache_config)
     assert round(block_bytes / BLOCK_TOKENS / KIB, 1) == row.kib_per_token
-    num_blocks = compat.num_blocks_of_longest_request(config, kv_cache_config)
+    num_blocks = specs.num_blocks_of_longest_request(config, kv_cache_config)
     assert round(num_blocks * block_bytes / GIB, 1) == row.conversation_gib
 
 

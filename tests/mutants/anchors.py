@@ -36,6 +36,7 @@ def mutate(source: str, function: str, old: str, new: str) -> ast.Module:
     """
     tree = ast.parse(source)
     inside = _find(tree, function)
+    before = ast.dump(inside)
     wanted = ast.parse(old).body
     runs = list(_runs(inside, wanted))
     is_part = not runs and len(wanted) == 1 and isinstance(wanted[0], ast.Expr)
@@ -49,7 +50,7 @@ def mutate(source: str, function: str, old: str, new: str) -> ast.Module:
         found = body[start : start + len(wanted)]
         body[start : start + len(wanted)] = _statements(new, wanted, found)
         body[:] = body or [ast.Pass()]
-    if ast.dump(tree) == ast.dump(ast.parse(source)):
+    if ast.dump(inside) == before:
         raise AnchorError(f"{function}: {new!r} changes nothing")
     return ast.fix_missing_locations(tree)
 

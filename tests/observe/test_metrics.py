@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -42,12 +44,15 @@ LABELS = ["model_name", "engine"]
 # ---- counters ----------------------------------------------------------------------------------
 
 
-def test_what_is_taken_is_not_taken_again():
+def test_what_is_taken_is_plain_and_not_taken_again():
     counters = Counters()
     counters[Count.HIT_TOKENS] += 5
     counters[Count.RESETS] += 1
     counters[Count.HIT_TOKENS] += 2
-    assert counters.take() == {"hit_tokens": 7, "resets": 1}
+    counters[Count.STORED_BLOCKS] += 0
+    taken = counters.take()
+    assert taken == {"hit_tokens": 7, "resets": 1}, "and no zero"
+    assert {type(taken), *map(type, taken)} == {dict, str}, "so that every process can read it"
     assert counters.take() == {}
     counters[Count.HIT_TOKENS] += 1
     assert counters.take() == {"hit_tokens": 1}
@@ -64,33 +69,15 @@ def test_seconds_are_counted_whole_and_none_is_lost():
     assert counters.take() == {"evicted_age_seconds": 1}
 
 
-def test_what_was_counted_as_zero_is_not_told():
-    counters = Counters()
-    counters[Count.STORED_BLOCKS] += 0
-    assert counters[Count.RESETS] == 0
-    assert counters.take() == {}
-
-
-def test_what_is_taken_is_plain_so_that_every_process_can_read_it():
-    counters = Counters()
-    counters[Count.HIT_TOKENS] += 1
-    taken = counters.take()
-    assert type(taken) is dict
-    assert [type(name) for name in taken] == [str]
-
-
-@pytest.mark.parametrize("series", [*COUNTERS, *HISTOGRAMS.values()])
-def test_a_series_has_a_name_and_a_sentence(series):
-    labels = ",".join(f'{name}="{value}"' for name, value in series.labels)
-    assert str(series) == (f"{series.metric}{{{labels}}}" if labels else series.metric)
-    assert series.doc[0].isupper()
-    assert series.doc.endswith(".")
-
-
-@pytest.mark.parametrize("count", [count for count in Count if not count.labels])
-def test_a_count_without_labels_is_called_as_its_metric(count):
-    assert str(count) == count.metric == count.name.lower()
-    assert Count(str(count)) is count
+def test_a_series_has_a_name_and_a_sentence():
+    for series in (*COUNTERS, *HISTOGRAMS.values()):
+        labels = ",".join(f'{name}="{value}"' for name, value in series.labels)
+        assert str(series) == (f"{series.metric}{{{labels}}}" if labels else series.metric)
+        assert series.doc[0].isupper()
+        assert series.doc.endswith(".")
+    for count in Count:
+        assert Count(str(count)) is count
+        assert count.labels or str(count) == count.metric == count.name.lower()
 
 
 def test_a_failure_is_counted_by_direction_and_reason():
@@ -133,24 +120,20 @@ def test_counts_of_later_intervals_are_added_and_their_state_taken_over():
 
 
 def test_statistics_of_an_interval_in_which_nothing_happened_can_be_added():
-    empty = OffloadStats()
-    assert empty.aggregate(stats({"a": 1})).reduce() == {"a": 1}
+    assert OffloadStats().aggregate(stats({"a": 1})).reduce() == {"a": 1}
     assert stats({"a": 1}).aggregate(OffloadStats()).reduce() == {"a": 1}
+    assert OffloadStats().reduce() == {}
 
 
 def test_adding_leaves_what_was_added_as_it_was():
-    added = stats({"a": 1}, {"slots": 3})
+    """The connector compares its gauges with the last; vLLM adds to the statistics meanwhile."""
+    counts, gauges = {"a": 1}, {"slots": 3}
+    added = OffloadStats.of(counts, gauges)
     total = OffloadStats().aggregate(added).aggregate(added)
     assert total.data["counts"] == {"a": 2}
     assert added.data == {"counts": {"a": 1}, "gauges": {"slots": 3}}
-
-
-def test_adding_leaves_what_the_first_interval_was_made_of_as_it_was():
-    """The connector compares its gauges with the last; vLLM adds to the statistics meanwhile."""
-    counts, gauges = {"a": 1}, {"slots": 3}
-    OffloadStats.of(counts, gauges).aggregate(stats({"a": 5}, {"slots": 9}))
-    assert counts == {"a": 1}
-    assert gauges == {"slots": 3}
+    added.aggregate(stats({"a": 5}, {"slots": 9}))
+    assert (counts, gauges) == ({"a": 1}, {"slots": 3})
 
 
 def test_two_logs_of_the_same_interval_do_not_add_into_one_another():
@@ -163,22 +146,13 @@ def test_two_logs_of_the_same_interval_do_not_add_into_one_another():
     assert payload == {"counts": {"a": 1}, "gauges": {"slots": 3}}
 
 
-def test_what_is_logged_is_every_count_and_the_state():
-    assert stats({"a": 1}, {"slots": 3}).reduce() == {"a": 1, "slots": 3}
-    assert OffloadStats().reduce() == {}
-
-
 def test_statistics_are_empty_if_there_is_nothing_to_tell():
-    assert OffloadStats().is_empty()
-    assert stats({}).is_empty()
-    assert not stats({"a": 1}).is_empty()
-    assert not stats({}, {"slots": 0}).is_empty()
-
-
-def test_a_reset_forgets_everything():
     total = stats({"a": 1}, {"slots": 3})
+    assert not total.is_empty()
+    assert not stats({}, {"slots": 0}).is_empty()
     total.reset()
-    assert total.is_empty()
+    for empty in (total, OffloadStats(), stats({})):
+        assert empty.is_empty()
     assert total.aggregate(stats({"a": 2})).reduce() == {"a": 2}
 
 
@@ -228,14 +202,26 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-@pytest.fixture
-def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
+def make_metrics(
+    registry: CollectorRegistry,
+    *engines: int,
+    connector: Any = SafeCPUOffloadConnector,
+    **fields: Any,
+) -> Any:
+    """The metrics of a connector, for engines of these numbers."""
     config: VllmConfig = make_config(EngineShape())
+    config.kv_transfer_config = dataclasses.replace(config.kv_transfer_config, **fields)
     types = {
         kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
     }
-    values: dict[int, list[object]] = {0: ["m", "0"], 3: ["m", "3"]}
-    return SafeCPUOffloadConnector.build_prom_metrics(config, types, LABELS, values)
+    values: dict[int, list[object]] = {engine: ["m", str(engine)] for engine in engines}
+    return connector.build_prom_metrics(config, types, LABELS, values)
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> OffloadPromMetrics:
+    made: OffloadPromMetrics = make_metrics(registry, 0, 3)
+    return made
 
 
 def value(
@@ -245,7 +231,14 @@ def value(
     return registry.get_sample_value(f"vllm:safe_offload_{name}", labels)
 
 
-def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry):
+def test_every_metric_is_there_from_the_start_with_value_zero_and_says_what_it_is(
+    metrics, registry
+):
+    text = generate_latest(registry).decode()
+    for count in COUNTERS:
+        assert f"# HELP vllm:safe_offload_{count.metric}_total {count.doc}" in text
+    for name, doc in GAUGES.items():
+        assert f"# HELP vllm:safe_offload_{name} {doc}" in text
     for engine in (0, 3):
         for count in COUNTERS:
             assert value(registry, f"{count.metric}_total", engine, **dict(count.labels)) == 0.0
@@ -258,13 +251,8 @@ def test_every_metric_is_there_from_the_start_with_value_zero(metrics, registry)
 
 
 def test_tiers_have_series_from_the_start_as_many_as_there_are(registry):
-    config: VllmConfig = make_config(EngineShape())
     tiers = [{"url": "file:///near"}, {"url": "file:///far"}]
-    config.kv_transfer_config.kv_connector_extra_config = {"tiers": tiers}
-    types = {
-        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
-    }
-    metrics = SafeCPUOffloadConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"]})
+    metrics = make_metrics(registry, 0, kv_connector_extra_config={"tiers": tiers})
     for number, expected in ((1, 0.0), (2, 0.0), (3, None)):
         tier = TIER_SERIES[number - 1]
         for count in tier.counters:
@@ -281,18 +269,11 @@ def test_tiers_have_series_from_the_start_as_many_as_there_are(registry):
     assert value(registry, "tier_is_out", tier="2", operation="read") == 1
 
 
-def test_every_metric_says_what_it_is(metrics, registry):
-    text = generate_latest(registry).decode()
-    for count in COUNTERS:
-        assert f"# HELP vllm:safe_offload_{count.metric}_total {count.doc}" in text
-    for name, doc in GAUGES.items():
-        assert f"# HELP vllm:safe_offload_{name} {doc}" in text
-
-
 def test_counts_add_up_and_gauges_stand_for_the_last(metrics, registry):
     metrics.observe({"counts": {"hit_tokens": 5}, "gauges": {"slots": 10, "leased_slots": 4}})
     metrics.observe({"counts": {"hit_tokens": 2}, "gauges": {"leased_slots": 0}})
-    assert value(registry, "hit_tokens_total") == 7
+    metrics.observe({"counts": {"hit_tokens": 3}}, engine_idx=3)
+    assert [value(registry, "hit_tokens_total", engine) for engine in (0, 3)] == [7, 3]
     assert value(registry, "leased_slots") == 0
     assert value(registry, "slots") == 10
 
@@ -356,12 +337,6 @@ def test_what_the_ranks_report_of_their_memory_stands_in_labels(make_rig, metric
     }
     assert value(registry, "info", **now) == 1
     assert value(registry, "info", **locking["info"]) == 0, "what was said before"
-
-
-def test_each_engine_has_its_own(metrics, registry):
-    metrics.observe({"counts": {"resets": 2}}, engine_idx=3)
-    assert value(registry, "resets_total", 3) == 2
-    assert value(registry, "resets_total", 0) == 0
 
 
 def test_names_of_another_version_are_left_out(metrics, registry):
@@ -447,16 +422,11 @@ THEIRS = {
 @pytest.mark.parametrize("children", [[OURS, THEIRS], [THEIRS, OURS]])
 def test_beside_vllms_offloading_its_names_are_left_to_it(children, registry):
     """MultiConnector makes the metrics of all its connectors, and none may be made twice."""
-    config = make_config(EngineShape())
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"connectors": children},
-    )
-    types = {
-        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": children},
     }
-    both = MultiConnector.build_prom_metrics(config, types, LABELS, {0: ["m", "0"]})
+    both = make_metrics(registry, 0, connector=MultiConnector, **multi)
     both.observe({"SafeCPUOffloadConnector": {"counts": {"resets": 1}, "observed": SIZES}})
     assert value(registry, "resets_total") == 1
     assert value(registry, "transfer_seconds_count", direction="load") == 3

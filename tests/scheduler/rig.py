@@ -102,6 +102,20 @@ class Rig(EngineCore):
         self.check_tokens(request_id, max_tokens)
         return self.counts["hit_tokens"] - before
 
+    def warm(self, num_tokens: int = 41, seed: int = 1) -> list[int]:
+        """Serve a prompt, so that the host has it, and the GPU no more; return it."""
+        prompt = self.prompt(num_tokens, seed)
+        self.run_alone("warm", prompt)
+        self.forget_gpu_cache()
+        return prompt
+
+    def finish(self, **num_tokens: int) -> None:
+        """Let all end, check these answers, and that nothing is left."""
+        self.drain()
+        for request_id, count in num_tokens.items():
+            self.check_tokens(request_id, count)
+        self.check_idle()
+
     def run_until_finished(self, request_id: str) -> None:
         """Step until vLLM has forgotten a request."""
         self.step_until(lambda: request_id not in self.scheduler.requests)

@@ -27,27 +27,27 @@ def blocks_of(count: int) -> BlockSet:
     return found
 
 
-def test_nothing_is_given_away_while_the_hashes_are_the_same_objects() -> None:
+def test_nothing_is_given_away_while_the_hashes_are_the_same_objects():
     found = blocks_of(3)
     assert not found.given_away()
     assert found.intact() is found
 
 
-def test_a_block_that_was_reset_is_lost() -> None:
+def test_a_block_that_was_reset_is_lost():
     found = blocks_of(3)
     found.blocks[1].reset_hash()
     assert found.given_away()
     assert [block.block_id for block in found.intact().blocks] == [1, 3]
 
 
-def test_a_block_that_was_cached_again_under_an_equal_hash_is_lost() -> None:
+def test_a_block_that_was_cached_again_under_an_equal_hash_is_lost():
     found = blocks_of(2)
     assert hashed(found.blocks[0], bytes([0]) * 32) == found.witnesses[0]
     assert found.given_away()
     assert found.intact().hashes == [bytes([1]) * 32]
 
 
-def test_blocks_in_a_table_that_stands_are_nobody_elses() -> None:
+def test_blocks_in_a_table_that_stands_are_nobody_elses():
     found = blocks_of(2)
     table: list[Any] = list(found.blocks)
     tables = {"a": table}
@@ -61,7 +61,7 @@ def test_blocks_in_a_table_that_stands_are_nobody_elses() -> None:
     assert found.given_away()
 
 
-def test_one_table_that_is_gone_makes_all_blocks_be_looked_at() -> None:
+def test_one_table_that_is_gone_makes_all_blocks_be_looked_at():
     found = blocks_of(2)
     table: list[Any] = []
     found.homes = [Home({"a": table}, "a", table), Home({}, "b", [])]
@@ -69,7 +69,7 @@ def test_one_table_that_is_gone_makes_all_blocks_be_looked_at() -> None:
     assert found.given_away()
 
 
-def test_a_part_has_what_belongs_to_its_blocks() -> None:
+def test_a_part_has_what_belongs_to_its_blocks():
     found = blocks_of(4)
     first, last = found.hashes[0], found.hashes[3]
     found.more_keys = {first: [Key(0, b"more")], last: [Key(0, b"other")]}
@@ -80,7 +80,7 @@ def test_a_part_has_what_belongs_to_its_blocks() -> None:
     assert part.more_keys == {first: [Key(0, b"more")]}
 
 
-def test_keeping_all_is_the_same_object() -> None:
+def test_keeping_all_is_the_same_object():
     found = blocks_of(2)
     assert found.keep([True, True]) is found
     assert found.keep([False, True]).hashes == found.hashes[1:]

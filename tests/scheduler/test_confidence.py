@@ -6,14 +6,11 @@ import logging
 
 import pytest
 
-from tests.scheduler.rig import MakeRig
 from tests.simulator.run import run
 
 
 @pytest.mark.parametrize("profile", ["all-faults", "failing", "loads-fail", "foreign-ids"])
-def test_a_storm_of_failures_logs_no_token(
-    profile: str, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storm_of_failures_logs_no_token(profile, package_log, monkeypatch):
     """Every prompt has a long run of tokens; none of the messages has six of them in a row."""
     from tests.simulator.engine_core import EngineCore
 
@@ -39,9 +36,7 @@ def test_a_storm_of_failures_logs_no_token(
             assert not [line for line in lines if tokens in line]
 
 
-def test_an_error_of_our_own_logs_no_token(
-    make_rig: MakeRig, package_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_our_own_logs_no_token(make_rig, package_log, monkeypatch):
     rig = make_rig(num_blocks=30, extra={"check_invariants": False})
     prompt = rig.prompt(33, 1)
     for method in ("get_num_new_matched_tokens", "build_connector_meta", "update_connector_output"):

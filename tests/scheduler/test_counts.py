@@ -8,7 +8,7 @@ import pytest
 
 from safe_offload.scheduler.planner import START_STEPS_MAX
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 
 NUM_TOKENS = 41
 NUM_BLOCKS = 10
@@ -37,7 +37,7 @@ def evicted(rig: Rig) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_a_pool_too_small_evicts_young_blocks(make_rig: MakeRig, policy: str) -> None:
+def test_a_pool_too_small_evicts_young_blocks(make_rig, policy):
     rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS, extra={"eviction_policy": policy})
     assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0] * 6
     seen = evicted(rig)
@@ -45,13 +45,13 @@ def test_a_pool_too_small_evicts_young_blocks(make_rig: MakeRig, policy: str) ->
     assert 30 <= seen["age_s"] < 60, "each prompt is gone before the next but one comes"
 
 
-def test_the_same_prompts_in_a_larger_pool_evict_nothing(make_rig: MakeRig) -> None:
+def test_the_same_prompts_in_a_larger_pool_evict_nothing(make_rig):
     rig = make_rig(num_blocks=40, num_slots=3 * NUM_BLOCKS)
     assert serve(rig, [1, 2, 1, 2, 3, 1]) == [0, 0, 40, 40, 0, 40]
     assert evicted(rig) == {"hit": 0, "unhit": 0, "age_s": 0}
 
 
-def test_prompts_that_differ_evict_old_blocks_that_were_never_hit(make_rig: MakeRig) -> None:
+def test_prompts_that_differ_evict_old_blocks_that_were_never_hit(make_rig):
     rig = make_rig(num_blocks=40, num_slots=5 * NUM_BLOCKS)
     serve(rig, list(range(1, 9)), pause_s=3600.0)
     seen = evicted(rig)
@@ -59,7 +59,7 @@ def test_prompts_that_differ_evict_old_blocks_that_were_never_hit(make_rig: Make
     assert 5 * 3600 <= seen["age_s"] < 6 * 3600
 
 
-def test_what_was_hit_once_is_told_apart(make_rig: MakeRig) -> None:
+def test_what_was_hit_once_is_told_apart(make_rig):
     rig = make_rig(num_blocks=40, num_slots=2 * NUM_BLOCKS)
     serve(rig, [1, 1, 2, 3, 4])
     seen = evicted(rig)
@@ -68,7 +68,7 @@ def test_what_was_hit_once_is_told_apart(make_rig: MakeRig) -> None:
     assert evicted(rig)["hit"] == NUM_BLOCKS, "what a slot holds now was not hit"
 
 
-def test_a_reset_evicts_nothing_and_forgets_what_was_hit(make_rig: MakeRig) -> None:
+def test_a_reset_evicts_nothing_and_forgets_what_was_hit(make_rig):
     rig = make_rig(num_blocks=40, num_slots=NUM_BLOCKS)
     serve(rig, [1, 1])
     rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -84,16 +84,14 @@ GROUPS = [("full",), ("window:8", "full"), ("mamba", "full")]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_a_hit_that_arrives_is_offered_and_delivered(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_a_hit_that_arrives_is_offered_and_delivered(make_rig, groups):
     rig = make_rig(num_blocks=60, groups=groups, num_slots=200)
     hits = serve(rig, [1, 1])
     assert hits[1] > 0
     assert rig.counts["hit_tokens"] == rig.counts["loaded_tokens"] == hits[1]
 
 
-def test_blocks_do_not_say_how_many_tokens_came_on_a_hybrid_model(make_rig: MakeRig) -> None:
+def test_blocks_do_not_say_how_many_tokens_came_on_a_hybrid_model(make_rig):
     loaded = {}
     for groups in (("full",), ("window:8", "full"), ("full", "full")):
         rig = make_rig(num_blocks=60, groups=groups, num_slots=200)
@@ -105,9 +103,7 @@ def test_blocks_do_not_say_how_many_tokens_came_on_a_hybrid_model(make_rig: Make
 
 
 @pytest.mark.parametrize("groups", GROUPS[:2])
-def test_a_hit_whose_load_fails_is_offered_and_not_delivered(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_a_hit_whose_load_fails_is_offered_and_not_delivered(make_rig, groups):
     rig = make_rig(num_blocks=60, groups=groups, tensor_ranks=2, num_slots=200)
     serve(rig, [1])
     rig.fail_copies()
@@ -120,9 +116,7 @@ def test_a_hit_whose_load_fails_is_offered_and_not_delivered(
 # ---- resets ------------------------------------------------------------------------------------
 
 
-def test_a_reset_of_the_host_cache_is_counted_and_logged_in_one_line(
-    make_rig: MakeRig, package_log: list[logging.LogRecord]
-) -> None:
+def test_a_reset_of_the_host_cache_is_counted_and_logged_in_one_line(make_rig, package_log):
     rig = make_rig(num_blocks=40, num_slots=60)
     serve(rig, [1])
     package_log.clear()
@@ -141,9 +135,7 @@ def test_a_reset_of_the_host_cache_is_counted_and_logged_in_one_line(
 
 
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2}, {"is_async": True}])
-def test_an_engine_without_requests_learns_how_many_slots_there_are(
-    make_rig: MakeRig, shape: dict[str, int]
-) -> None:
+def test_an_engine_without_requests_learns_how_many_slots_there_are(make_rig, shape):
     rig = make_rig(num_slots=60, num_missing_slots=4, **shape)
     assert rig.connector.has_pending_push_work()
     num_steps = rig.drain()
@@ -153,13 +145,13 @@ def test_an_engine_without_requests_learns_how_many_slots_there_are(
     rig.check_idle()
 
 
-def test_a_pool_that_grows_is_waited_for_until_it_has_a_first_slot(make_rig: MakeRig) -> None:
+def test_a_pool_that_grows_is_waited_for_until_it_has_a_first_slot(make_rig):
     rig = make_rig(num_slots=60, ticks_per_slot=40)
     rig.drain()
     assert 0 < rig.planner.gauges()["slots"] < 60
 
 
-def test_an_engine_goes_idle_although_no_rank_tells_its_slots(make_rig: MakeRig) -> None:
+def test_an_engine_goes_idle_although_no_rank_tells_its_slots(make_rig):
     rig = make_rig(num_slots=60)
     for worker in rig.workers:
         worker.device.num_usable_slots = 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from safe_offload.compat import block_bytes
+from safe_offload.compat.specs import block_bytes
 from safe_offload.protocol import (
     BadSlots,
     FailureReason,
@@ -19,10 +18,9 @@ from safe_offload.protocol import (
     StepReport,
 )
 from safe_offload.scheduler import ranks
-from safe_offload.scheduler.cache.leases import LeaseKind
 from safe_offload.scheduler.loads.loads import FAILED_LOADS_MAX
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.device import CopyFault
 
 
@@ -46,13 +44,9 @@ def fail_next_copy(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")])
-def test_with_recompute_a_failed_load_costs_nothing_but_time(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_with_recompute_a_failed_load_costs_nothing_but_time(make_rig, groups):
     rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="recompute")
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     rig.run_alone("a2", a)
     assert num_failed(rig.counts, "load") == 1
@@ -61,13 +55,9 @@ def test_with_recompute_a_failed_load_costs_nothing_but_time(
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")])
-def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else(make_rig, groups):
     rig = make_rig(groups=groups, num_blocks=60, num_slots=90, failure_policy="fail")
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     rig.add("a2", a)
     rig.add("b", rig.prompt(30, 2))
@@ -83,7 +73,7 @@ def test_with_fail_a_failed_load_ends_its_request_with_an_error_and_nothing_else
     rig.check_idle()
 
 
-def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig: MakeRig) -> None:
+def test_a_request_whose_loads_keep_failing_is_offered_no_more_hits(make_rig):
     """docs/guarantees.md, H4: it must not be the same for ever."""
     rig = make_rig(num_blocks=30)
     a = rig.prompt(41, 1)
@@ -118,9 +108,7 @@ def flip(rig: Rig, slot: int, rank: int = 0) -> None:
     rig.devices[rank].memory.host[slot][0] ^= 1 << 5
 
 
-def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
-    make_rig: MakeRig, errors: list[str]
-) -> None:
+def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(make_rig, errors):
     rig = make_rig(num_blocks=30, num_slots=20, tensor_ranks=2, extra={"verify": "load"})
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -145,7 +133,7 @@ def test_a_slot_whose_bytes_changed_is_recomputed_and_never_used_again(
     rig.check_idle()
 
 
-def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig: MakeRig) -> None:
+def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig):
     rig = make_rig(num_blocks=30, num_slots=20, tensor_ranks=2, extra={"verify": "load"})
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -158,13 +146,9 @@ def test_a_slot_that_two_ranks_find_bad_is_retired_once(make_rig: MakeRig) -> No
     rig.check_idle()
 
 
-def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
-    make_rig: MakeRig,
-) -> None:
+def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(make_rig):
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
     report = StepReport(bad_slots=(BadSlots(0, (store.slot_ids[3],)),))
     rig.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
@@ -172,35 +156,10 @@ def test_a_slot_that_was_reported_is_not_offered_while_its_load_is_not_over(
     rig.check_idle()
 
 
-def test_a_slot_outside_the_pool_cannot_be_retired(make_rig: MakeRig) -> None:
-    rig = make_rig(num_slots=20)
-    rig.start()
-    slots = rig.planner.hits.slots
-    assert slots.retire((-1, 20, 3, 3)) == [3]
-    assert slots.retire((3,)) == []
-    assert slots.statistics().num_free == 19
-    assert len(slots.grant(100)) == 19
-
-
-def test_a_retired_slot_goes_when_its_last_lease_goes(make_rig: MakeRig) -> None:
-    rig = make_rig(num_slots=20)
-    rig.start()
-    slots = rig.planner.hits.slots
-    lease = rig.planner.leases.grant(LeaseKind.STORE, 3)
-    assert slots.retire([lease.slots[0]]) == [lease.slots[0]]
-    rig.planner.check_invariants()
-    lease.release()
-    rig.planner.check_invariants()
-    assert slots.statistics().num_free == 19
-    assert slots.statistics().num_leased == 0
-
-
-def test_with_verify_off_a_slot_that_changed_is_served(make_rig: MakeRig) -> None:
+def test_with_verify_off_a_slot_that_changed_is_served(make_rig):
     """What the test above would see if nothing were compared."""
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     (store, *_) = [t for plan in rig.plans for t in plan.stores_after_forward]
     flip(rig, store.slot_ids[3])
     with pytest.raises(Exception, match="I6"):
@@ -214,9 +173,7 @@ def blocks_in_flight(rig: Rig) -> int:
     return int(rig.planner.stores.num_blocks)
 
 
-def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
-    make_rig: MakeRig,
-) -> None:
+def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(make_rig):
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
     rig.planner.stores.num_blocks_max = 4
@@ -237,7 +194,7 @@ def test_stores_in_flight_are_bounded_and_what_was_put_off_is_stored_later(
     rig.check_idle()
 
 
-def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig: MakeRig) -> None:
+def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig):
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
     rig.planner.stores.num_blocks_max = 4
@@ -254,7 +211,7 @@ def test_what_finds_no_room_when_its_request_ends_is_lost_and_counted(make_rig: 
     rig.check_idle()
 
 
-def test_the_bound_is_a_multiple_of_the_bytes_in_flight(make_rig: MakeRig) -> None:
+def test_the_bound_is_a_multiple_of_the_bytes_in_flight(make_rig):
     rig = make_rig(extra={"max_inflight_bytes": "1MiB"})
     slot_bytes = block_bytes(rig.connector._kv_cache_config)
     assert rig.planner.stores.num_blocks_max == 4 * (1 << 20) // slot_bytes
@@ -287,16 +244,11 @@ def share_alone(rig: Rig) -> None:
 
 @pytest.mark.parametrize("death", [kill_loop, break_device, fail_self_test, share_alone])
 def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
-    make_rig: MakeRig,
-    errors: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    death: Callable[[Rig], None],
-) -> None:
+    make_rig, errors, monkeypatch, death
+):
     monkeypatch.setattr(ranks, "FAILED_IN_A_ROW_MAX", 3)
     rig = make_rig(num_blocks=30, tensor_ranks=2)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.planner.gauges()["is_disabled"] == 0
     death(rig)
     for index in range(6):
@@ -312,9 +264,7 @@ def test_when_a_rank_can_copy_no_more_the_cache_misses_and_says_so_once(
     rig.check_idle()
 
 
-def test_copies_that_fail_now_and_then_do_not_end_the_cache(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_fail_now_and_then_do_not_end_the_cache(make_rig, monkeypatch):
     monkeypatch.setattr(ranks, "FAILED_IN_A_ROW_MAX", 3)
     rig = make_rig(num_blocks=30)
     rig.start()
@@ -327,9 +277,7 @@ def test_copies_that_fail_now_and_then_do_not_end_the_cache(
 
 
 @pytest.mark.parametrize("reason", [r for r in FailureReason if r is not FailureReason.NOT_RUNNING])
-def test_only_a_rank_that_is_dead_is_given_up_at_once(
-    make_rig: MakeRig, reason: FailureReason
-) -> None:
+def test_only_a_rank_that_is_dead_is_given_up_at_once(make_rig, reason):
     rig = make_rig()
     rig.start()
     rig.hold_copies(True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from safe_offload.observe.counters import is_milestone
 from safe_offload.scheduler.limits import MAX_TOKENS, NO_LIMITS, Limits, read_limits
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 
 HYBRID = ("window:10", "full")
 MAMBA = ("mamba", "full")
@@ -34,9 +33,7 @@ def ask(rig: Rig, request_id: str, prompt: list[int], params: Any) -> int:
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
 )
-def test_no_more_is_loaded_than_the_client_allows(
-    make_rig: MakeRig, limit: int, expected: int
-) -> None:
+def test_no_more_is_loaded_than_the_client_allows(make_rig, limit, expected):
     rig = make_rig(num_blocks=60)
     rig.run_alone("a", rig.prompt(41, 1))
     rig.forget_gpu_cache()
@@ -46,9 +43,7 @@ def test_no_more_is_loaded_than_the_client_allows(
 
 @pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])
 @pytest.mark.parametrize("limit", [0, 5, 17, 33])
-def test_a_limited_hit_of_a_hybrid_model_ends_where_its_groups_allow(
-    make_rig: MakeRig, groups: tuple[str, ...], limit: int
-) -> None:
+def test_a_limited_hit_of_a_hybrid_model_ends_where_its_groups_allow(make_rig, groups, limit):
     """Every word that attention reads is checked, so a hit that ends elsewhere is found out."""
     rig = make_rig(num_blocks=90, groups=groups, num_slots=200)
     rig.run_alone("a", rig.prompt(41, 1))
@@ -59,17 +54,15 @@ def test_a_limited_hit_of_a_hybrid_model_ends_where_its_groups_allow(
     rig.check_idle()
 
 
-def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig: MakeRig) -> None:
+def test_what_the_gpu_has_does_not_count_against_the_limit(make_rig):
     rig = make_rig(num_blocks=60)
-    prompt = rig.prompt(41, 1)
-    rig.run_alone("a", prompt)
-    rig.forget_gpu_cache()
+    prompt = rig.warm()
     rig.run_alone("head", prompt[:17])  # 16 tokens of it are on the GPU now
     assert ask(rig, "a2", prompt, {"max_load_tokens": 8}) == 8
     rig.check_idle()
 
 
-def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig: MakeRig) -> None:
+def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig):
     rig = make_rig()
     rig.run_alone("a", rig.prompt(33, 1))
     rig.forget_gpu_cache()
@@ -78,8 +71,7 @@ def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig: MakeRig)
     answers = [rig.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)]
     assert answers == [(12, True)] * 3
     assert rig.planner.gauges()["leased_slots"] == 3
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- max_offload_tokens ------------------------------------------------------------------------
@@ -88,9 +80,7 @@ def test_matching_a_limited_request_twice_is_the_same_as_once(make_rig: MakeRig)
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, 0), (3, 0), (4, 4), (7, 4), (39, 36), (40, 40), (99, 40)]
 )
-def test_no_more_is_stored_than_the_client_allows(
-    make_rig: MakeRig, limit: int, expected: int
-) -> None:
+def test_no_more_is_stored_than_the_client_allows(make_rig, limit, expected):
     rig = make_rig(num_blocks=60)
     prompt = rig.prompt(41, 1)
     ask(rig, "a", prompt, {"max_offload_tokens": limit})
@@ -100,9 +90,7 @@ def test_no_more_is_stored_than_the_client_allows(
 
 
 @pytest.mark.parametrize("groups", [HYBRID, MAMBA, ("chunk:16", "full")])
-def test_of_a_request_that_allows_nothing_no_group_stores_a_block(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_of_a_request_that_allows_nothing_no_group_stores_a_block(make_rig, groups):
     rig = make_rig(num_blocks=90, groups=groups, num_slots=200)
     ask(rig, "a", rig.prompt(41, 1), {"max_offload_tokens": 0})
     assert rig.counts["stored_blocks"] == 0
@@ -111,7 +99,7 @@ def test_of_a_request_that_allows_nothing_no_group_stores_a_block(
     rig.check_idle()
 
 
-def test_a_preempted_request_that_allows_nothing_is_not_rescued(make_rig: MakeRig) -> None:
+def test_a_preempted_request_that_allows_nothing_is_not_rescued(make_rig):
     rig = make_rig(num_blocks=60, num_slots=100)
     rig.start()
     rig.kv_transfer_params = {"max_offload_tokens": 0}
@@ -144,9 +132,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk)[:40])
-def test_a_request_with_junk_is_served_like_one_without(
-    make_rig: MakeRig, junk: object, package_log: list[logging.LogRecord]
-) -> None:
+def test_a_request_with_junk_is_served_like_one_without(make_rig, junk, package_log):
     rig = make_rig(num_blocks=60)
     ask(rig, "a", rig.prompt(41, 1), junk)
     rig.forget_gpu_cache()
@@ -159,7 +145,7 @@ def test_a_request_with_junk_is_served_like_one_without(
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": False, "x": SECRET}, None])
-def test_what_is_meant_for_others_is_left_alone(make_rig: MakeRig, params: Any) -> None:
+def test_what_is_meant_for_others_is_left_alone(make_rig, params):
     rig = make_rig(num_blocks=60)
     ask(rig, "a", rig.prompt(41, 1), params)
     rig.forget_gpu_cache()
@@ -167,7 +153,7 @@ def test_what_is_meant_for_others_is_left_alone(make_rig: MakeRig, params: Any) 
     assert rig.counts["bad_request_params"] == 0
 
 
-def test_a_limit_that_can_be_used_is_used_beside_one_that_cannot() -> None:
+def test_a_limit_that_can_be_used_is_used_beside_one_that_cannot():
     limits, problems = read_limits({"max_offload_tokens": "0", "max_load_tokens": 0})
     assert limits == Limits(load_tokens=0)
     assert problems == ["max_offload_tokens is of type str"]
@@ -184,7 +170,7 @@ anything = st.recursive(
     anything
     | st.dictionaries(st.sampled_from(["max_offload_tokens", "max_load_tokens", "x"]), anything)
 )
-def test_whatever_is_written_is_a_limit_or_a_problem(params: object) -> None:
+def test_whatever_is_written_is_a_limit_or_a_problem(params):
     limits, problems = read_limits(params)
     for limit in (limits.store_tokens, limits.load_tokens):
         assert limit is None or (type(limit) is int and 0 <= limit <= MAX_TOKENS)
@@ -198,5 +184,5 @@ def test_whatever_is_written_is_a_limit_or_a_problem(params: object) -> None:
         assert limits is NO_LIMITS
 
 
-def test_a_line_is_logged_for_the_first_the_tenth_and_the_hundredth() -> None:
+def test_a_line_is_logged_for_the_first_the_tenth_and_the_hundredth():
     assert [count for count in range(1001) if is_milestone(count)] == [1, 10, 100, 1000]

@@ -17,7 +17,7 @@ from tests.scheduler.rig import MakeRig, Rig
 from tests.simulator.engine_core import MutateOutputs
 
 
-def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
+def test_a_prompt_comes_back_from_the_host(make_rig):
     rig = make_rig(num_blocks=13)
     a, b = rig.prompt(41, 1), rig.prompt(41, 2)
     assert rig.run_alone("a", a) == 0
@@ -26,28 +26,22 @@ def test_a_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
     rig.check_idle()
 
 
-def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig: MakeRig) -> None:
+def test_a_prompt_with_a_sliding_window_comes_back_from_the_host(make_rig):
     rig = make_rig(num_blocks=60, groups=("window:10", "full"), num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
 
-def test_a_chunked_local_prompt_comes_back_from_the_host(make_rig: MakeRig) -> None:
+def test_a_chunked_local_prompt_comes_back_from_the_host(make_rig):
     rig = make_rig(num_blocks=60, groups=("chunk:16", "full"), num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     assert rig.run_alone("a2", a) == 40
     rig.check_idle()
 
 
 @pytest.mark.parametrize("has_streams", [False, True])
-def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(
-    make_rig: MakeRig, has_streams: bool
-) -> None:
+def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(make_rig, has_streams):
     """Model Runner V1, which tells only the last stage that the stores of a step may begin."""
     rig = make_rig(pipeline_ranks=2, num_draft_tokens=2, num_slots=200, has_streams=has_streams)
     prompt = rig.prompt(80, 1)
@@ -66,7 +60,7 @@ def test_pipeline_stages_with_drafts_get_from_the_host_what_the_gpu_had(
 # ---- I1: a reported hit stays ------------------------------------------------------------------
 
 
-def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> None:
+def test_a_reported_hit_is_not_evicted_before_its_load(make_rig):
     rig = make_rig(num_blocks=40, num_slots=12)
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
@@ -84,7 +78,7 @@ def test_a_reported_hit_is_not_evicted_before_its_load(make_rig: MakeRig) -> Non
     rig.check_idle()
 
 
-def test_matching_twice_is_the_same_as_once(make_rig: MakeRig) -> None:
+def test_matching_twice_is_the_same_as_once(make_rig):
     rig = make_rig()
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
@@ -97,7 +91,7 @@ def test_matching_twice_is_the_same_as_once(make_rig: MakeRig) -> None:
     assert rig.planner.gauges()["leased_slots"] == 0
 
 
-def test_a_hit_starts_only_at_a_block_boundary(make_rig: MakeRig) -> None:
+def test_a_hit_starts_only_at_a_block_boundary(make_rig):
     rig = make_rig()
     a = rig.prompt(33, 1)
     rig.run_alone("a", a)
@@ -110,9 +104,7 @@ def test_a_hit_starts_only_at_a_block_boundary(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
-def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(make_rig, groups):
     rig = make_rig(groups=groups, num_blocks=56, num_slots=300, max_batched_tokens=12)
     rig.start()
     rig.hold_copies(True)
@@ -132,7 +124,7 @@ def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(
 
 
 @pytest.mark.parametrize("copy_ticks_max", [0, 40, 400])
-def test_the_next_long_request_waits_for_no_store(make_rig: MakeRig, copy_ticks_max: int) -> None:
+def test_the_next_long_request_waits_for_no_store(make_rig, copy_ticks_max):
     """vllm#42085-like: S0 takes 62 % of the pool, S1 arrives when it finishes."""
     rig = make_rig(num_blocks=40, num_slots=200, copy_ticks_max=copy_ticks_max, seed=3)
     rig.start()
@@ -163,9 +155,7 @@ def inject(received: Set[str] = frozenset(), sent: Set[str] = frozenset()) -> Mu
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_stale_duplicate_and_foreign_ids_never_reach_vllm(
-    make_rig: MakeRig, num_ranks: int, is_async: bool
-) -> None:
+def test_stale_duplicate_and_foreign_ids_never_reach_vllm(make_rig, num_ranks, is_async):
     """vllm#43226, #46240, #51786: each of these ids ends the engine in an assert."""
     rig = make_rig(tensor_ranks=num_ranks, is_async=is_async, copy_ticks_max=15, num_blocks=30)
     a = rig.prompt(41, 1)
@@ -187,7 +177,7 @@ def test_stale_duplicate_and_foreign_ids_never_reach_vllm(
     rig.check_idle()
 
 
-def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig: MakeRig) -> None:
+def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig):
     rig = make_rig(num_blocks=30)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -204,7 +194,7 @@ def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig: Mak
     rig.check_tokens("a2", 4)
 
 
-def test_an_aborted_load_frees_its_blocks_once(make_rig: MakeRig) -> None:
+def test_an_aborted_load_frees_its_blocks_once(make_rig):
     rig = make_rig(num_blocks=30, copy_ticks_max=25, tensor_ranks=2)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -214,11 +204,10 @@ def test_an_aborted_load_frees_its_blocks_once(make_rig: MakeRig) -> None:
     rig.step()
     assert rig.planner.gauges()["loads_in_flight"] == 1
     rig.abort("a2")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
-def test_ids_of_another_connector_pass(make_rig: MakeRig) -> None:
+def test_ids_of_another_connector_pass(make_rig):
     """Under MultiConnector the sets hold ids that are not ours, and vLLM needs them."""
     rig = make_rig()
     request = rig.add("theirs", rig.prompt(21, 1), max_tokens=30)
@@ -244,7 +233,7 @@ def _output(received: set[str] | None = None, sent: set[str] | None = None) -> K
 # ---- completion is decided by rank and transfer ------------------------------------------------
 
 
-def test_a_load_completes_when_every_rank_has_reported_it(make_rig: MakeRig) -> None:
+def test_a_load_completes_when_every_rank_has_reported_it(make_rig):
     """docs/guarantees.md, X2: a rank that reports twice must not stand in for the other."""
     rig = make_rig(num_blocks=30, tensor_ranks=2)
     a = rig.prompt(41, 1)
@@ -267,7 +256,7 @@ def test_a_load_completes_when_every_rank_has_reported_it(make_rig: MakeRig) -> 
     rig.check_idle()
 
 
-def test_a_report_of_an_unknown_transfer_is_counted(make_rig: MakeRig) -> None:
+def test_a_report_of_an_unknown_transfer_is_counted(make_rig):
     rig = make_rig()
     output = _output()
     output.kv_connector_worker_meta = StepReport((Outcome(0, 12345),))
@@ -277,13 +266,9 @@ def test_a_report_of_an_unknown_transfer_is_counted(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
-def test_a_failed_load_is_recomputed_and_not_offered_again(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_a_failed_load_is_recomputed_and_not_offered_again(make_rig, groups):
     rig = make_rig(num_blocks=60, groups=groups, tensor_ranks=2, num_slots=200)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.fail_copies()
     assert rig.run_alone("a2", a) == 40  # offered, and failed on both ranks
     assert num_failed(rig.counts, "load") == 1
@@ -293,7 +278,7 @@ def test_a_failed_load_is_recomputed_and_not_offered_again(
     rig.check_idle()
 
 
-def test_a_failed_store_is_not_published(make_rig: MakeRig) -> None:
+def test_a_failed_store_is_not_published(make_rig):
     rig = make_rig(num_blocks=30)
     rig.fail_copies()
     a = rig.prompt(41, 1)
@@ -307,7 +292,7 @@ def test_a_failed_store_is_not_published(make_rig: MakeRig) -> None:
 # ---- I4: finishing twice -----------------------------------------------------------------------
 
 
-def test_finishing_twice_has_one_effect(make_rig: MakeRig) -> None:
+def test_finishing_twice_has_one_effect(make_rig):
     """dynamo#6681: abort and stop in one step."""
     rig = make_rig()
     rig.start()
@@ -323,12 +308,11 @@ def test_finishing_twice_has_one_effect(make_rig: MakeRig) -> None:
     assert rig.planner.gauges() == gauges
     rig.hold_copies(False)
     rig.abort("a")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 @pytest.mark.parametrize("num_steps", range(12))
-def test_an_abort_in_any_state_leaves_nothing_behind(make_rig: MakeRig, num_steps: int) -> None:
+def test_an_abort_in_any_state_leaves_nothing_behind(make_rig, num_steps):
     rig = make_rig(num_blocks=30, copy_ticks_max=15, max_batched_tokens=8, seed=num_steps)
     a = rig.prompt(41, 1)
     rig.run_alone("a", a)
@@ -337,11 +321,10 @@ def test_an_abort_in_any_state_leaves_nothing_behind(make_rig: MakeRig, num_step
     for _ in range(num_steps):
         rig.step()
     rig.abort("a2")
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
-def test_an_id_that_is_used_again_starts_a_new_life(make_rig: MakeRig) -> None:
+def test_an_id_that_is_used_again_starts_a_new_life(make_rig):
     """sglang#37026: jobs keyed by request id."""
     rig = make_rig(copy_ticks_max=45, num_blocks=60)
     for seed in range(5):
@@ -351,15 +334,13 @@ def test_an_id_that_is_used_again_starts_a_new_life(make_rig: MakeRig) -> None:
         rig.abort("same")
     prompt = rig.prompt(41, 99)
     rig.add("same", prompt, max_tokens=5)
-    rig.drain()
-    rig.check_tokens("same", 5)
-    rig.check_idle()
+    rig.finish(same=5)
 
 
 # ---- I5: full is normal ------------------------------------------------------------------------
 
 
-def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig: MakeRig) -> None:
+def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig):
     rig = make_rig(num_blocks=40, num_slots=6)
     a = rig.prompt(61, 1)
     rig.run_alone("a", a)
@@ -369,7 +350,7 @@ def test_a_host_pool_that_is_too_small_keeps_the_head_of_the_prompt(make_rig: Ma
     rig.check_idle()
 
 
-def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig: MakeRig) -> None:
+def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig):
     """docs/guarantees.md, X1: ranks that have different numbers of slots."""
     rig = make_rig(tensor_ranks=2, num_slots=30)
     rig.devices[1].num_usable_slots = 0
@@ -382,9 +363,7 @@ def test_no_slot_is_used_before_every_rank_has_told_its_capacity(make_rig: MakeR
     rig.check_idle()
 
 
-def test_slots_that_become_ready_later_are_used_before_anything_is_evicted(
-    make_rig: MakeRig,
-) -> None:
+def test_slots_that_become_ready_later_are_used_before_anything_is_evicted(make_rig):
     rig = make_rig(num_slots=30)
     rig.devices[0].num_usable_slots = 15
     rig.run_alone("warm-up", [0, 1, 2])
@@ -403,7 +382,7 @@ def test_slots_that_become_ready_later_are_used_before_anything_is_evicted(
 # ---- preemption, reset, idling -----------------------------------------------------------------
 
 
-def test_a_preempted_request_comes_back_from_the_host(make_rig: MakeRig) -> None:
+def test_a_preempted_request_comes_back_from_the_host(make_rig):
     rig = make_rig(num_blocks=24, num_slots=100, max_batched_tokens=48)
     prompts = {f"r{i}": rig.prompt(29, i) for i in range(3)}
     for request_id, prompt in prompts.items():
@@ -415,7 +394,7 @@ def test_a_preempted_request_comes_back_from_the_host(make_rig: MakeRig) -> None
     rig.check_idle()
 
 
-def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig: MakeRig) -> None:
+def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig):
     rig = make_rig(num_blocks=40, num_slots=100)
     rig.start()
     everything = rig.planner.leases.grant(LeaseKind.STORE, 100)
@@ -438,7 +417,7 @@ def test_blocks_that_found_no_slot_are_rescued_at_preemption(make_rig: MakeRig) 
     rig.check_idle()
 
 
-def test_nothing_stored_before_a_reset_is_hit_after_it(make_rig: MakeRig) -> None:
+def test_nothing_stored_before_a_reset_is_hit_after_it(make_rig):
     rig = make_rig(num_blocks=30)
     rig.start()
     rig.hold_copies(True)
@@ -455,7 +434,7 @@ def test_nothing_stored_before_a_reset_is_hit_after_it(make_rig: MakeRig) -> Non
     rig.check_idle()
 
 
-def test_an_idle_engine_keeps_stepping_until_stores_have_settled(make_rig: MakeRig) -> None:
+def test_an_idle_engine_keeps_stepping_until_stores_have_settled(make_rig):
     """LMCache#4998, vllm#45595: the engine goes idle and stores never settle."""
     rig = make_rig()
     rig.start()
@@ -471,7 +450,7 @@ def test_an_idle_engine_keeps_stepping_until_stores_have_settled(make_rig: MakeR
     rig.check_idle()
 
 
-def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig: MakeRig) -> None:
+def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig):
     """docs/guarantees.md, K4: what is computed from garbage must not be published."""
     rig = make_rig(num_blocks=30)
     rig.start()
@@ -488,7 +467,7 @@ def test_stores_are_dropped_when_another_connectors_load_was_bad(make_rig: MakeR
     assert num_failed(rig.counts, "store") > 0
 
 
-def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig: MakeRig) -> None:
+def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig):
     rig = make_rig(num_blocks=30)
     request = rig.add("a", rig.prompt(41, 1))
     connector = rig.connector
@@ -502,11 +481,9 @@ def test_a_load_that_vllm_wants_without_a_hit_ends_in_recomputation(make_rig: Ma
     rig.check_idle()
 
 
-def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig: MakeRig) -> None:
+def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig):
     rig = make_rig(num_blocks=30)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     rig.planner.loads.pair = lambda *_: ([], [])
     assert rig.run_alone("a2", a) == 0
     assert rig.counts["unusable_hits"] == 1
@@ -514,9 +491,7 @@ def test_a_hit_that_can_never_be_loaded_is_not_offered_for_ever(make_rig: MakeRi
     rig.check_idle()
 
 
-def test_a_failure_reason_travels_to_the_log(
-    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_reason_travels_to_the_log(make_rig, caplog):
     rig = make_rig()
     rig.start()
     rig.hold_copies(True)
@@ -533,9 +508,7 @@ def test_a_failure_reason_travels_to_the_log(
     assert "fence_timeout" in caplog.text
 
 
-def test_a_worker_that_fails_everything_does_not_fill_the_log(
-    make_rig: MakeRig, package_log: list[logging.LogRecord]
-) -> None:
+def test_a_worker_that_fails_everything_does_not_fill_the_log(make_rig, package_log):
     rig = make_rig()
     rig.start()
     rig.fail_copies()
@@ -558,7 +531,7 @@ def finish_before_it_is_stored(make_rig: MakeRig) -> Rig:
     return rig
 
 
-def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig) -> None:
+def test_what_a_finished_request_left_to_store_is_pending_work(make_rig):
     """vLLM steps an engine that has nothing else to do only if it is told so."""
     rig = finish_before_it_is_stored(make_rig)
     assert rig.connector.has_pending_push_work()
@@ -567,9 +540,7 @@ def test_what_a_finished_request_left_to_store_is_pending_work(make_rig: MakeRig
     rig.check_idle()
 
 
-def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(
-    make_rig: MakeRig,
-) -> None:
+def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(make_rig):
     """Another connector's load failed: what a request left to store when it ended is garbage."""
     rig = finish_before_it_is_stored(make_rig)
     output = _output()
@@ -581,14 +552,10 @@ def test_what_waits_for_the_next_plan_is_not_stored_when_blocks_turn_out_bad(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_workers_may_wait_in_a_step_only_if_none_computes(
-    make_rig: MakeRig, is_async: bool
-) -> None:
+def test_workers_may_wait_in_a_step_only_if_none_computes(make_rig, is_async):
     """With steps in flight together, only if all of them compute nothing."""
     rig = make_rig(num_slots=200, is_async=is_async)
-    a = rig.prompt(41, 1)
-    rig.run_alone("a", a)
-    rig.forget_gpu_cache()
+    a = rig.warm()
     num_in_flight = rig.planner.options.num_steps_in_flight
     assert num_in_flight == 1 + is_async
     rig.hold_copies(True)
@@ -604,11 +571,10 @@ def test_workers_may_wait_in_a_step_only_if_none_computes(
     assert [is_idle for _, is_idle in seen] == [not any_computed for any_computed in recent]
     assert {True, False} == set(recent)
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
-def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig: MakeRig) -> None:
+def test_a_request_is_queued_in_vllms_times_until_its_load_has_landed(make_rig):
     """What docs/operate/dashboard.md says of a trace: the wait is in `time_in_queue`."""
     rig = make_rig()
     rig.start()

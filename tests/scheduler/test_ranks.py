@@ -9,7 +9,7 @@ import pytest
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import HostFacts, MemoryFacts, MemoryKind
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.ranks import Ranks, merge
 
@@ -20,7 +20,7 @@ PATHS = ("kernel", "batch", "each")
 
 def make_ranks(num_ranks: int) -> Ranks:
     counters = Counters()
-    return Ranks(num_ranks, SlotPool(8, Directory(8, 1), Lru(8), counters), counters)
+    return Ranks(num_ranks, SlotPool(8, Directory(8, 1), EvictionPolicy(8), counters), counters)
 
 
 def test_what_is_the_same_on_all_ranks_is_said_once():
@@ -52,7 +52,7 @@ def test_what_no_rank_knows_is_unknown():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_ranks_share_by_twos_or_each_has_its_own(count: int, caplog: pytest.LogCaptureFixture):
+def test_ranks_share_by_twos_or_each_has_its_own(count, caplog):
     ranks = make_ranks(4)
     for rank, num_sharing in enumerate((2, 2, count, count)):  # another machine, or stage
         ranks.add_facts(HostFacts(rank, LOCKED, PATHS, num_sharing))
@@ -62,9 +62,7 @@ def test_ranks_share_by_twos_or_each_has_its_own(count: int, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("counts", [(2, 2, 1, 2), (2, 2, 2, 1), (4, 4, 2, 4), (4, 4, 2, 2)])
-def test_ranks_that_do_not_agree_who_shares_are_given_up(
-    counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
-):
+def test_ranks_that_do_not_agree_who_shares_are_given_up(counts, caplog):
     ranks = make_ranks(4)
     for rank, num_sharing in enumerate(counts):
         ranks.add_facts(HostFacts(rank, LOCKED, PATHS, num_sharing))
@@ -73,9 +71,7 @@ def test_ranks_that_do_not_agree_who_shares_are_given_up(
     assert caplog.text.count("ERROR") == 1
 
 
-def test_a_line_says_once_that_the_memory_of_all_ranks_is_ready(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_a_line_says_once_that_the_memory_of_all_ranks_is_ready(caplog):
     caplog.set_level(logging.INFO)
     ranks = make_ranks(2)
     ranks.add_facts(HostFacts(0, LOCKED, PATHS))

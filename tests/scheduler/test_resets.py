@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
 SHAPES: list[dict[str, Any]] = [
@@ -30,9 +30,7 @@ def run_to(rig: Rig, request_id: str, prompt: list[int], num_tokens: int, of: in
 
 
 @with_shapes
-def test_what_the_gpu_has_from_before_a_reset_is_neither_found_nor_stored(
-    make_rig: MakeRig, shape: dict[str, Any]
-) -> None:
+def test_what_the_gpu_has_from_before_a_reset_is_neither_found_nor_stored(make_rig, shape):
     """vLLM cannot reset its own cache while a request runs."""
     rig = make_rig(**shape)
     old = rig.prompt(41, 1)
@@ -52,9 +50,7 @@ def test_what_the_gpu_has_from_before_a_reset_is_neither_found_nor_stored(
 
 
 @with_shapes
-def test_what_a_request_computes_across_a_reset_is_not_kept(
-    make_rig: MakeRig, shape: dict[str, Any]
-) -> None:
+def test_what_a_request_computes_across_a_reset_is_not_kept(make_rig, shape):
     """It attends to what is of before; what others compute meanwhile is kept."""
     rig = make_rig(**shape)
     prompt = rig.prompt(21, 2)
@@ -76,7 +72,7 @@ def test_what_a_request_computes_across_a_reset_is_not_kept(
     rig.check_idle()
 
 
-def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig: MakeRig) -> None:
+def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig):
     rig = make_rig(num_blocks=60, num_slots=300)
     prompt = rig.prompt(41, 1)
     run_to(rig, "a", prompt, 2, of=40)
@@ -93,9 +89,7 @@ def test_a_request_that_loses_its_blocks_after_a_reset_is_kept_again(make_rig: M
 
 
 @with_shapes
-def test_a_load_that_is_under_way_at_a_reset_is_not_used(
-    make_rig: MakeRig, shape: dict[str, Any]
-) -> None:
+def test_a_load_that_is_under_way_at_a_reset_is_not_used(make_rig, shape):
     rig = make_rig(**shape)
     prompt = rig.prompt(41, 1)
     rig.run_alone("old", prompt)
@@ -105,7 +99,7 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(
     rig.counts.clear()
     rig.hold_copies(True)
     rig.add("loads", prompt)
-    rig.step_until(lambda: bool(rig.planner.loads.in_flight))
+    rig.step_until(lambda: bool(rig.planner.loads.ledger.in_flight))
     rig.planner.reset_cache()
     rig.hold_copies(False)
     rig.drain()
@@ -116,9 +110,7 @@ def test_a_load_that_is_under_way_at_a_reset_is_not_used(
     rig.check_idle()
 
 
-def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
-    make_rig: MakeRig,
-) -> None:
+def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(make_rig):
     rig = make_rig(num_blocks=60, num_slots=300)
     run_to(rig, "a", rig.prompt(21, 1), 2, of=60)
     rig.planner.reset_cache()
@@ -128,11 +120,10 @@ def test_an_answer_goes_on_over_many_blocks_after_a_reset_and_none_has_a_hash(
         assert all(block.block_hash is None for block in table)
         rig.step()
     assert len(table) > num_before + 40 // BLOCK_TOKENS
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
-def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -> None:
+def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig):
     """In groups of larger blocks vLLM gives it one in every step, for its first part."""
     rig = make_rig(groups=("full", "full@16"), num_blocks=60, num_slots=300)
     run_to(rig, "a", rig.prompt(64, 1), 2, of=30)
@@ -142,5 +133,4 @@ def test_the_block_that_a_prompt_ends_in_gets_no_hash_again(make_rig: MakeRig) -
     while "a" in rig.scheduler.requests:
         rig.step()
         assert all(block.block_hash is None for table in tables for block in table)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()

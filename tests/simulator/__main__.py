@@ -143,7 +143,6 @@ def _report(failed: object, arguments: argparse.Namespace) -> None:
 
 
 def _commit() -> str:
-    """The commit of the source, if it is a checkout."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty"],

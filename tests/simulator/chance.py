@@ -39,11 +39,9 @@ class Chance:
         return low + self.below(high - low + 1, *name)
 
     def happens(self, probability: float, *name: object) -> bool:
-        """Whether something with this probability happens."""
         return self.bits(*name) < probability * 2.0**64
 
     def choose(self, items: Sequence[Item], *name: object) -> Item:
-        """One of the items."""
         return items[self.below(len(items), *name)]
 
     def stream(self, *name: object) -> random.Random:

@@ -57,7 +57,6 @@ class Memory:
 
     @classmethod
     def empty(cls, num_blocks: int, num_slots: int, block_words: int) -> Memory:
-        """Nothing written yet."""
         return cls(
             [[None] * block_words for _ in range(num_blocks)],
             [[None] * block_words for _ in range(num_slots)],
@@ -88,11 +87,9 @@ class SimCopy:
     path: CopyPath = CopyPath.EACH
 
     async def wait(self) -> None:
-        """See `Completion.wait`."""
         await self.ended
 
     def cancel(self) -> bool:
-        """See `Completion.cancel`."""
         return self.take_back(self)
 
 
@@ -180,22 +177,18 @@ class Device:
     # ---- what a kernel does, on the compute stream ---------------------------------------------
 
     def zero(self, block_id: int) -> None:
-        """Fill a block with zeros."""
         block = self.memory.gpu[block_id]
         block[:] = [ZEROED] * len(block)
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block onto another."""
         self.memory.gpu[target][:] = self.memory.gpu[source]
 
     def write(self, block_id: int, first: int, words: list[int]) -> None:
-        """Write words of a block from the `first` on."""
         self.memory.gpu[block_id][first : first + len(words)] = words
 
     def check(
         self, block_id: int, first: int, expected: list[int], report: Callable[[str], None]
     ) -> None:
-        """Compare words of a block, from the `first` on, with what they should be."""
         found = self.memory.gpu[block_id][first : first + len(expected)]
         if found != expected:
             wrong = [i for i, word in enumerate(found) if word != expected[i]]
@@ -324,7 +317,6 @@ class Device:
             copy.ended.set_result(None)
 
     def fence(self, copy: SimCopy, timeout_s: float) -> bool:
-        """See `Backend.fence`."""
         self.check_alive()
         if self.options.has_streams:
             self._enqueue(lambda: self._finish_reads(copy))
@@ -348,7 +340,6 @@ class Device:
         return True
 
     def finish_all(self) -> None:
-        """Wait for everything that was started."""
         self.synchronize(self.num_enqueued)
         for copy in list(self.running):
             self.clock.now_s = max(self.clock.now_s, copy.stalled_until_s)
@@ -374,7 +365,6 @@ class SimBackend:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Backend.num_usable_slots`."""
         return self.device.num_usable_slots
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -385,12 +375,10 @@ class SimBackend:
         """See `ProvableBackend.use`: there is one."""
 
     def mark(self) -> int:
-        """See `Backend.mark`."""
         self.device.check_alive()
         return self.device.num_enqueued
 
     def issue(self, copy: Copy, after: int) -> SimCopy:
-        """See `Backend.issue`."""
         memory = self.device.memory
         is_inside = 0 <= copy.block_ids.min() <= copy.block_ids.max() < len(
             memory.gpu
@@ -402,19 +390,16 @@ class SimBackend:
         return self.device.issue(copy, after, self._loop.create_future())
 
     def fence(self, completion: Completion, timeout_s: float) -> bool:
-        """See `Backend.fence`."""
         assert isinstance(completion, SimCopy)
         return self.device.fence(completion, timeout_s)
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `Backend.checksums`."""
         self.device.check_alive()
         slots = (self.device.memory.host[slot_id] for slot_id in slot_ids.tolist())
         digests = (blake2b(repr(words).encode(), digest_size=8).digest() for words in slots)
         return np.array([int.from_bytes(digest) for digest in digests], dtype=np.uint64)
 
     def end_copies(self) -> None:
-        """See `Backend.end_copies`."""
         if not self._is_closed:
             self._is_closed = True
             self.device.finish_all()

@@ -38,7 +38,6 @@ class Floor:
     shared: float = 0.0
 
     def __str__(self) -> str:
-        """As the command prints it."""
         said = f"stored {self.stored:.2f} loaded {self.loaded:.2f} hit {self.hit:.2f}"
         said += f" fetched {self.fetched:.2f}" if self.fetched else ""
         return f"{said} shared {self.shared:.2f}" if self.shared else said
@@ -72,7 +71,6 @@ class Earned:
         return Earned(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shares(self) -> Floor:
-        """As a floor says it."""
         return Floor(
             self.blocks_stored / max(self.blocks_computed, 1),
             self.loads_good / max(self.loads, 1),
@@ -167,7 +165,6 @@ class Earnings:
         return original(request, blocks)
 
     def after_step(self) -> None:
-        """Learn what has been computed."""
         for request in self._core.scheduler.running:
             self._learn(request)
 
@@ -182,7 +179,6 @@ class Earnings:
             self._computed |= hashes
 
     def total(self) -> Earned:
-        """All of it."""
         records = list(self._ledger.records())
         good = [record for record in records if record.is_over and not record.has_failed]
         stores = [record.transfer for record in good if record.is_store]

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from safe_offload.compat import ranks_per_copy
+from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.config.options import OffloadConfig
 from safe_offload.tiers.circuit import Circuit
 from safe_offload.worker.memory.shared_memory import Share
@@ -104,7 +104,7 @@ class EngineCore(Stepper):
         self._aborts: list[str] = []
 
     def _make_worker(self, rank: int, copy_ticks_max: int) -> Worker:
-        from safe_offload.compat import KVConnectorRole
+        from safe_offload.compat.base import KVConnectorRole
         from safe_offload.connector import SafeCPUOffloadConnector
         from safe_offload.worker.bridge import WorkerBridge
 
@@ -188,7 +188,6 @@ class EngineCore(Stepper):
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine would go on stepping."""
         return bool(self.queue or self.scheduler.has_requests())
 
     def is_in_flight(self, request_id: str) -> bool:
@@ -204,7 +203,6 @@ class EngineCore(Stepper):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Any:
-        """Send a request; returns vLLM's object."""
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
         return self.send(
             request_id,
@@ -216,13 +214,11 @@ class EngineCore(Stepper):
         )
 
     def abort(self, request_id: str) -> None:
-        """The client has gone."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def abort_before_update(self, request_id: str) -> None:
-        """The client goes while a step is being computed."""
         self._aborts.append(request_id)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -283,7 +279,6 @@ class EngineCore(Stepper):
             )
 
     def _pause(self, rank: int) -> None:
-        """Some time passes on a rank."""
         worker = self.workers[rank]
         device = worker.device
         draw = self.chance.bits("pause", rank, worker.num_steps, device.num_ticks)
@@ -349,7 +344,6 @@ class EngineCore(Stepper):
         return output
 
     def close(self) -> None:
-        """End the ranks' engines."""
         for worker in self.workers:
             worker.device.hold_copies = False
         for tiers in self.tiers:
@@ -362,7 +356,6 @@ class SortedIds(set[str]):
     """A set of ids that is gone through in order, so that a run is the same in every process."""
 
     def __iter__(self) -> Any:
-        """In order."""
         return iter(sorted(super().__iter__()))
 
 

@@ -75,7 +75,6 @@ class Send:
     salt: str | None = None
 
     def __str__(self) -> str:
-        """One line of a trace."""
         salt = f", salt {self.salt}" if self.salt else ""
         return (
             f"{self.name}: before step {self.step} send {self.request_id}, {len(self.prompt)} "
@@ -93,7 +92,6 @@ class Abort:
     delay: int = 0
 
     def __str__(self) -> str:
-        """One line of a trace."""
         return f"{self.name}: abort {self.request} when {self.moment.value}, {self.delay} later"
 
 
@@ -107,7 +105,6 @@ class Reset:
     running: bool
 
     def __str__(self) -> str:
-        """One line of a trace."""
         what = ["the GPU's cache"] + ["the host's cache"] * self.connector
         what += ["running requests"] * self.running
         return f"{self.name}: before step {self.step} reset {' and '.join(what)}"
@@ -130,7 +127,6 @@ class Fault:
     amount: int = 0
 
     def __str__(self) -> str:
-        """One line of a trace."""
         where = "step"
         if not isinstance(self.kind, FaultKind):
             where = "copy" if isinstance(self.kind, CopyFault) else "operation"

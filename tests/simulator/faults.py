@@ -60,7 +60,6 @@ class Faults:
             self._core.tiers[worker.rank].recover()
 
     def before_step(self, now: int) -> None:
-        """Faults that happen between two steps."""
         if self._give_back_at and self._give_back_at[0] <= now:
             self._give_back_at.pop(0)
             self._slots.give_back()

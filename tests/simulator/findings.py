@@ -17,7 +17,6 @@ class Finding(Exception):
         self.detail = detail
 
     def __str__(self) -> str:
-        """Return the message, which starts with the number of the promise."""
         return f"{self.promise}: {self.detail}"
 
 
@@ -28,7 +27,6 @@ class Findings:
         self._found: list[Finding] = []
 
     def add(self, promise: str, detail: str) -> None:
-        """Remember a finding."""
         self._found.append(Finding(promise, detail))
 
     def raise_first(self) -> None:

@@ -103,7 +103,6 @@ class Span:
     is_state: bool = False
 
     def words(self, sequel: Sequel, place_bits: int, block_words: int) -> list[int]:
-        """What these words should be."""
         if self.is_state:
             return sequel.words(place_bits, self.end - 1, self.end) * block_words
         return sequel.words(place_bits, self.start, self.end)

@@ -38,14 +38,12 @@ class OtherEngine:
         self._taken: list[Lease] = []
 
     def take(self) -> None:
-        """Take all free slots but those that are to be left."""
-        count = self._planner.hits.slots.statistics().num_free - self._left
+        count = self._planner.hits.slots.num_free - self._left
         lease = self._planner.leases.grant(LeaseKind.STORE, max(count, 0))
         if lease is not None:
             self._taken.append(lease)
 
     def give_back(self) -> None:
-        """Give back all that was taken."""
         while self._taken:
             self._taken.pop().release()
 

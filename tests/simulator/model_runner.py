@@ -56,7 +56,6 @@ class Batch:
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that are computed in this step."""
         return list(self.scheduled.num_scheduled_tokens)
 
 

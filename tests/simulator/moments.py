@@ -32,16 +32,13 @@ class Moments:
         core.before_update.append(self._while_computing)
 
     def stop(self) -> None:
-        """No client goes any more."""
         self._left.clear()
 
     def sent(self, send: Send, request: Any) -> None:
-        """A request has been sent."""
         self._requests[send.name] = request
         self._num_steps_seen[send.name] = self._core.num_steps
 
     def request_id(self, abort: Abort) -> str:
-        """Of the request that the abort is for."""
         request_id: str = self._requests[abort.request].request_id
         return request_id
 

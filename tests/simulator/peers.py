@@ -87,11 +87,9 @@ class SimpleWorker(_SlowCopier):
 
     @property
     def is_loading(self) -> bool:
-        """See `StandInWorker`."""
         return bool(self._loads)
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
-        """See `StandInWorker`."""
         from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
         if plan.need_flush:  # it waits for all copies when a request was preempted
@@ -124,11 +122,9 @@ class OffloadingWorker(_SlowCopier):
 
     @property
     def is_loading(self) -> bool:
-        """See `StandInWorker`."""
         return bool(self._loading)
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
-        """See `StandInWorker`."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
             OffloadingWorkerMetadata,
         )
@@ -163,7 +159,6 @@ class SafeWorker(_SlowCopier):
 
     @property
     def is_loading(self) -> bool:
-        """See `StandInWorker`."""
         return bool(self._loads)
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
@@ -196,7 +191,6 @@ class NoWorker:
     num_stored = num_loaded = 0
 
     def step(self, plan: Any) -> tuple[set[str], Any]:
-        """See `StandInWorker`."""
         return set(), None
 
 
@@ -263,18 +257,15 @@ class PeerEngine(Stepper):
 
     @property
     def is_loading(self) -> bool:
-        """Whether a copy to the GPU is still under way."""
         return self.worker.is_loading
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> Any:
-        """Send a request; returns vLLM's object."""
         self.num_prompt_tokens += len(prompt)
         if self._tokens is None:
             self.runner.sequels[request_id] = Sequel(prompt)
         return self.send(request_id, prompt, max_tokens)
 
     def step(self) -> list[str]:
-        """One step of the engine; returns the ids of the requests that finished in it."""
         from vllm.v1.outputs import KVConnectorOutput
 
         scheduled = self.schedule()

@@ -315,7 +315,6 @@ class Fleet:
                     break
 
     def close(self) -> None:
-        """End the engines."""
         for current in self.runs:
             current.core.close()
 

@@ -8,38 +8,14 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from tests.simulator.engine_core import EngineCore, random_prompt
-from tests.simulator.vllm_setup import EngineShape
-
-
-class Engines:
-    """Makes engines and closes them."""
-
-    def __init__(self) -> None:
-        self._made: list[EngineCore] = []
-
-    def make(self, *, copy_ticks_max: int = 0, **shape: Any) -> EngineCore:
-        """An engine that has served a request, and whose connector checks itself in every step."""
-        extra = {"check_invariants": True, **shape.pop("extra", {})}
-        engine = EngineCore(EngineShape(extra=extra, **shape), copy_ticks_max=copy_ticks_max)
-        self._made.append(engine)
-        run_alone(engine, "warm-up", [0, 1, 2])  # until then no rank has told its capacity
-        engine.counts.clear()
-        return engine
-
-    def close(self) -> None:
-        """Close what was made."""
-        for engine in self._made:
-            engine.close()
 
 
 def run_alone(engine: EngineCore, request_id: str, prompt: list[int], max_tokens: int = 1) -> None:
-    """Send one request and step until nothing is left to do."""
     engine.add(request_id, prompt, max_tokens)
     engine.drain()
 
 
 def step_until(engine: Any, is_reached: Callable[[], bool], max_steps: int = 200) -> int:
-    """Step until something is so; returns the number of steps."""
     for count in range(max_steps):
         if is_reached():
             return count
@@ -62,7 +38,6 @@ def wait_of_second(engine: Any, num_tokens: int) -> int:
 
 
 def forget_gpu_cache(engine: Any) -> None:
-    """vLLM forgets its own prefix cache, the host does not."""
     assert engine.scheduler.reset_prefix_cache()
 
 
@@ -121,7 +96,6 @@ def ids_that(engine: Any, kind: str) -> set[str]:
 
 
 def check_answers(engine: Any, **num_tokens: int) -> None:
-    """Every one of these requests was answered with the tokens that its prompt leads to."""
     for request_id, count in num_tokens.items():
         expected = engine.runner.sequels[request_id].answer(count)
         assert engine.answers.get(request_id) == expected, request_id

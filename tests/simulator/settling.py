@@ -36,7 +36,7 @@ class Settling:
         requests = core.scheduler.requests.values()
         num_turns = len(requests)
         ends = [request.num_prompt_tokens + request.max_tokens for request in requests]
-        if core.connector.side.hits.num_blocks_spanned(sum(ends)) > core.shape.num_blocks:
+        if core.connector.side.hits.geometry.num_blocks_spanned(sum(ends)) > core.shape.num_blocks:
             num_left = (
                 end - request.num_tokens for end, request in zip(ends, requests, strict=True)
             )

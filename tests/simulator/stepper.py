@@ -40,12 +40,10 @@ class Stepper:
 
     @property
     def pool(self) -> Any:
-        """vLLM's pool of GPU blocks."""
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine would go on stepping."""
         return bool(self.scheduler.has_requests())
 
     def send(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Any:
@@ -63,7 +61,6 @@ class Stepper:
         return request
 
     def schedule(self) -> Any:
-        """Return what the scheduler wants computed and copied."""
         with as_model_runner(self.shape):
             return self.scheduler.schedule()
 
@@ -84,11 +81,9 @@ class Stepper:
         return finished
 
     def step(self) -> Any:
-        """One turn of the engine's busy loop."""
         raise NotImplementedError
 
     def drain(self, max_steps: int = 3000) -> int:
-        """Step until the engine would go idle; returns the number of steps."""
         for count in range(max_steps):
             if not self.has_work:
                 return count

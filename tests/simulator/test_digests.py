@@ -15,11 +15,11 @@ from tests.digests import digest_of
 from tests.simulator import trace
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ("all-faults", "swarm", "mamba-gpu", "hybrid-gpu", "foreign-ids")
+PROFILES = ("all-faults", "swarm", "mamba-gpu", "foreign-ids")
 
 
 def _in_another_process() -> str:
-    options = ["--profile", ",".join(PROFILES), "--seeds", "2", "--no-counts", "--processes", "1"]
+    options = ["--profile", ",".join(PROFILES), "--seeds", "1", "--no-counts", "--processes", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.digests", *options],
         env={"PYTHONHASHSEED": "1", "PATH": "/usr/bin:/bin"},
@@ -33,19 +33,19 @@ def _in_another_process() -> str:
 
 
 @pytest.mark.slow
-def test_digests_are_equal_in_every_process() -> None:
+def test_digests_are_equal_in_every_process():
     lines = _in_another_process().splitlines()[1:]
-    assert lines == [digest_of(profile, range(2)) for profile in PROFILES]
+    assert lines == [digest_of(profile, range(1)) for profile in PROFILES]
     assert all(re.fullmatch(r"\S+ +[0-9a-f]{16} counted [0-9a-f]{8}", line) for line in lines)
 
 
-def test_a_digest_depends_on_profile_and_seeds() -> None:
+def test_a_digest_depends_on_profile_and_seeds():
     found = [digest_of("plain", range(1)), digest_of("plain", [1]), digest_of("plain", range(2))]
     assert len(set(found)) == 3
     assert digest_of("plain", range(1)) == found[0]
 
 
-def test_a_digest_changes_with_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_changes_with_what_happens(monkeypatch):
     _, events, _, counted = digest_of("plain", range(1)).split()
     # Nothing is stored.
     monkeypatch.setattr(Stores, "add_whole", lambda *args, **kwargs: True)
@@ -53,7 +53,7 @@ def test_a_digest_changes_with_what_happens(monkeypatch: pytest.MonkeyPatch) -> 
     assert (other_events != events, other_counted != counted) == (True, True)
 
 
-def test_a_digest_does_not_change_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_does_not_change_with_names(monkeypatch):
     before = digest_of("failing", range(2))
     note = trace.Trace.note
     renamed = lambda self, line, *facts: note(self, line.upper(), *facts)  # noqa: E731
@@ -61,6 +61,6 @@ def test_a_digest_does_not_change_with_names(monkeypatch: pytest.MonkeyPatch) ->
     assert digest_of("failing", range(2)) == before
 
 
-def test_a_broken_promise_shows_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_shows_in_the_line(monkeypatch):
     monkeypatch.setattr(Store, "given_away", lambda _: False)
     assert "seed 0 breaks I6" in digest_of("late-copies", range(1))

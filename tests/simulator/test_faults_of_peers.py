@@ -69,9 +69,7 @@ def make_hit(engine: PeerEngine) -> list[int]:
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
 @pytest.mark.parametrize("copy_steps", [0, 3])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_the_stand_in_serves_a_prompt_from_the_host(
-    connector: str, copy_steps: int, groups: tuple[str, ...]
-) -> None:
+def test_the_stand_in_serves_a_prompt_from_the_host(connector, copy_steps, groups):
     """Without a fault all is well, so that what the other tests see is the connector's doing."""
     engine = make_engine(connector, copy_steps, groups=groups)
     prompt = make_hit(engine)
@@ -87,7 +85,7 @@ def test_the_stand_in_serves_a_prompt_from_the_host(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_39702_is_mended_in_simple_cpu_offload(groups: tuple[str, ...]) -> None:
+def test_vllm_39702_is_mended_in_simple_cpu_offload(groups):
     engine = make_engine(SIMPLE, groups=groups)
     prompt = make_hit(engine)
     pool = engine.connector.scheduler_manager.cpu_block_pool
@@ -105,9 +103,7 @@ def test_vllm_39702_is_mended_in_simple_cpu_offload(groups: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_39702_offloading_connector_dies_of_a_hit_evicted_between_match_and_alloc(
-    groups: tuple[str, ...],
-) -> None:
+def test_vllm_39702_offloading_connector_dies_of_a_hit_evicted_between_match_and_alloc(groups):
     """It holds nothing between the two hooks, and relies on nobody evicting there."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
@@ -134,8 +130,8 @@ def test_vllm_39702_offloading_connector_dies_of_a_hit_evicted_between_match_and
 @pytest.mark.parametrize("copy_steps", [0, 5, 50])
 @pytest.mark.parametrize(("groups", "num_tokens"), [(PLAIN, 496), (HYBRID, 248)])
 def test_vllm_42085_simple_cpu_offload_makes_the_second_long_request_wait_for_the_copy(
-    groups: tuple[str, ...], num_tokens: int, copy_steps: int
-) -> None:
+    groups, num_tokens, copy_steps
+):
     """S0's blocks stay referenced until they are copied, so that S1 finds no place."""
     what = {"groups": groups, "num_blocks": 201, "num_slots": 400, "max_batched_tokens": 2048}
     engine = make_engine(SIMPLE, copy_steps, **what)
@@ -150,9 +146,7 @@ def test_vllm_42085_simple_cpu_offload_makes_the_second_long_request_wait_for_th
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_42085_simple_cpu_offload_holds_blocks_of_a_finished_request(
-    groups: tuple[str, ...],
-) -> None:
+def test_vllm_42085_simple_cpu_offload_holds_blocks_of_a_finished_request(groups):
     engine = make_engine(SIMPLE, 5, groups=groups, num_blocks=201, num_slots=400)
     engine.add("s0", random_prompt(120, 1), 1)
     step_until(engine, lambda: "s0" not in engine.scheduler.requests)
@@ -168,9 +162,7 @@ def test_vllm_42085_simple_cpu_offload_holds_blocks_of_a_finished_request(
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", ["run", "were freed", "never existed", "were reported"])
-def test_vllm_43226_the_engine_dies_when_told_of_requests_that(
-    kind: str, where: str, connector: str
-) -> None:
+def test_vllm_43226_the_engine_dies_when_told_of_requests_that(kind, where, connector):
     engine = make_engine(connector, 3)
     prompt = make_hit(engine)
 
@@ -185,7 +177,7 @@ def test_vllm_43226_the_engine_dies_when_told_of_requests_that(
 
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
-def test_vllm_43226_a_premature_id_runs_a_request_whose_load_has_not_landed(connector: str) -> None:
+def test_vllm_43226_a_premature_id_runs_a_request_whose_load_has_not_landed(connector):
     """It computes on blocks that nobody has written, and nothing says so."""
     engine = make_engine(connector, 6)
     prompt = make_hit(engine)
@@ -206,7 +198,7 @@ def test_vllm_43226_a_premature_id_runs_a_request_whose_load_has_not_landed(conn
 # ---- kvcached: `available_size()=71 < need_size=76` --------------------------------------------
 
 
-def test_kvcached_197_simple_cpu_offload_dies_of_slots_taken_between_look_and_grant() -> None:
+def test_kvcached_197_simple_cpu_offload_dies_of_slots_taken_between_look_and_grant():
     """In vLLM alone nobody else takes them; kvcached and its like put several engines on a pool."""
     engine = make_engine(SIMPLE)
     manager = engine.connector.scheduler_manager
@@ -225,7 +217,7 @@ def test_kvcached_197_simple_cpu_offload_dies_of_slots_taken_between_look_and_gr
         engine.drain()
 
 
-def test_kvcached_197_offloading_connector_dies_of_slots_taken_between_look_and_grant() -> None:
+def test_kvcached_197_offloading_connector_dies_of_slots_taken_between_look_and_grant():
     engine = make_engine(OFFLOADING)
     manager = engine.connector.connector_scheduler.manager
     look = manager._get_num_free_chunks
@@ -245,9 +237,7 @@ def test_kvcached_197_offloading_connector_dies_of_slots_taken_between_look_and_
 
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
-def test_c3_the_engine_dies_when_an_aborted_load_is_told_as_received_and_as_sent(
-    connector: str,
-) -> None:
+def test_c3_the_engine_dies_when_an_aborted_load_is_told_as_received_and_as_sent(connector):
     engine = make_engine(connector, 6)
     engine.add("gone", make_hit(engine), 5)
     engine.step()
@@ -263,14 +253,14 @@ def test_c3_the_engine_dies_when_an_aborted_load_is_told_as_received_and_as_sent
         engine.drain()
 
 
-def test_c10_simple_cpu_offload_dies_when_a_block_loses_its_hash_while_it_is_stored() -> None:
+def test_c10_simple_cpu_offload_dies_when_a_block_loses_its_hash_while_it_is_stored():
     engine = make_engine(SIMPLE, 5)
     lose_hashes_while_storing(engine)
     with engine_dies(SIMPLE, AssertionError, "_process_store_completion"):
         engine.drain()
 
 
-def test_c10_offloading_connector_takes_the_hash_when_it_plans_the_store() -> None:
+def test_c10_offloading_connector_takes_the_hash_when_it_plans_the_store():
     engine = make_engine(OFFLOADING, 5)
     lose_hashes_while_storing(engine)
     engine.drain()
@@ -287,7 +277,7 @@ def lose_hashes_while_storing(engine: PeerEngine) -> None:
 
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
-def test_c17_finishing_a_request_twice_is_mended(connector: str) -> None:
+def test_c17_finishing_a_request_twice_is_mended(connector):
     engine = make_engine(connector, 3)
     answers = []
     finish = engine.connector.request_finished_all_groups
@@ -304,7 +294,7 @@ def test_c17_finishing_a_request_twice_is_mended(connector: str) -> None:
 
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
-def test_h4_a_load_that_failed_is_offered_again_for_ever(connector: str) -> None:
+def test_h4_a_load_that_failed_is_offered_again_for_ever(connector):
     engine = make_engine(connector, 2)
     prompt = make_hit(engine)
     offered = watch_matches(engine)
@@ -322,7 +312,7 @@ def test_h4_a_load_that_failed_is_offered_again_for_ever(connector: str) -> None
 
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
-def test_l1_an_engine_that_goes_idle_too_early_is_mended(connector: str) -> None:
+def test_l1_an_engine_that_goes_idle_too_early_is_mended(connector):
     engine = make_engine(connector, 8)
     engine.add("a", random_prompt(41, 1), 1)
     step_until(engine, lambda: "a" not in engine.scheduler.requests)
@@ -333,7 +323,7 @@ def test_l1_an_engine_that_goes_idle_too_early_is_mended(connector: str) -> None
     assert num_steps >= 8, "it went on until the stores had settled"
 
 
-def test_l3_a_hit_left_by_an_abort_is_mended_in_simple_cpu_offload() -> None:
+def test_l3_a_hit_left_by_an_abort_is_mended_in_simple_cpu_offload():
     engine = make_engine(SIMPLE)
     request = engine.add("again", make_hit(engine), 4)
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (40, True)
@@ -343,7 +333,7 @@ def test_l3_a_hit_left_by_an_abort_is_mended_in_simple_cpu_offload() -> None:
     assert not [block for block in pool.blocks if block.ref_cnt and not block.is_null]
 
 
-def test_l5_a_reset_under_stores_in_flight_raises_with_simple_cpu_offload() -> None:
+def test_l5_a_reset_under_stores_in_flight_raises_with_simple_cpu_offload():
     """The blocks that it references cannot be reset; pausing and sleeping reset."""
     engine = make_engine(SIMPLE, 5)
     engine.add("a", random_prompt(41, 1), 8)
@@ -354,5 +344,4 @@ def test_l5_a_reset_under_stores_in_flight_raises_with_simple_cpu_offload() -> N
 
 
 def abort(engine: PeerEngine, request_id: str) -> None:
-    """The client has gone."""
     engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

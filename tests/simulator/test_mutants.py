@@ -49,7 +49,7 @@ def take(count):
         ("self.note(taken)", "with self: self.note(taken)", "            with self:"),
     ],
 )
-def test_a_mutant_changes_one_place_whatever_it_looks_like(old, new, line) -> None:
+def test_a_mutant_changes_one_place_whatever_it_looks_like(old, new, line):
     found = ast.unparse(mutate(SOURCE, "Desk.take", old, new)).splitlines()
     before = ast.unparse(ast.parse(SOURCE)).splitlines()
     added = [text for text in found if text not in before]
@@ -59,7 +59,7 @@ def test_a_mutant_changes_one_place_whatever_it_looks_like(old, new, line) -> No
         assert line in (added or found)
 
 
-def test_the_body_of_an_open_statement_stays() -> None:
+def test_the_body_of_an_open_statement_stays():
     found = ast.unparse(mutate(SOURCE, "Desk.take", "if count < 0: ...", "while count: ..."))
     assert re.search(r"while count:\n +raise ValueError\n", found)
 
@@ -74,23 +74,23 @@ def test_the_body_of_an_open_statement_stays() -> None:
         ("take", "del count", "del count  # now", "changes nothing"),
     ],
 )
-def test_a_place_that_is_not_there_once_is_an_error(function, old, new, why) -> None:
+def test_a_place_that_is_not_there_once_is_an_error(function, old, new, why):
     with pytest.raises(AnchorError, match=why):
         mutate(SOURCE, function, old, new)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_statement_that_a_mutant_changes_is_there(mutant) -> None:
+def test_the_statement_that_a_mutant_changes_is_there(mutant):
     compile(mutated(mutant), mutant.file, "exec")
 
 
-def test_there_are_mutants_for_every_promise() -> None:
+def test_there_are_mutants_for_every_promise():
     assert len(MUTANTS) >= 25
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert sorted({mutant.promise for mutant in MUTANTS}) == PROMISES
 
 
-def test_one_mutant_of_each_promise_is_caught_by_its_checker() -> None:
+def test_one_mutant_of_each_promise_is_caught_by_its_checker():
     chosen = [next(m for m in MUTANTS if m.promise == promise) for promise in PROMISES]
     outcomes = hunt_all(chosen, num_seeds=10, num_processes=2)
     assert [outcome.promise for outcome in outcomes] == PROMISES

@@ -6,7 +6,6 @@ connectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.counts import num_failed
 from tests.simulator.device import Device
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.scenes import (
-    Engines,
     check_answers,
     check_idle,
     forget_gpu_cache,
@@ -29,18 +27,9 @@ PLAIN = ("full",)
 HYBRID = ("window:16", "full")
 
 
-@pytest.fixture
-def engines() -> Iterator[Engines]:
-    made = Engines()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
-    engine = engines.make(groups=groups)
+def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(make_engine, groups):
+    engine = make_engine(groups=groups)
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
 
@@ -64,10 +53,8 @@ def test_c3_a_load_aborted_under_way_frees_its_blocks_once_whatever_is_told(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
-    engine = engines.make(groups=groups)
+def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(make_engine, groups):
+    engine = make_engine(groups=groups)
     prompt = random_prompt(41, 1)
     hold_copies(engine, True)
     engine.add("a", prompt, 8)
@@ -86,8 +73,8 @@ def test_c10_a_block_that_loses_its_hash_while_it_is_stored_is_still_right(
     check_idle(engine)
 
 
-def test_h4_a_load_that_failed_is_not_offered_again(engines: Engines) -> None:
-    engine = engines.make()
+def test_h4_a_load_that_failed_is_not_offered_again(make_engine):
+    engine = make_engine()
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
     offered = watch_matches(engine)
@@ -117,11 +104,9 @@ def failed(report: Any) -> Any:
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
+def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(make_engine, groups):
     """Prompts that end at, before and behind every boundary of blocks and windows."""
-    engine = engines.make(groups=groups)
+    engine = make_engine(groups=groups)
     prompt = random_prompt(60, 1)
     run_alone(engine, "a", prompt)
     offered = watch_matches(engine)
@@ -133,8 +118,8 @@ def test_k11_a_hit_is_shorter_than_the_prompt_and_never_negative(
     check_idle(engine)
 
 
-def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines: Engines) -> None:
-    engine = engines.make()
+def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(make_engine):
+    engine = make_engine()
     offered = watch_matches(engine)
     hold_copies(engine, True)
     for seed in (1, 1, 2):
@@ -149,10 +134,8 @@ def test_h5_a_match_is_a_number_while_nothing_of_the_same_is_loaded(engines: Eng
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
-    engine = engines.make(groups=groups)
+def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(make_engine, groups):
+    engine = make_engine(groups=groups)
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
     request = engine.add("again", random_prompt(41, 1), 4)
@@ -165,10 +148,8 @@ def test_l3_a_request_aborted_between_match_and_allocation_leaves_no_lease(
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
-    engine = engines.make(groups=groups)
+def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(make_engine, groups):
+    engine = make_engine(groups=groups)
     hold_copies(engine, True)
     engine.add("a", random_prompt(41, 1), 8)
     for _ in range(3):
@@ -187,10 +168,10 @@ def test_l5_a_reset_under_transfers_in_flight_succeeds_and_storing_goes_on(
 
 
 def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_engine, monkeypatch
+):
     """It has an equal hash again when the next step is planned."""
-    engine = engines.make(groups=("full",) * 2, num_blocks=11, is_zeroed=True, has_streams=True)
+    engine = make_engine(groups=("full",) * 2, num_blocks=11, is_zeroed=True, has_streams=True)
     zero = Device.zero
 
     def zero_and_copy(device: Device, block_id: int) -> None:
@@ -213,10 +194,8 @@ def test_k3_a_block_given_to_the_same_prompt_is_stored_before_it_is_written(
     check_idle(engine)
 
 
-def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
-    engines: Engines,
-) -> None:
-    engine = engines.make(num_blocks=26, has_streams=True, extra={"transfer_timeout_s": 2})
+def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(make_engine):
+    engine = make_engine(num_blocks=26, has_streams=True, extra={"transfer_timeout_s": 2})
     run_alone(engine, "a", random_prompt(41, 1))
     forget_gpu_cache(engine)
     hold_copies(engine, True)
@@ -233,8 +212,8 @@ def test_l2_blocks_of_an_overdue_load_are_given_to_nobody_until_it_has_ended(
     check_idle(engine)
 
 
-def test_p2_with_draft_tokens_prompts_are_hit(engines: Engines) -> None:
-    engine = engines.make(num_draft_tokens=2)
+def test_p2_with_draft_tokens_prompts_are_hit(make_engine):
+    engine = make_engine(num_draft_tokens=2)
     run_alone(engine, "a", random_prompt(41, 1), 4)
     forget_gpu_cache(engine)
     run_alone(engine, "again", random_prompt(41, 1), 4)

@@ -5,7 +5,6 @@ tests/simulator/test_faults_of_peers.py runs the same on vLLM's own connectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.simulator.engine_core import EngineCore, random_prompt
 from tests.simulator.host_pool import OtherEngine, contested, evict_host, watch_grants
 from tests.simulator.peers import PeerEngine, peer_shape
 from tests.simulator.scenes import (
-    Engines,
     before_allocation,
     check_answers,
     check_idle,
@@ -34,13 +32,6 @@ PLAIN = ("full",)
 HYBRID = ("window:16", "full")
 
 
-@pytest.fixture
-def engines() -> Iterator[Engines]:
-    made = Engines()
-    yield made
-    made.close()
-
-
 # ---- vllm#39702: "Expected 19264 hit tokens, got 0" --------------------------------------------
 
 
@@ -48,9 +39,9 @@ def engines() -> Iterator[Engines]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
-    engines: Engines, groups: tuple[str, ...], num_ranks: int, is_async: bool
-) -> None:
-    engine = engines.make(groups=groups, tensor_ranks=num_ranks, is_async=is_async)
+    make_engine, groups, num_ranks, is_async
+):
+    engine = make_engine(groups=groups, tensor_ranks=num_ranks, is_async=is_async)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
     forget_gpu_cache(engine)
@@ -64,8 +55,8 @@ def test_vllm_39702_a_hit_is_not_evicted_between_match_and_alloc(
     check_idle(engine)
 
 
-def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(engines: Engines) -> None:
-    engine = engines.make(num_blocks=26, num_slots=30, max_batched_tokens=64)
+def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(make_engine):
+    engine = make_engine(num_blocks=26, num_slots=30, max_batched_tokens=64)
     prompt = random_prompt(65, 1)
     run_alone(engine, "a", prompt)
     forget_gpu_cache(engine)
@@ -85,10 +76,8 @@ def test_vllm_39702_a_hit_outlasts_the_steps_in_which_it_finds_no_block(engines:
 
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
-def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
-    engines: Engines, groups: tuple[str, ...]
-) -> None:
-    engine = engines.make(groups=groups, copy_ticks_max=6)
+def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(make_engine, groups):
+    engine = make_engine(groups=groups, copy_ticks_max=6)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
     forget_gpu_cache(engine)
@@ -113,14 +102,8 @@ def test_vllm_39702_a_hit_is_not_overwritten_until_its_load_has_landed(
 @pytest.mark.parametrize("max_batched_tokens", [24, 2048])
 @pytest.mark.parametrize(("groups", "num_tokens"), [(PLAIN, 496), (HYBRID, 248)])
 def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_connector(
-    engines: Engines,
-    groups: tuple[str, ...],
-    num_tokens: int,
-    max_batched_tokens: int,
-    num_held_steps: int,
-    num_ranks: int,
-    has_streams: bool,
-) -> None:
+    make_engine, groups, num_tokens, max_batched_tokens, num_held_steps, num_ranks, has_streams
+):
     what = {
         "groups": groups,
         "num_blocks": 201,
@@ -128,7 +111,7 @@ def test_vllm_42085_the_second_long_request_waits_no_longer_than_without_a_conne
         "max_batched_tokens": max_batched_tokens,
     }
     alone = PeerEngine(peer_shape(NONE, **what))
-    engine = engines.make(
+    engine = make_engine(
         tensor_ranks=num_ranks,
         has_streams=has_streams,
         extra={"transfer_timeout_s": 3600},  # idle steps take a second each
@@ -170,9 +153,9 @@ KINDS = {
 @pytest.mark.parametrize("where", ["finished_recving", "finished_sending"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_43226_the_scheduler_is_never_told_of_requests_that(
-    engines: Engines, kind: str, where: str, num_ranks: int, liars: int, is_async: bool
-) -> None:
-    engine = engines.make(tensor_ranks=num_ranks, is_async=is_async, num_blocks=60, num_slots=90)
+    make_engine, kind, where, num_ranks, liars, is_async
+):
+    engine = make_engine(tensor_ranks=num_ranks, is_async=is_async, num_blocks=60, num_slots=90)
     prompts = [random_prompt(41, seed) for seed in range(3)]
     run_alone(engine, "first", prompts[0])
     run_alone(engine, "second", prompts[1])
@@ -236,9 +219,9 @@ def gpu_references(engine: EngineCore) -> list[int]:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
-    engines: Engines, groups: tuple[str, ...], is_async: bool, num_ranks: int, num_times: int
-) -> None:
-    engine = engines.make(groups=groups, is_async=is_async, tensor_ranks=num_ranks, num_blocks=60)
+    make_engine, groups, is_async, num_ranks, num_times
+):
+    engine = make_engine(groups=groups, is_async=is_async, tensor_ranks=num_ranks, num_blocks=60)
     answers = finish_n_times(engine, num_times)
     aborted = []
 
@@ -274,10 +257,10 @@ def test_dynamo_6681_abort_and_stop_in_one_step_have_one_effect(
 @pytest.mark.parametrize("num_steps", range(9))
 @pytest.mark.parametrize("is_async", [False, True])
 def test_dynamo_6681_finishing_twice_is_the_same_as_once_in_every_state(
-    engines: Engines, is_async: bool, num_steps: int
-) -> None:
+    make_engine, is_async, num_steps
+):
     """Waiting, matched, loading, running and stopped requests are aborted, each hook twice."""
-    engine = engines.make(is_async=is_async, num_blocks=24, max_batched_tokens=16)
+    engine = make_engine(is_async=is_async, num_blocks=24, max_batched_tokens=16)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
     forget_gpu_cache(engine)
@@ -309,9 +292,9 @@ def test_dynamo_6681_finishing_twice_is_the_same_as_once_in_every_state(
 @pytest.mark.parametrize("left", [0, 3])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
-    engines: Engines, groups: tuple[str, ...], left: int
-) -> None:
-    engine = engines.make(groups=groups, num_slots=60)
+    make_engine, groups, left
+):
+    engine = make_engine(groups=groups, num_slots=60)
     prompt = random_prompt(41, 1)
     run_alone(engine, "a", prompt)
     forget_gpu_cache(engine)
@@ -335,9 +318,9 @@ def test_kvcached_197_slots_taken_between_match_and_plan_make_a_smaller_grant(
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_kvcached_197_slots_taken_while_a_step_is_planned_make_a_smaller_grant(
-    engines: Engines, groups: tuple[str, ...], is_async: bool
-) -> None:
-    engine = engines.make(groups=groups, num_slots=60, is_async=is_async)
+    make_engine, groups, is_async
+):
+    engine = make_engine(groups=groups, num_slots=60, is_async=is_async)
     other = OtherEngine(engine, left=2)
     with contested(engine, other):
         engine.add("a", random_prompt(41, 1), max_tokens=4)

@@ -142,7 +142,6 @@ class ObjectStore:
         return stored
 
     def evict(self, stream: Random) -> None:
-        """Evict half of all objects."""
         for name in stream.sample(list(self.objects), len(self.objects) // 2):
             del self.objects[name]
 
@@ -166,11 +165,9 @@ class SlotView:
 
     @property
     def words(self) -> list[int | None]:
-        """Of the slot."""
         return self.device.memory.host[self.slot_id]
 
     def write(self, index: int, word: int | None) -> None:
-        """Write one word."""
         self.words[index] = word
         self.device.on_host_write(self.device.rank, self.slot_id)
 
@@ -184,16 +181,13 @@ class SimSlots:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Slots.num_usable_slots`."""
         return self._device.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        """See `Slots.buffers`."""
         assert not self._has_let_go
         return cast("Buffers", (SlotView(self._device, slot_id),))
 
     def let_go(self) -> None:
-        """See `Slots.let_go`."""
         self._has_let_go = True
 
 
@@ -294,7 +288,6 @@ class SimTier:
     # ---- as a tier -----------------------------------------------------------------------------
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """See `Tier.probe`."""
         operation = self._begin(Task.PROBE, names, ())
         await operation.ended
         fault = operation.fault
@@ -306,15 +299,12 @@ class SimTier:
         return answers
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._carry_out(Task.FETCH, names, slots)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._carry_out(Task.SPILL, names, slots)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         while self.running:
             await asyncio.wait([operation.ended for operation in self.running])
 
@@ -501,5 +491,4 @@ class RankTiers:
             tier.recover()
 
     def running(self) -> list[Operation]:
-        """Operations under way."""
         return [operation for tier in self.tiers for operation in tier.running]

@@ -41,7 +41,6 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """The digest of what has been noted."""
         return self._digest.hexdigest()
 
     def note(self, line: str, kind: str, *facts: object) -> None:
@@ -57,7 +56,6 @@ class Trace:
         self._digest.update(repr((step, kind, facts)).encode())
 
     def step(self, batch: Batch | None) -> None:
-        """A step has been scheduled."""
         if batch is None:
             return
         scheduled = batch.scheduled

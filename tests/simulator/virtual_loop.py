@@ -17,7 +17,6 @@ class Clock:
         self.now_s = 0.0
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self.now_s += seconds
 
 
@@ -25,11 +24,10 @@ class _NothingToWaitFor:
     """Stands where asyncio's loop has its selector."""
 
     def select(self, timeout_s: float | None) -> list[Any]:
-        """No file is ever ready."""
         return []
 
     def close(self) -> None:
-        """Nothing to close."""
+        pass
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -45,7 +43,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._selector = _NothingToWaitFor()
 
     def time(self) -> float:
-        """Virtual seconds."""
         return self._clock.now_s
 
     def run_once(self) -> None:
@@ -54,7 +51,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.run_forever()
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """No file is ever ready."""
+        pass
 
     def _write_to_self(self) -> None:
         """Nobody waits in a selector that would have to be woken."""

@@ -80,17 +80,14 @@ class EngineShape:
         return rank - rank % self.tensor_ranks if self.is_replicated else rank
 
     def slots_of(self, rank: int) -> int:
-        """Host slots of a rank."""
         return self.num_slots - rank * self.num_missing_slots
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes."""
         return self.tensor_ranks * self.pipeline_ranks
 
     @functools.cached_property
     def parsed_groups(self) -> tuple[Group, ...]:
-        """The groups."""
         return tuple(Group.parse(text) for text in self.groups)
 
     @property
@@ -130,7 +127,6 @@ def _base_config(connector: str) -> Any:
 
 
 def make_config(shape: EngineShape, rank: int = 0) -> Any:
-    """vLLM's configuration for one process of an engine."""
     config = copy.deepcopy(_base_config(shape.connector))
     config.cache_config.block_size = min(g.block_tokens for g in shape.parsed_groups)
     config.cache_config.num_gpu_blocks = shape.num_blocks
@@ -223,7 +219,7 @@ def hits_overwritten_states(shape: EngineShape) -> bool:
     is computed. With asynchronous scheduling it does so again when the next token is scheduled,
     in the block that the token writes over. 0.32 caches no state at a prompt's very end.
     """
-    from safe_offload.compat import installed_version
+    from safe_offload.compat.versions import installed_version
 
     has_states_inside_blocks = any(
         group.kind == "mamba" and group.block_tokens > shape.hash_tokens

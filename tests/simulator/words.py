@@ -44,13 +44,11 @@ class Sequel:
         self._words: dict[int, list[int]] = {}
 
     def token(self, position: int) -> int:
-        """The token at a position, sampled where the prompt has ended."""
         while len(self._tokens) <= position:
             self._tokens.append(self._prefix_word(len(self._tokens) - 1) % VOCABULARY)
         return self._tokens[position]
 
     def answer(self, num_tokens: int) -> list[int]:
-        """The first tokens behind the prompt."""
         return [self.token(self.num_prompt + i) for i in range(num_tokens)]
 
     def words(self, place_bits: int, start: int, end: int) -> list[int]:

@@ -46,7 +46,6 @@ class SteppedLoop:
         self.news = threading.Event()
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
-        """See `Loop.start`."""
         self._on_end = on_end
         self._main_task = self._event_loop.create_task(main())
         self.turn()
@@ -65,16 +64,13 @@ class SteppedLoop:
             self._finish()
 
     def kill(self) -> None:
-        """Let the loop die."""
         self._main_task.cancel()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """See `Loop.call`."""
         if not self._has_ended:
             self._event_loop.call_soon(function, *args)
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        """See `Loop.wait`."""
         deadline_s = self.now_s() + timeout_s
         num_turns = 0
         while not event.is_set():
@@ -86,11 +82,9 @@ class SteppedLoop:
         return True
 
     def now_s(self) -> float:
-        """Return the virtual time."""
         return self._device.clock.now_s
 
     def join(self, timeout_s: float) -> None:
-        """See `Loop.join`."""
         self._event_loop.close()
 
     def _finish(self) -> None:
@@ -109,7 +103,6 @@ class SlowThreads:
     """See `Threads`: checksums take a while, in which everything else goes on."""
 
     async def run(self, direction: Direction, function: Callable[..., T], *args: object) -> T:
-        """See `Threads.run`."""
         await asyncio.sleep(VERIFY_S)
         return function(*args)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import safe_offload
-from safe_offload import compat
+from safe_offload.compat import specs
 from safe_offload.config.options import OffloadConfig
 from safe_offload.start import advice as start_advice
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
@@ -19,21 +18,8 @@ FULL = EngineShape(groups=("full@16",), num_blocks=101, max_model_len=640)
 NUM_REQUEST = 40
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What is logged, whatever vLLM does with its loggers."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            assert record.levelname == "WARNING" or record.getMessage().startswith("safe_offload ")
-            if record.levelname == "WARNING":
-                messages.append(record.getMessage())
-
-    handler, logger = Keep(logging.WARNING), logging.getLogger("vllm.safe_offload.start.advice")
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
+def said(logged: list[logging.LogRecord]) -> list[str]:
+    return [record.getMessage() for record in logged]
 
 
 def advise(
@@ -48,10 +34,10 @@ def advise(
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
-def test_another_role_is_said_to_have_no_effect(said, role):
+def test_another_role_is_said_to_have_no_effect(logged, role):
     advise(100, role=role)
-    assert len(said) == (role != "kv_both")
-    assert all('kv_role "kv_consumer" has no effect' in message for message in said)
+    assert len(said(logged)) == (role != "kv_both")
+    assert all('kv_role "kv_consumer" has no effect' in message for message in said(logged))
 
 
 @pytest.mark.parametrize(
@@ -73,65 +59,65 @@ def test_another_role_is_said_to_have_no_effect(said, role):
         ),
     ],
 )
-def test_of_several_sizes_the_one_that_counts_is_named(said, extra, expected):
+def test_of_several_sizes_the_one_that_counts_is_named(logged, extra, expected):
     advise(100, **extra)
-    assert len(said) == (expected is not None)
-    assert all(str(expected) in message for message in said)
+    assert len(said(logged)) == (expected is not None)
+    assert all(str(expected) in message for message in said(logged))
 
 
-def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(said):
+def test_ranks_that_hold_the_same_and_keep_a_copy_each_are_told(logged):
     config, cache = make_config(FULL), make_kv_cache_config(FULL)
     cache.kv_tp_replicas = 4
     settings = OffloadConfig.from_extra_config({}, world_size=4)
     start_advice.advise(config, cache, settings, 100)
-    (message,) = said
+    (message,) = said(logged)
     assert message.startswith("4 ranks hold the same KV cache, but each keeps its own copy")
-    said.clear()
+    logged.clear()
     settings = dataclasses.replace(settings, ranks_per_copy=4)
     info = start_advice.advise(config, cache, settings, 100)
-    assert said == []
-    assert int(info["host_bytes_per_rank"]) == 100 * compat.block_bytes(cache) // 4
+    assert said(logged) == []
+    assert int(info["host_bytes_per_rank"]) == 100 * specs.block_bytes(cache) // 4
 
 
-def test_a_pool_of_the_gpus_size_is_not_small(said):
+def test_a_pool_of_the_gpus_size_is_not_small(logged):
     advise(100)
-    assert said == []
+    assert said(logged) == []
 
 
-def test_a_pool_smaller_than_the_gpus_is_said_with_both_numbers(said):
+def test_a_pool_smaller_than_the_gpus_is_said_with_both_numbers(logged):
     _, cache = advise(99, num_cpu_blocks=99)
-    (message,) = said
+    (message,) = said(logged)
     assert '"num_cpu_blocks" gives each rank 99 blocks' in message
     assert "the GPU's own pool has 100 blocks" in message
     assert "max_model_len" not in message
     assert "at least 100." in message
-    assert compat.block_bytes(cache) > 0
+    assert specs.block_bytes(cache) > 0
     assert " KiB)" in message
 
 
-def test_in_lazy_mode_the_host_adds_to_the_gpu(said):
+def test_in_lazy_mode_the_host_adds_to_the_gpu(logged):
     advise(NUM_REQUEST, lazy_offload=True)
-    assert said == []
+    assert said(logged) == []
 
 
-def test_a_pool_smaller_than_the_longest_request_is_said_with_both_numbers(said):
+def test_a_pool_smaller_than_the_longest_request_is_said_with_both_numbers(logged):
     _, cache = advise(NUM_REQUEST - 1, lazy_offload=True)
-    (message,) = said
-    size_mib = -(-NUM_REQUEST * 4 * compat.block_bytes(cache) // (1 << 20))
+    (message,) = said(logged)
+    size_mib = -(-NUM_REQUEST * 4 * specs.block_bytes(cache) // (1 << 20))
     assert '"cpu_bytes_to_use" gives each rank 39 blocks' in message
     assert "max_model_len (640 tokens) needs 40 blocks" in message
     assert f'at least "{size_mib}MiB"' in message, "of all four ranks"
 
 
-def test_a_sliding_window_needs_no_more_than_its_window(said):
+def test_a_sliding_window_needs_no_more_than_its_window(logged):
     """Groups of a hybrid model are counted as vLLM counts them."""
     shape = EngineShape(groups=("full@16", "window:64@16"), num_blocks=101, max_model_len=640)
     config, cache = advise(100, shape, lazy_offload=True)
-    num_blocks = compat.num_blocks_of_longest_request(config, cache)
+    num_blocks = specs.num_blocks_of_longest_request(config, cache)
     assert NUM_REQUEST < num_blocks < 2 * NUM_REQUEST
-    assert said == []
+    assert said(logged) == []
     advise(num_blocks - 1, shape, lazy_offload=True)
-    assert f"needs {num_blocks} blocks" in said[0]
+    assert f"needs {num_blocks} blocks" in said(logged)[0]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +141,10 @@ def test_a_layout_that_is_not_as_wished_is_said_but_not_warned_of(
         assert all(f"the KV cache layout is {layout}" in message for message in messages)
 
 
-def test_advice_that_cannot_be_given_does_not_end_the_start(said, monkeypatch):
+def test_advice_that_cannot_be_given_does_not_end_the_start(logged, monkeypatch):
     monkeypatch.setattr(start_advice, "_advise_on_role", None)
     advise(1)
-    assert said == []
+    assert said(logged) == []
 
 
 @pytest.mark.parametrize(
@@ -179,13 +165,13 @@ def test_one_line_says_how_the_connector_is_set_up(caplog, groups, num_slots, ex
     assert f"safe_offload {safe_offload.__version__}: eager stores, slru eviction" in line
     assert "Each of 4 ranks keeps up to 80 slots" in line
     assert f"KV cache groups: {len(groups)}" in line
-    num_request = compat.num_blocks_of_longest_request(config, cache)
+    num_request = specs.num_blocks_of_longest_request(config, cache)
     assert f"about {int(80 / num_request * 640)} tokens" in line
 
 
-def test_settings_of_other_connectors_are_named_once_with_the_reason(said):
+def test_settings_of_other_connectors_are_named_once_with_the_reason(logged):
     advise(100, block_size=64, spec_name="CPUOffloadingSpec", cpu_bytes_to_use="1GiB")
-    (line,) = [message for message in said if "other connectors" in message]
+    (line,) = [message for message in said(logged) if "other connectors" in message]
     assert '"block_size" (blocks are kept one by one' in line
     assert '"spec_name" (' in line
     assert "cpu_bytes_to_use" not in line

@@ -7,6 +7,7 @@ so that the result does not depend on how, or whether, this package is installed
 import importlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import tomllib
@@ -46,7 +47,7 @@ def outcome(make):
     return [config.kv_connector, config.kv_role]
 
 def our_finders():
-    return sum(type(finder).__module__ == "safe_offload.start.plugin" for finder in sys.meta_path)
+    return sum(type(f).__module__ == "safe_offload.compat.wrapping" for f in sys.meta_path)
 
 """
 
@@ -184,69 +185,59 @@ def general(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return facts_of(GENERAL, tmp_path_factory.mktemp("general"), "vllm.general_plugins")
 
 
-def test_registering_again_changes_nothing(general):
-    assert general["post_init_is_kept"] is True
-    assert general["class"] == "SafeCPUOffloadConnector"
+OURS = ["SafeCPUOffloadConnector", "kv_both"]
+COMES_TO = {
+    "our name alone is a complete config": dict.fromkeys(
+        ("constructor", "validated", "line", "dotted"), OURS
+    ),
+    "registering again changes nothing": {
+        "post_init_is_kept": True,
+        "class": "SafeCPUOffloadConnector",
+    },
+    "a role that the user wrote is kept": {"role_kept": ["SafeCPUOffloadConnector", "kv_consumer"]},
+    "settings written as separate flags arrive with their types": {
+        "sizes": {"cpu_bytes_to_use": "64GiB", "lazy_offload": True, "num_cpu_blocks": 128}
+    },
+    "a failed load is recomputed unless the user wrote something else": {
+        **{"policy": ["recompute"], "policy_of_multi": ["recompute"]},
+        **{"policy_fail": ["fail"], "policy_of_others": ["fail"]},
+    },
+    "what many ranks may share is no mistake": {"many_ranks": None},
+    "settings of other connectors are left alone": {"other_keys": ["ExampleConnector", "kv_both"]},
+    "without a connector there is no role": {"none": [None, None]},
+    "a child of MultiConnector needs no role": {"child": True, "built": [OURS]},
+}
+"""What configurations come to, by the names of facts."""
+
+NEEDS_ROLE = "Please specify kv_role"
+SAYS = {
+    "role_refused": 'Fix: write "kv_role": "kv_both"',
+    "role_wrong": "kv_role",
+    "wrong_key": 'argument --kv-transfer-config: .*Fix: write "cpu_bytes_to_use"',
+    "misplaced": '"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}',
+    "misspelt": 'Fix: write "kv_connector": "SafeCPUOffloadConnector"',
+    "unknown": "Unexpected keyword argument",
+    "replaced": "^ConfigError: --kv-offloading-size 2 makes vLLM use",
+    "other": NEEDS_ROLE,
+    "multi": NEEDS_ROLE,
+    "log": 'child {"cpu_bytes_to_use": "1GiB"}',
+}
+"""What a wrong configuration is answered with, or what is logged."""
+
+
+@pytest.mark.parametrize("facts", COMES_TO.values(), ids=COMES_TO)
+def test_what_a_configuration_comes_to(general, facts):
+    assert {name: general[name] for name in facts} == facts
+
+
+@pytest.mark.parametrize(("fact", "words"), SAYS.items(), ids=SAYS)
+def test_what_a_wrong_configuration_is_answered_with(general, fact, words):
+    assert re.search(words, general[fact], re.DOTALL), general[fact]
+
+
+def test_registering_is_not_worth_a_line(general):
     assert "safe_offload could not" not in general["log"]
     assert "Another package" not in general["log"]
-
-
-@pytest.mark.parametrize("road", ["constructor", "validated", "line", "dotted"])
-def test_our_name_alone_is_a_complete_config(general, road):
-    assert general[road] == ["SafeCPUOffloadConnector", "kv_both"]
-
-
-def test_a_role_that_the_user_wrote_is_kept(general):
-    assert general["role_kept"] == ["SafeCPUOffloadConnector", "kv_consumer"]
-    assert 'Fix: write "kv_role": "kv_both"' in general["role_refused"]
-    assert "kv_role" in general["role_wrong"]
-
-
-def test_settings_written_as_separate_flags_arrive_with_their_types(general):
-    assert general["sizes"] == {
-        "cpu_bytes_to_use": "64GiB",
-        "lazy_offload": True,
-        "num_cpu_blocks": 128,
-    }
-
-
-def test_a_wrong_setting_ends_the_parsing_of_the_command_line(general):
-    assert "argument --kv-transfer-config" in general["wrong_key"]
-    assert 'Fix: write "cpu_bytes_to_use"' in general["wrong_key"]
-    assert general["many_ranks"] is None
-
-
-def test_a_failed_load_is_recomputed_unless_the_user_wrote_something_else(general):
-    assert general["policy"] == ["recompute"]
-    assert general["policy_fail"] == ["fail"]
-    assert general["policy_of_multi"] == ["recompute"]
-    assert general["policy_of_others"] == ["fail"]
-
-
-def test_mistakes_around_our_settings_end_the_parsing_of_the_command_line_with_the_fix(general):
-    assert '"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}' in general["misplaced"]
-    assert 'Fix: write "kv_connector": "SafeCPUOffloadConnector"' in general["misspelt"]
-    assert "Unexpected keyword argument" in general["unknown"]
-
-
-def test_a_flag_that_replaces_us_is_refused_before_the_model_is_looked_at(general):
-    assert general["replaced"].startswith("ConfigError: --kv-offloading-size 2 makes vLLM use")
-
-
-def test_settings_of_other_connectors_are_none_of_our_business(general):
-    assert general["other_keys"] == ["ExampleConnector", "kv_both"]
-
-
-def test_other_connectors_still_need_a_role(general):
-    assert "Please specify kv_role" in general["other"]
-    assert "Please specify kv_role" in general["multi"]
-    assert general["none"] == [None, None]
-
-
-def test_a_child_of_multi_connector_needs_no_role(general):
-    assert general["child"] is True
-    assert 'child {"cpu_bytes_to_use": "1GiB"}' in general["log"]
-    assert general["built"] == [["SafeCPUOffloadConnector", "kv_both"]]
 
 
 LLM_FROM_DICT = """
@@ -276,9 +267,8 @@ except Reached:
 
 def test_a_script_may_name_us_before_vllm_loads_its_general_plugins(tmp_path):
     facts = facts_of(LLM_FROM_DICT, tmp_path, *GROUPS)
-    assert facts["llm"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["llm"] == facts["constructor"] == OURS
     assert facts["policy"] == "recompute"
-    assert facts["constructor"] == ["SafeCPUOffloadConnector", "kv_both"]
 
 
 PLATFORM_FIRST = """
@@ -300,7 +290,7 @@ def test_the_early_hook_neither_picks_a_platform_nor_imports_vllm_config_by_itse
     without = facts_of(PLATFORM_FIRST, tmp_path / "without", VLLM_PLUGINS="")
     assert facts["platform"] == without["platform"]
     assert facts["config_is_loaded"] is without["config_is_loaded"] is False
-    assert facts["early"] == facts["late"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["early"] == facts["late"] == OURS
     assert "Please specify kv_role" in without["late"]
     assert facts["finders"] == 0
     assert facts["loader"] == without["loader"]
@@ -316,7 +306,7 @@ facts["early"] = outcome(lambda: KVTransferConfig(kv_connector="SafeCPUOffloadCo
 
 def test_a_script_may_import_our_connector_before_all_else(tmp_path):
     facts = facts_of(OUR_CONNECTOR_FIRST, tmp_path, *GROUPS)
-    assert facts["early"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["early"] == OURS
 
 
 ERROR_IN_OUR_HOOK = """
@@ -352,7 +342,7 @@ def test_an_error_in_the_early_hook_does_not_reach_the_import_of_vllm(tmp_path, 
     assert facts["called"] >= 1
     assert facts["finders"] == 1
     assert facts["left"] == 0
-    assert facts["late"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["late"] == OURS
     assert "injected" not in facts["log"]
 
 
@@ -395,7 +385,7 @@ facts["policy"] = KVTransferConfig(kv_connector="SafeCPUOffloadConnector").kv_lo
 def test_with_a_pydantic_that_cannot_do_it_the_rest_works_and_vllms_policy_stays(tmp_path):
     facts = facts_of(WITHOUT_SCHEMA, tmp_path)
     assert facts["called"] == 1
-    assert facts["ours"] == ["SafeCPUOffloadConnector", "kv_both"]
+    assert facts["ours"] == OURS
     assert facts["policy"] == "fail"
     assert "injected" not in facts["log"]
 

@@ -50,7 +50,7 @@ def run(name: str, seed: int) -> dict[str, int]:
     try:
         run_random_requests(core, seed)
         assert core.pool.get_num_free_blocks() == shape.num_blocks - 1
-        assert core.connector.side.hits.slots.statistics().num_leased == 0
+        assert core.connector.side.hits.slots.num_leased == 0
         return core.counts
     finally:
         core.close()

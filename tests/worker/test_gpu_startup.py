@@ -242,7 +242,8 @@ def test_what_a_forward_has_written_is_stored_and_comes_back(worker, num_tokens)
     machine.forward = lambda: machine.fill(2, 20)
     worker.step(store(1, block=2, slot=0), num_tokens)
     assert settle(worker, 1) == {1: None}
-    machine.forward = lambda: machine.fill(3, 99)
+    machine.forward = lambda: None
+    machine.fill(3, 99)
     worker.step(load(2, block=3, slot=0), num_tokens)
     assert settle(worker, 2)[2] is None
     assert machine.read(3) == {20}
@@ -416,20 +417,9 @@ def test_the_engine_profiles_then_makes_the_kv_cache_then_warms_up():
 
 
 def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
-    assert calls_of(
-        V1.execute_model,
-        "get_kv_transfer_group().handle_preemptions",
-        "_update_states",
-        "kv_connector_no_forward",
-        "maybe_get_kv_connector_output",
-        "_model_forward",
-    ) == [
-        "get_kv_transfer_group().handle_preemptions",
-        "_update_states",
-        "kv_connector_no_forward",
-        "maybe_get_kv_connector_output",
-        "_model_forward",
-    ]
+    names = ["get_kv_transfer_group().handle_preemptions", "_update_states"]
+    names += ["kv_connector_no_forward", "maybe_get_kv_connector_output", "_model_forward"]
+    assert calls_of(V1.execute_model, *names) == names
     assert calls_of(V1._update_states, "_zero_block_ids") == ["_zero_block_ids"]
     drafting = ("propose_draft_token_ids", "drafter.dummy_run", "finalize_kv_connector")
     assert calls_of(V1.sample_tokens, *drafting).index("finalize_kv_connector") == (
@@ -439,26 +429,11 @@ def test_v1_calls_the_connector_around_its_forward_as_is_repeated_here():
 
 def test_v2_calls_the_connector_around_its_forward_as_is_repeated_here():
     assert calls_of(V2.update_requests, "kv_block_zeroer.zero_block_ids")
-    assert calls_of(
-        V2.execute_model,
-        "update_requests",
-        "kv_connector.pre_forward",
-        "cudagraph_manager.run_fullgraph",
-        "ubatch_runner.run",
-        "cudagraph_manager.run_pw_graph",
-        "model",
-        "kv_connector.finish_forward",
-        "kv_connector.post_forward",
-    ) == [
-        "update_requests",
-        "kv_connector.pre_forward",
-        "cudagraph_manager.run_fullgraph",
-        "kv_connector.pre_forward",
-        "ubatch_runner.run",
-        "cudagraph_manager.run_pw_graph",
-        "model",
-        "kv_connector.finish_forward",
-    ]
+    forwards = ["cudagraph_manager.run_fullgraph", "kv_connector.pre_forward", "ubatch_runner.run",
+                "cudagraph_manager.run_pw_graph", "model"]  # fmt: skip
+    expected = ["update_requests", "kv_connector.pre_forward", *forwards,
+                "kv_connector.finish_forward"]  # fmt: skip
+    assert calls_of(V2.execute_model, *expected, "kv_connector.post_forward") == expected
     sampling = ("kv_connector.post_forward", "speculator.propose", "kv_connector.finalize_step")
     _, *last_rank = calls_of(V2.sample_tokens, *sampling)
     before_033 = ["speculator.propose", "kv_connector.post_forward"]

@@ -59,41 +59,26 @@ def test_one_direction_does_not_hold_the_other_back(backend, start, first, secon
     assert drained(transfers) == [(name, None) for name in (4, 1, 2, 3, 5)]
 
 
-def test_a_transfer_that_would_fit_does_not_overtake_one_that_waits(backend, start):
-    transfers = start(2 * SLOT_BYTES)
-    submit(transfers, STORE, 1)
-    submit(transfers, STORE, 10, num_blocks=2)
-    submit(transfers, STORE, 20)
-    flush(transfers)
-    assert backend.names == [1]
-    backend.complete(1)
-    flush(transfers)
-    assert backend.names == [1, 10]
-
-
-def test_bytes_in_flight_stay_within_the_bound(backend, start):
-    transfers = start(5 * SLOT_BYTES)
-    submit(transfers, STORE, 10, 20, 30, num_blocks=2)
-    flush(transfers)
-    assert backend.names == [10, 20]
-    backend.complete(20)
-    flush(transfers)
-    assert backend.names == [10, 20, 30]
-
-
-def test_a_transfer_larger_than_the_bound_runs_alone(backend, start):
-    transfers = start(2 * SLOT_BYTES)
-    submit(transfers, STORE, 1)
-    submit(transfers, STORE, 10, num_blocks=5)
-    submit(transfers, STORE, 20)
-    flush(transfers)
-    assert backend.names == [1]
-    backend.complete(1)
-    flush(transfers)
-    assert backend.names == [1, 10]
-    backend.complete(10)
-    flush(transfers)
-    assert backend.names == [1, 10, 20]
+@pytest.mark.parametrize(
+    ("bound", "sizes", "turns"),
+    [
+        pytest.param(5, (2, 2, 2), {0: [0, 1], 1: [0, 1, 2]}, id="within the bound"),
+        pytest.param(2, (1, 2, 1), {0: [0], 1: [0, 1]}, id="none overtakes one that waits"),
+        pytest.param(2, (1, 5, 1), {0: [0], 1: [0, 1], 2: [0, 1, 2]}, id="larger runs alone"),
+    ],
+)
+def test_bytes_in_flight_stay_within_the_bound_and_transfers_in_order(
+    backend, start, bound, sizes, turns
+):
+    """`turns` says which have been issued after so many ends."""
+    transfers = start(bound * SLOT_BYTES)
+    for index, num_blocks in enumerate(sizes):
+        submit(transfers, STORE, 10 * index, num_blocks=num_blocks)
+    for num_ended, issued in turns.items():
+        if num_ended:
+            backend.complete(10 * (num_ended - 1))
+        flush(transfers)
+        assert backend.names == [10 * index for index in issued]
 
 
 @pytest.mark.parametrize("error", [TransferError("x", "y"), ValueError("z")])

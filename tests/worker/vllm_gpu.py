@@ -192,8 +192,10 @@ class Runner:
     def get_model(self) -> Model:
         return self.machine.model
 
-    def maybe_remove_all_loras(self, _: Any) -> None:
-        pass
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """What vLLM calls, and is of no matter here."""
+
+    maybe_remove_all_loras = nothing
 
 
 class RunnerV1(Runner, v1.GPUModelRunner):
@@ -222,20 +224,10 @@ class RunnerV1(Runner, v1.GPUModelRunner):
         """Let the next `capture_model` capture again."""
         self.model.clear_graphs()
 
-    def may_add_encoder_only_layers_to_kv_cache_config(self) -> None:
-        pass
-
-    def maybe_add_kv_sharing_layers_to_kv_cache_groups(self, _: Any) -> None:
-        pass
-
-    def initialize_attn_backend(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def initialize_metadata_builders(self, *_: Any) -> None:
-        pass
-
-    def may_reinitialize_input_batch(self, _: Any) -> None:
-        pass
+    may_add_encoder_only_layers_to_kv_cache_config = Runner.nothing
+    maybe_add_kv_sharing_layers_to_kv_cache_groups = Runner.nothing
+    initialize_attn_backend = initialize_metadata_builders = Runner.nothing
+    may_reinitialize_input_batch = _dummy_sampler_run = Runner.nothing
 
     def _dummy_run(
         self, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode | None = None, **_: Any
@@ -244,9 +236,6 @@ class RunnerV1(Runner, v1.GPUModelRunner):
         with self.in_forward(cudagraph_runtime_mode or CUDAGraphMode.NONE, num_tokens):
             hidden = self.model()
         return hidden, hidden
-
-    def _dummy_sampler_run(self, **_: Any) -> None:
-        pass
 
     def synchronize_input_prep(self) -> Any:
         return contextlib.nullcontext()
@@ -377,10 +366,7 @@ class RunnerV2(Runner, v2.GPUModelRunner):
     def update_pp_decode_requests(self) -> None:
         self.machine.trace.append("update states")
 
-    def finish_requests(self, _: Any) -> None:
-        pass
-
-    free_states = add_requests = update_requests = finish_requests
+    free_states = add_requests = update_requests = finish_requests = Runner.nothing
 
     def _merge_ec_connector_no_forward(self, _: Any, output: Any) -> Any:
         return output
@@ -520,55 +506,46 @@ def _watch_hooks(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
 
 
 def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    def replace(owner: Any, **names: Any) -> None:
-        for name, stand_in in names.items():
-            monkeypatch.setattr(owner, name, stand_in)
-
     nothing = MagicMock()
 
-    @contextlib.contextmanager
-    def graph_capture(device: Any) -> Iterator[None]:
-        yield
+    def replace(owner: Any, *unused: str, **names: Any) -> None:
+        for name, stand_in in (dict.fromkeys(unused, nothing) | names).items():
+            monkeypatch.setattr(owner, name, stand_in)
 
     @contextlib.contextmanager
-    def capture_pool(*_: Any) -> Iterator[None]:
+    def captured(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
     replace(
         torch.accelerator,
+        "empty_cache",
         synchronize=machine.synchronize,
-        empty_cache=nothing,
         get_memory_info=lambda *_: (1 << 30, 1 << 31),
     )
     replace(torch.cuda, CUDAGraph=lambda: Graph(machine), graph=machine.capture)
-    replace(kv_transfer_state, _sync_engine_id_across_tp=nothing)
+    replace(kv_transfer_state, "_sync_engine_id_across_tp")
     replace(parallel_state, get_world_group=lambda: SimpleNamespace(local_rank=0))
     group = SimpleNamespace(is_last_rank=True, is_first_rank=True)
     replace(
         gpu_worker,
+        *("set_random_seed", "freeze_gc_heap", "maybe_attach_gc_debug_callback"),
+        "enable_gpu_sync_check",
         kernel_warmup=lambda worker: worker.model_runner._dummy_run(1),
         has_compiled_submodule=lambda _: True,
         get_pp_group=lambda: group,
-        set_random_seed=nothing,
-        freeze_gc_heap=nothing,
-        maybe_attach_gc_debug_callback=nothing,
-        enable_gpu_sync_check=nothing,
     )
     replace(
         cuda_graph,
-        capture_pool=capture_pool,
-        current_stream=nothing,
+        "current_stream",
+        capture_pool=captured,
         weak_ref_tensors=lambda tensors: tensors,
+        current_platform=SimpleNamespace(get_global_graph_pool=lambda: None),
     )
-    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
-    replace(cuda_graph, current_platform=platform)
     replace(
         v1,
-        graph_capture=graph_capture,
-        lock_workspace=nothing,
+        *("lock_workspace", "prepare_kernel_block_sizes", "initialize_mamba_ssu_backend"),
+        graph_capture=captured,
         is_global_first_rank=lambda: False,
-        prepare_kernel_block_sizes=nothing,
-        initialize_mamba_ssu_backend=nothing,
         has_ec_transfer=lambda: False,
     )
     # It collects garbage, half a second each time.
@@ -576,33 +553,28 @@ def _replace_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: Machine)
     replace(v2, freeze_gc_for_cudagraph_capture=contextlib.nullcontext)
     replace(
         cudagraph_utils,
-        graph_capture=graph_capture,
-        capture_pool=capture_pool,
-        current_stream=nothing,
+        "current_stream",
+        graph_capture=captured,
+        capture_pool=captured,
         is_global_first_rank=lambda: False,
     )
     _replace_parts_of_v2(replace, machine)
 
 
 def _replace_parts_of_v2(replace: Callable[..., None], machine: Machine) -> None:
-    nothing = MagicMock()
-
     def init_kv_cache(*_: Any, kv_cache_allocation_context: Any = None, **__: Any) -> Any:
         with kv_cache_allocation_context or contextlib.nullcontext():
             return machine.kv_caches
 
     replace(
         v2,
+        *("BlockTables", "initialize_mamba_ssu_backend", "check_attention_cp_compatibility"),
+        *("lock_workspace", "create_lora_capture_hook"),
         init_attn_backend=lambda *_, **__: ([], MagicMock(), []),
         maybe_create_adaptive_verification_manager=lambda **_: None,
-        BlockTables=nothing,
         pcp=SimpleNamespace(maybe_build_pcp_manager=lambda *_, **__: None),
         maybe_build_ubatch_runner=lambda *_, **__: None,
-        initialize_mamba_ssu_backend=nothing,
         has_compiled_submodule=lambda _: True,
         ModelCudaGraphManager=GraphManager,
-        check_attention_cp_compatibility=nothing,
         init_kv_cache=init_kv_cache,
-        lock_workspace=nothing,
-        create_lora_capture_hook=nothing,
     )

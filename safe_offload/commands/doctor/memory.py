@@ -57,7 +57,7 @@ def check_pool(machine: Machine, pools: Sequence[Pool]) -> Iterator[Finding]:
         try:
             check_host_bytes(
                 pool.config,
-                pool_bytes_per_rank=pool.rank_bytes,
+                bytes_per_rank=pool.rank_bytes,
                 num_ranks_on_host=pool.num_ranks,
                 available_bytes=machine.available_bytes,
             )

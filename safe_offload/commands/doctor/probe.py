@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         tell(problem=_in_words(error), is_complete=True)
         return 0
     try:
-        from safe_offload import compat
+        from safe_offload.compat import versions
 
-        installed = compat.installed_version() or vllm.__version__
-        tell(version=installed, tested=compat.TESTED_VERSIONS)
+        installed = versions.installed_version() or vllm.__version__
+        tell(version=installed, tested=versions.TESTED_VERSIONS)
     except Exception as error:
         tell(connector_problem=_in_words(error), is_complete=True)
         return 0
@@ -67,11 +67,11 @@ def _connector_module() -> str:
 def _ask_about(arguments: Sequence[str], tell: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from safe_offload import compat
+    from safe_offload.compat import versions
 
     complaint = io.StringIO()
     try:
-        parser = compat.make_serve_parser()
+        parser = versions.make_serve_parser()
         with contextlib.redirect_stderr(complaint):
             namespace = parser.parse_args(list(arguments))
             if namespace.model_tag is not None:
@@ -99,7 +99,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
 
 def _from_arguments(args: Any) -> dict[str, Any]:
     """What is known of an engine without its model."""
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
 
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     return {
@@ -111,12 +111,12 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
         "other_offloading_gib": args.kv_offloading_size,
-        "has_hash_seed": compat.has_hash_seed(args.prefix_caching_hash_algo),
+        "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 
 def _from_config(config: Any, args: Any) -> dict[str, Any]:
-    from safe_offload import compat
+    from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
     return _from_arguments(args) | {
@@ -124,8 +124,8 @@ def _from_config(config: Any, args: Any) -> dict[str, Any]:
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
         "transfer_config": _fields_of(config.kv_transfer_config),
         "num_ranks": parallel.world_size,
-        "num_local_ranks": compat.num_ranks_on_host(parallel)
-        if compat.are_workers_here(parallel)
+        "num_local_ranks": engine_config.num_ranks_on_host(parallel)
+        if engine_config.are_workers_here(parallel)
         else 1,
     }
 
@@ -149,7 +149,7 @@ def _model_facts(args: Any) -> dict[str, Any]:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-    from safe_offload import compat
+    from safe_offload.compat import specs, whole_blocks
 
     one_rank = dataclasses.replace(
         args,
@@ -171,11 +171,11 @@ def _model_facts(args: Any) -> dict[str, Any]:
         with torch.device("meta"):
             model = initialize_model(vllm_config=config)
         spec = get_kv_cache_spec(config)
-        compat.settle_kv_cache_layout(config)
+        whole_blocks.settle_kv_cache_layout(config)
         (kv_cache,) = get_kv_cache_configs(config, [spec], [ENOUGH_BYTES])
         return {
-            "block_bytes": compat.block_bytes(kv_cache),
-            "num_request_blocks": compat.num_blocks_of_longest_request(config, kv_cache),
+            "block_bytes": specs.block_bytes(kv_cache),
+            "num_request_blocks": specs.num_blocks_of_longest_request(config, kv_cache),
             "max_model_len": config.model_config.max_model_len,
             "num_groups": len(kv_cache.kv_cache_groups),
             "num_parameters": _num_parameters(model, config.model_config.hf_text_config),

@@ -232,7 +232,7 @@ def _measure_rates(
             backend.use((CopyPath(path),))
             for traffic, directions in TRAFFICS.items():
                 copies = _scattered_copies(directions)
-                seconds = [_time_copies(backend, copies) for _ in range(TIMED_COPIES + 1)]
+                seconds = [time_copies(backend, copies) for _ in range(TIMED_COPIES + 1)]
                 gbps = LARGE.size_bytes / statistics.median_low(seconds[1:]) / 1e9
                 trial.gbps.setdefault(path, {})[traffic] = round(gbps, 2)
 
@@ -257,7 +257,7 @@ def _scattered_copies(directions: Sequence[Direction]) -> list[Copy]:
     return [Copy(*parts) for parts in zip(directions, blocks, slots, strict=True)]
 
 
-def _time_copies(backend: Any, copies: Sequence[Copy]) -> float:
+def time_copies(backend: Any, copies: Sequence[Copy]) -> float:
     """Return the seconds from giving copies to the backend until all have ended."""
     start_s = time.perf_counter()
     completions = [backend.issue(copy, backend.mark()) for copy in copies]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_offload.errors import InvariantError
+from safe_offload.scheduler.cache.events import NO_EVENTS
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.cache.events import KvEvents
+    from safe_offload.scheduler.cache.events import KvEvents, NoEvents
 
 
 class Key(NamedTuple):
@@ -19,21 +19,13 @@ class Key(NamedTuple):
     block_hash: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryStatistics:
-    """How many slots hold something, and how many of these are still being stored."""
-
-    num_held: int
-    num_being_stored: int
-
-
 class Directory:
     """Block hash to slot, for each KV cache group.
 
     Args:
         num_slots: slots are 0 to `num_slots - 1`.
         num_groups: KV cache groups.
-        events: told what begins to be stored, can be found, and no longer can; None for nobody.
+        events: told what begins to be stored, can be found, and no longer can.
 
     Attributes:
         tables: for each group, slots by block hash: those that can be found, and those that are
@@ -44,7 +36,9 @@ class Directory:
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, events: KvEvents | None = None) -> None:
+    def __init__(
+        self, num_slots: int, num_groups: int, events: KvEvents | NoEvents = NO_EVENTS
+    ) -> None:
         self.events = events
         # Everything below is mutable. A store changes it when it begins and when it is published;
         # `SlotPool`, which knows what to do with a slot that holds nothing, does the rest.
@@ -52,6 +46,7 @@ class Directory:
         self.hashes: dict[int, bytes] = {}
         self.version = self.num_forgets = self.epoch = 0
         self._groups = bytearray(num_slots)
+        self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
         self._being_stored: set[int] = set()
 
@@ -73,24 +68,26 @@ class Directory:
         self._being_stored.update(slots)
         self.hashes.update(zip(slots, hashes, strict=True))
         self.tables[group_idx].update(zip(hashes, slots, strict=True))
-        if len(self.tables) > 1:
+        if self._has_groups:
             for slot in slots:
                 self._groups[slot] = group_idx
+        if more_keys:
+            self._add_keys(group_idx, more_keys)
+        self.events.storing(self._keys_of(slots))
+
+    def _add_keys(self, group_idx: int, more_keys: Mapping[bytes, Sequence[Key]]) -> None:
         for block_hash, keys in more_keys.items():
             slot = self.tables[group_idx][block_hash]
             free = [key for key in keys if key.block_hash not in self.tables[key.group_idx]]
             self._more_keys[slot] = free
             for key in free:
                 self.tables[key.group_idx][key.block_hash] = slot
-        if self.events is not None:
-            self.events.storing(self._keys_of(slots))
 
     def publish(self, slots: Sequence[int]) -> None:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
         self.version += 1
         self._being_stored.difference_update(slots)
-        if self.events is not None:
-            self.events.published(self._keys_of(slots))
+        self.events.published(self._keys_of(slots))
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
         """Return the slot that holds a block, if any."""
@@ -144,10 +141,9 @@ class Directory:
     def remove(self, slots: Sequence[int]) -> None:
         """Slots that are in the tables are overwritten: drop every key of theirs."""
         self.version += 1
-        if self.events is not None:
-            self.events.removed(self._keys_of(slots))
+        self.events.removed(self._keys_of(slots))
         groups, tables, hashes = self._groups, self.tables, map(self.hashes.pop, slots)
-        if len(tables) == 1:
+        if not self._has_groups:
             list(map(tables[0].pop, hashes))
         else:
             for slot, block_hash in zip(slots, hashes, strict=True):
@@ -181,12 +177,13 @@ class Directory:
         for slot, block_hash in self.hashes.items():
             self.tables[self._groups[slot]][block_hash] = slot
 
-    def statistics(self) -> DirectoryStatistics:
-        """Return how full it is."""
-        return DirectoryStatistics(len(self.hashes), len(self._being_stored))
+    @property
+    def num_being_stored(self) -> int:
+        """Slots that cannot be found yet."""
+        return len(self._being_stored)
 
     def __repr__(self) -> str:
-        return f"<Directory of epoch {self.epoch}: {self.statistics()}>"
+        return f"<Directory of epoch {self.epoch}: {len(self.hashes)} slots>"
 
     def check_invariants(self, leased: set[int]) -> None:
         """Compare the tables with each other, and what is being stored with what is leased.

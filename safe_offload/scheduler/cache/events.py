@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, kv_events, specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,8 +135,26 @@ class Origins:
             self._live[request] = len(hashes)
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
+class NoEvents:
+    """vLLM publishes no KV events, so nothing is told: the methods of `KvEvents`."""
+
+    is_pending = False
+    seen = ended = withdraw = storing = published = removed = staticmethod(_ignore)
+
+    def take(self) -> Sequence[Any]:
+        """Return what has happened since the last call."""
+        return ()
+
+
+NO_EVENTS = NoEvents()
+
+
 class KvEvents:
-    """Makes vLLM's events of what the directory reports. It only exists while they are on.
+    """Makes vLLM's events of what the directory reports.
 
     Its state, which nothing else changes: the events that were not taken, the descriptions of what
     is being stored, `origins`, and whether all was withdrawn.
@@ -144,11 +162,10 @@ class KvEvents:
     Args:
         groups: what events say of each KV cache group.
         hash_block_size: tokens of one hash of a request.
-        origins: where tokens come from.
     """
 
     def __init__(
-        self, groups: Sequence[compat.EventGroup], hash_block_size: int, origins: Origins
+        self, groups: Sequence[kv_events.EventGroup], hash_block_size: int, origins: Origins
     ) -> None:
         self._groups = groups
         self._hash_block_size = hash_block_size
@@ -238,7 +255,7 @@ class KvEvents:
         has_extra_keys = any(description.extra_keys for _, description in run)
         extra_keys = [description.extra_keys for _, description in run] if has_extra_keys else None
         self._events.append(
-            compat.block_stored(
+            kv_events.block_stored(
                 self._groups[group_idx],
                 block_hashes=[maybe_convert_block_hash(block_hash) for (_, block_hash), _ in run],
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
@@ -262,7 +279,7 @@ class KvEvents:
                 group_idx, block_hash = key
                 hashes[group_idx].append(maybe_convert_block_hash(block_hash))
         for group_idx, block_hashes in hashes.items():
-            self._events.append(compat.block_removed(self._groups[group_idx], block_hashes))
+            self._events.append(kv_events.block_removed(self._groups[group_idx], block_hashes))
 
     # ---- vLLM asks -----------------------------------------------------------------------------
 
@@ -274,20 +291,18 @@ class KvEvents:
 
 def make_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_lazy: bool
-) -> KvEvents | None:
-    """Return what makes KV events; None if vLLM is to publish none.
+) -> KvEvents | NoEvents:
+    """Return what makes KV events, if vLLM is to publish any.
 
     Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
         is_lazy: blocks are stored after their requests have ended too.
     """
-    if not compat.publishes_kv_events(vllm_config):
-        return None
-    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    if not kv_events.publishes_kv_events(vllm_config):
+        return NO_EVENTS
+    sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     config = replace(kv_cache_config, num_blocks=1)
-    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
-    groups = compat.event_groups(kv_cache_config, coordinator.group_block_sizes)
+    coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
+    groups = kv_events.event_groups(kv_cache_config, coordinator.group_block_sizes)
     hash_block_size = sizes[1]
     hashes_per_block = max(group.block_size for group in groups) // hash_block_size
     num_kept = 2 * kv_cache_config.num_blocks * hashes_per_block if is_lazy else 0

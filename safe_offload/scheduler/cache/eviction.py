@@ -8,7 +8,6 @@ no object for each slot, and a batch, not a slot, is what moves.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -18,14 +17,17 @@ PROTECTED_SHARE = 0.2
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
 
 
-class EvictionPolicy(ABC):
-    """Order of the filled slots that nothing leases; deterministic, each call one step."""
+class EvictionPolicy:
+    """Order of the filled slots that nothing leases: LRU, and what other orders override.
 
-    def __init__(self) -> None:
+    The slot goes first that was released longest ago. Deterministic, each call one step.
+    """
+
+    def __init__(self, num_slots: int) -> None:
         # Mutable, here and in each policy: changed by the methods below and by nothing else.
+        self._queue = _Queue(num_slots)
         self._age_s = 0.0
 
-    @abstractmethod
     def release(self, slots: Sequence[int], now_s: float) -> None:
         """Make filled slots evictable.
 
@@ -34,48 +36,42 @@ class EvictionPolicy(ABC):
                 tail of a prefix first.
             now_s: from which their age counts.
         """
+        self._queue.append(slots, now_s)
 
-    @abstractmethod
     def lease(self, slots: Iterable[int]) -> None:
         """Take out slots whose content is needed again (a hit).
 
         One that was leased already may be among them; it has been used once more. Slots from
         `evict` are leased without this call: what they will hold is new.
         """
+        self._queue.remove(slots)
 
-    @abstractmethod
     def hold(self, slots: Iterable[int]) -> None:
-        """Take out slots whose content is read, which is no use of it (a spill).
+        """Take out slots whose content is read, leased or not, which is no use of it (a spill)."""
+        self._queue.remove(slots)
 
-        One that was leased already may be among them.
-        """
-
-    @abstractmethod
     def hurry(self, slots: Sequence[int], now_s: float) -> None:
         """Let evictable slots go before all others, the first of them first."""
+        self.hold(slots)
+        self._queue.prepend(slots, now_s)
 
-    @abstractmethod
     def peek(self, count: int) -> list[int]:
         """Return up to `count` slots that are evicted next, the first to go first."""
+        return self._queue.peek(count)
 
-    @abstractmethod
     def evict(self, count: int, now_s: float) -> list[int]:
-        """Take out slots to be overwritten.
+        """Take out up to `count` slots to be overwritten, the first to go first."""
+        return self._evicted(self._queue.take(count), now_s)
 
-        Returns:
-            Up to `count` slots, the first to go first; fewer if no more are evictable.
-        """
-
-    @abstractmethod
     def forget(self, slots: Iterable[int]) -> None:
         """Take out those of the slots that are evictable: what they hold is worthless.
 
         One that is leased may be among them; what was known of its use is forgotten.
         """
+        self._queue.remove(slots)
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Return the number of evictable slots."""
+        return len(self._queue)
 
     def take_age_s(self) -> float:
         """Return the time since the release of each slot evicted since the last call, added up."""
@@ -94,46 +90,6 @@ class EvictionPolicy(ABC):
         return f"<{type(self).__name__}: {len(self)} evictable slots>"
 
 
-class Lru(EvictionPolicy):
-    """The slot goes first that was released longest ago."""
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__()
-        self._queue = _Queue(num_slots)
-
-    def release(self, slots: Sequence[int], now_s: float) -> None:
-        """See `EvictionPolicy`."""
-        self._queue.append(slots, now_s)
-
-    def lease(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        self._queue.remove(slots)
-
-    def hold(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        self._queue.remove(slots)
-
-    def hurry(self, slots: Sequence[int], now_s: float) -> None:
-        """See `EvictionPolicy`."""
-        self._queue.remove(slots)
-        self._queue.prepend(slots, now_s)
-
-    def peek(self, count: int) -> list[int]:
-        """See `EvictionPolicy`."""
-        return self._queue.peek(count)
-
-    def evict(self, count: int, now_s: float) -> list[int]:
-        """See `EvictionPolicy`."""
-        return self._evicted(self._queue.take(count), now_s)
-
-    def forget(self, slots: Iterable[int]) -> None:
-        """See `EvictionPolicy`."""
-        self._queue.remove(slots)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-
 class Slru(EvictionPolicy):
     """Segmented LRU: what was never hit goes before what was.
 
@@ -149,8 +105,7 @@ class Slru(EvictionPolicy):
     """
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__()
-        self._probation = _Queue(num_slots)
+        super().__init__(num_slots)  # its queue is the one on probation
         self._protected = _Queue(num_slots)
         self._was_hit = bytearray(num_slots)
 
@@ -160,7 +115,7 @@ class Slru(EvictionPolicy):
         used = [slot for slot in slots if was_hit[slot]]
         if len(used) < len(slots):
             unused = [slot for slot in slots if not was_hit[slot]] if used else slots
-            self._probation.append(unused, now_s)
+            self._queue.append(unused, now_s)
         self._protected.append(used, now_s)
 
     def lease(self, slots: Iterable[int]) -> None:
@@ -170,25 +125,20 @@ class Slru(EvictionPolicy):
     def hold(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         slots = list(slots)
-        self._probation.remove(slots)
+        self._queue.remove(slots)
         self._protected.remove(slots)
-
-    def hurry(self, slots: Sequence[int], now_s: float) -> None:
-        """See `EvictionPolicy`."""
-        self.hold(slots)
-        self._probation.prepend(slots, now_s)
 
     def peek(self, count: int) -> list[int]:
         """See `EvictionPolicy`; protected slots that are too many come after all others here."""
-        first = self._probation.peek(count)
+        first = self._queue.peek(count)
         return first + self._protected.peek(count - len(first))
 
     def evict(self, count: int, now_s: float) -> list[int]:
         """See `EvictionPolicy`."""
         num_surplus = len(self._protected) - int(PROTECTED_SHARE * len(self))
         for released_s, slots in self._protected.take(num_surplus):
-            self._probation.append(slots, released_s)
-        evicted = self._evicted(self._probation.take(count), now_s)
+            self._queue.append(slots, released_s)
+        evicted = self._evicted(self._queue.take(count), now_s)
         evicted += self._evicted(self._protected.take(count - len(evicted)), now_s)
         for slot in evicted:
             self._was_hit[slot] = False
@@ -199,17 +149,17 @@ class Slru(EvictionPolicy):
         self._take_out(list(slots), was_hit=False)
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
+        return len(self._queue) + len(self._protected)
 
     def _take_out(self, slots: list[int], *, was_hit: bool) -> None:
-        self._probation.remove(slots)
+        self._queue.remove(slots)
         self._protected.remove(slots)
         for slot in slots:
             self._was_hit[slot] = was_hit
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "lru": Lru,
+    "lru": EvictionPolicy,
     "slru": Slru,
 }
 """By the name that `eviction_policy` gives; made of the number of slots."""

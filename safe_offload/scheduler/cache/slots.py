@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
@@ -16,30 +15,12 @@ from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.eviction import EvictionPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class SlotStatistics:
-    """How many slots there are of each kind; those that are retired do not count as leased."""
-
-    num_usable: int
-    num_empty: int
-    num_evictable: int
-    num_leased: int
-    num_retired: int
-
-    @property
-    def num_free(self) -> int:
-        """What a grant can take."""
-        return self.num_empty + self.num_evictable
-
-
 class SlotPool:
     """Host slots; every operation is one step that cannot half happen.
 
     Args:
         num_slots: that every rank will have in the end.
-        directory: what the slots hold; empty.
-        policy: which of the filled slots goes first; empty.
-        counters: evictions are counted here.
+        directory, policy: empty.
     """
 
     def __init__(
@@ -229,13 +210,8 @@ class SlotPool:
         self._counters[Count.EVICTED_BLOCKS_UNHIT] += len(slots) - len(hit)
         self._counters.add_seconds(Count.EVICTED_AGE_SECONDS, self._evictable.take_age_s())
 
-    def statistics(self) -> SlotStatistics:
-        """Return how many slots there are of each kind."""
-        num_free = len(self._empty), len(self._evictable)
-        return SlotStatistics(self.num_usable, *num_free, self.num_leased, self.num_retired)
-
     def __repr__(self) -> str:
-        return f"<SlotPool of {self.num_slots}: {self.statistics()}>"
+        return f"<SlotPool of {self.num_slots}: {self.num_free} free, {self.num_leased} leased>"
 
     def _count(self, leases: Iterable[Sequence[int]]) -> Counter[int]:
         """Return how many leases each slot should have."""

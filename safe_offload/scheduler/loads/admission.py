@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.geometry import Geometry
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
@@ -39,20 +39,18 @@ class Need:
 
 
 class Admission:
-    """The requests that hold GPU blocks for a load: they are its state, with what each needs.
+    """The requests that hold GPU blocks for a load.
 
-    Args:
-        hits: knows the groups.
-        num_gpu_blocks: all that can be allocated.
+    Its state: `holders`, with what each needs; read only outside.
     """
 
-    def __init__(self, hits: HostHits, num_gpu_blocks: int) -> None:
-        self._hits = hits
+    def __init__(self, geometry: Geometry, num_gpu_blocks: int) -> None:
+        self._geometry = geometry
         self._num_gpu_blocks = num_gpu_blocks
-        self._holders: dict[RequestState, Need] = {}
+        self.holders: dict[RequestState, Need] = {}
 
     def __repr__(self) -> str:
-        return f"Admission({len(self._holders)} hold blocks)"
+        return f"Admission({len(self.holders)} hold blocks)"
 
     def admits(self, state: RequestState, num_tokens: int) -> bool:
         """Whether a request may hold the blocks of its first `num_tokens` tokens.
@@ -60,11 +58,11 @@ class Admission:
         A request that is the only one may: whatever else holds blocks can be preempted. And so may
         any where full attention is all there is, for there vLLM's own check counts right.
         """
-        if self._hits.is_plain:
+        if self._geometry.is_plain:
             return True
         others = [
             need
-            for holder, need in self._holders.items()
+            for holder, need in self.holders.items()
             if holder is not state and not holder.finished
         ]
         if not others:
@@ -75,17 +73,14 @@ class Admission:
 
     def hold(self, state: RequestState, num_tokens: int) -> None:
         """A request holds the blocks of its first `num_tokens` tokens, and waits."""
-        self._holders[state] = self._need(state, num_tokens)
+        self.holders[state] = self._need(state, num_tokens)
 
     def release(self, state: RequestState) -> None:
         """A request goes on, or has ended; of others nothing changes."""
-        self._holders.pop(state, None)
+        self.holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
-        held = self._hits.num_blocks_held(num_tokens)
-        spanned = self._hits.num_blocks_spanned(state.request.num_tokens)
-        spare = SPARE_BLOCKS * len(self._hits.group_block_sizes)
+        held = self._geometry.num_blocks_held(num_tokens)
+        spanned = self._geometry.num_blocks_spanned(state.request.num_tokens)
+        spare = SPARE_BLOCKS * len(self._geometry.group_block_sizes)
         return Need(held, spanned - held + spare)
-
-    def __len__(self) -> int:
-        return len(self._holders)

@@ -6,8 +6,8 @@ measured while requests are served: the time of a step by the tokens computed in
 a load by its tokens. Both are taken from plan to plan: that is what a request feels, queues, steps
 in between and vLLM's pauses included. There is no clock in here: times are handed in.
 
-Most steps only generate. They decide nothing here and cost nothing: those are timed in which a
-prompt is computed, and what follows from them is worked out when a hit is found.
+Most steps only generate; only those are timed in which a prompt is computed, and what follows from
+them is worked out when a hit is found.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEPT_SAMPLES = 15
 SAMPLES_MIN = 4
 """Of each kind; before that every hit is offered."""
 PROBE_EVERY = 32
-"""So many hits are refused, then one is offered all the same, to measure how loads fare now; and
-the other way round unless computing is known to take more than `PROBE_REACH` times as long."""
+"""One refused hit in 32 is offered all the same, to measure how loads fare now; and the other way
+round unless computing is known to take more than `PROBE_REACH` times as long."""
 PROBE_REACH = 2.0
 REFRESH_EVERY_MAX = 7
 """Samples that may come before what follows from them is worked out again; fewer at first."""
 FAR = 4
-"""Of steps up to so many times the largest that was measured, the smaller ones tell something."""
+"""Of steps up to four times the largest that was measured, the smaller ones tell something."""
 GAUGES_EVERY_MAX = 64
 """Samples, after which the gauges are worked out again; while there are few, when they double."""
 
@@ -69,7 +69,6 @@ class Curve:
         self.num_samples += 1
 
     def _refresh(self) -> None:
-        """Work out the points again, of what is new since the last time."""
         for power in self._stale:
             sizes, seconds = self._samples[power]
             count = len(sizes)
@@ -82,7 +81,7 @@ class Curve:
         self._seconds = _never_falling([(seconds, count) for _, seconds, count in medians])
 
     def measured_at(self, size: float) -> float:
-        """Seconds as in `at`, of the nearest size that was measured."""
+        """Return the seconds of the nearest size that was measured; see `at`."""
         points = self.points
         if size <= 0 or not points:
             return 0.0
@@ -90,13 +89,13 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Sizes and seconds, the smallest first."""
+        """Return sizes and seconds, the smallest first."""
         if self._stale:
             self._refresh()
         return list(zip(self._sizes, self._seconds, strict=True))
 
     def at(self, size: float) -> float:
-        """Seconds that something of a size is expected to take, as of a few samples ago."""
+        """Return the seconds that a size is expected to take, as of a few samples ago."""
         if self.num_samples >= self._refresh_due:
             self._refresh()
         sizes, seconds = self._sizes, self._seconds
@@ -111,7 +110,7 @@ class Curve:
         return self._along(size)
 
     def _along(self, size: float) -> float:
-        """Seconds by the straight line of the two sizes around or next to one."""
+        """Return the seconds on the line through the two sizes around or next to one."""
         sizes, seconds = self._sizes, self._seconds
         index = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         size_before, before_s = sizes[index - 1], seconds[index - 1]
@@ -120,10 +119,7 @@ class Curve:
 
 
 def _never_falling(values: list[tuple[float, int]]) -> list[float]:
-    """The nearest to some weighted values that never falls: those that do become their mean.
-
-    It is the isotonic regression, by pooling adjacent violators.
-    """
+    """Return the isotonic regression of weighted values, by pooling adjacent violators."""
     pools: list[tuple[float, int, int]] = []
     for value, weight in values:
         mean, total, count = value, weight, 1
@@ -143,7 +139,7 @@ class Offer:
     Attributes:
         num_tokens: that would be loaded.
         num_tokens_left: to be computed in any case.
-        loading_s: a load of another request brings them, which began so long ago; it costs what is
+        loading_s: how long ago a load of another request began that brings them; it costs what is
             left of it, however many wait for it. None for a load of its own.
     """
 
@@ -163,8 +159,8 @@ class Costs:
     """What loads and steps have taken, and what follows from it.
 
     Args:
-        min_load_tokens: offer every hit of so many tokens and no other, whatever was measured; None
-            to go by what was measured.
+        min_load_tokens: offer the hits of at least this many tokens; None to go by what was
+            measured.
         num_step_tokens_max: a step computes no more.
     """
 
@@ -209,7 +205,7 @@ class Costs:
         return True
 
     def load_s(self, offer: Offer) -> float:
-        """Seconds until the tokens of a hit are expected to be there.
+        """Return the seconds until the tokens of a hit are expected to be there.
 
         A load that is late is expected to take as long again as it is late.
         """
@@ -217,14 +213,13 @@ class Costs:
         return expected_s if offer.loading_s is None else abs(expected_s - offer.loading_s)
 
     def compute_s(self, offer: Offer) -> float:
-        """Seconds that computing them would add to what is computed in any case."""
+        """Return the seconds that computing them would add to what is computed in any case."""
         return self._added_s(offer, self.steps.at)
 
     def saved_s(self, offer: Offer) -> float:
-        """Seconds that computing them would have added at least.
+        """Return the seconds that computing them would have added at least.
 
-        Nothing is expected beyond what was measured: a larger step takes as long as the largest
-        that was.
+        A step larger than all that were measured counts as the largest of these.
         """
         return self._added_s(offer, self.steps.measured_at)
 
@@ -237,10 +232,7 @@ class Costs:
         return num_full * step_s(self._num_step_tokens_max) + step_s(num_rest)
 
     def gauges(self) -> dict[str, float]:
-        """What was measured, a few samples ago; see `observe.metrics.GAUGES`.
-
-        vLLM asks after every step, most of which change nothing that shows.
-        """
+        """Return what was measured, a few samples ago; see `observe.metrics.GAUGES`."""
         num_samples = self.steps.num_samples + self.loads.num_samples
         if self.is_measuring and num_samples >= self._gauges_due:
             self._gauges_due = num_samples + min(num_samples, GAUGES_EVERY_MAX)
@@ -264,13 +256,13 @@ class Costs:
 
 
 def rate(points: list[tuple[float, float]]) -> int:
-    """Tokens a second at the largest size that was measured."""
+    """Return the tokens a second at the largest size that was measured."""
     return round(points[-1][0] / points[-1][1]) if points and points[-1][1] > 0 else 0
 
 
 WAIT_SHARE = 0.08
-"""Of the time that computing takes: so much a request may wait in vain for a tier. It may take a
-tenth longer; the rest is for what the estimate is wrong by."""
+"""Of the time that computing takes, a request may wait in vain for a tier. It may take a tenth
+longer; the rest is for what the estimate is wrong by."""
 SURE_SHARE = 0.95
 """Of what is expected to be saved by what has come; the estimate may be wrong by the rest."""
 WAIT_SLACK_S = 0.01
@@ -281,9 +273,8 @@ NOTHING_FETCHED: dict[str, float] = {"fetch_bytes_per_second": 0, "fetch_latency
 class TierCosts:
     """What probes and fetches have taken, and what follows from it.
 
-    Its state: the curves, by keys asked for and by slots filled, of the time from the plan that
-    names them to the one after their last report; how often it was refused; and the gauges, with
-    the number of fetches that they are of.
+    The curves are by keys asked for and by slots filled, from the plan that names them to the one
+    after their last report.
 
     Args:
         costs: of what computing and loading take.
@@ -310,23 +301,18 @@ class TierCosts:
         self._fetches[tier - 1].add(num_slots, seconds)
 
     def probe_pays(self, offer: Offer, num_slots: int) -> bool:
-        """Whether tiers are to be asked for what they would bring at best.
-
-        Args:
-            offer: what that is.
-            num_slots: that it fills.
-        """
+        """Whether to ask tiers for what they bring at best, which fills this many slots."""
         return any(
             self._pays(offer, fetch_s + self._probes.at(num_slots))
             for fetch_s in [curve.at(num_slots) for curve in self._fetches]
         )
 
     def fetch_pays(self, offer: Offer, num_slots: int, tier: int) -> bool:
-        """Whether so many slots are to be filled from a tier, and hit then."""
+        """Whether this many slots are to be filled from a tier, and hit then."""
         return self._pays(offer, self._fetches[tier - 1].at(num_slots))
 
     def is_soon(self, offer: Offer, num_slots: int, tier: int, waited_s: float) -> bool:
-        """Whether so many slots are sure to be filled while a request may wait in vain.
+        """Whether slots are sure to be filled while a request may wait in vain.
 
         Args:
             offer: what they bring.
@@ -395,7 +381,7 @@ class StepWatch:
     Args:
         costs: where it is noted.
         num_in_flight: steps that the engine has in flight while it is busy.
-        num_decode_tokens_max: a request that computes no prompt has at most so many in a step.
+        num_decode_tokens_max: of a request in a step that computes no prompt of it.
     """
 
     def __init__(self, costs: Costs, num_in_flight: int, num_decode_tokens_max: int) -> None:
@@ -407,12 +393,7 @@ class StepWatch:
         self.last_planned_s = 0.0
 
     def planned(self, scheduler_output: SchedulerOutput, now_s: float) -> None:
-        """A step is planned.
-
-        Args:
-            scheduler_output: of vLLM.
-            now_s: of a clock that never goes back.
-        """
+        """A step is planned, at a time of a clock that never goes back."""
         costs, scheduled = self._costs, scheduler_output.num_scheduled_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         computes_prompt = (

@@ -8,21 +8,18 @@ because it can do without a call for each block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits, specs
+from safe_offload.scheduler.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from safe_offload.scheduler.cache.slots import SlotPool
 
@@ -147,11 +144,11 @@ class FullAttentionInRuns(FullAttentionManager):
 
 def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """Return vLLM's cache coordinator, whose rules run over a pool of ours."""
-    sizes = compat.resolve_block_sizes(kv_cache_config, vllm_config)
+    sizes = specs.resolve_block_sizes(kv_cache_config, vllm_config)
     # It makes a pool of its own, which has no use: one block is the least.
     config = replace(kv_cache_config, num_blocks=1)
-    coordinator = compat.make_coordinator(vllm_config, config, *sizes)
-    compat.replace_full_attention(coordinator, FullAttentionInRuns)
+    coordinator = cache_hits.make_coordinator(vllm_config, config, *sizes)
+    cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
     coordinator.block_pool = pool
     for manager in coordinator.single_type_managers:
         manager.block_pool = pool
@@ -160,24 +157,9 @@ def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCach
 
 
 class HostHits:
-    """Finds hits on the host; knows how the model's KV cache is cut into groups and blocks.
+    """Finds hits on the host.
 
     Nothing here is mutable but `slots` and its directory, which have rules of their own.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the scheduler's view of the GPU KV cache.
-        slots: what can be found, and what loads and stores lease.
-
-    Attributes:
-        hash_block_size: tokens of one hash of `Request.block_hashes`.
-        alignment_tokens: hits start at a multiple of this.
-        group_ids: KV cache groups that are stored.
-        group_block_sizes: tokens of a block, for each group.
-        is_plain: there is nothing but one group of full attention.
-        has_states: there are Mamba states.
-        ends_inside_blocks: hits may end inside a block.
-        retention_interval: see `compat.retention_interval`.
     """
 
     def __init__(
@@ -185,28 +167,14 @@ class HostHits:
     ) -> None:
         self.slots = slots
         self.directory = slots.directory
-        block_size, self.hash_block_size = compat.resolve_block_sizes(kv_cache_config, vllm_config)
-        chunk_sizes = [
-            group.kv_cache_spec.attention_chunk_size
-            for group in kv_cache_config.kv_cache_groups
-            if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
-        ]
-        # A chunked-local group counts its chunks from the first token, so a search that starts
-        # after the GPU's hit is right only at a chunk boundary.
-        self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
-        self.group_ids = compat.cacheable_group_ids(kv_cache_config)
-        coordinator = coordinator_over(
-            FoundAsBlocks(self.directory, self.hash_block_size), vllm_config, kv_cache_config
-        )
-        self._coordinator = coordinator
-        self._full_group = compat.full_attention_group(coordinator, self.hash_block_size)
-        self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
-        self.is_plain = compat.has_plain_hits(coordinator, self.hash_block_size)
-        self.has_states = bool(compat.state_group_ids(kv_cache_config))
-        self.ends_inside_blocks = compat.ends_inside_blocks(coordinator)
-        self.retention_interval = compat.retention_interval(coordinator)
-
-    # ---- hits ----------------------------------------------------------------------------------
+        _, hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
+        pool = FoundAsBlocks(self.directory, hash_block_size)
+        self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
+        self.geometry = Geometry(vllm_config, kv_cache_config, self._coordinator)
+        self._hash_block_size = hash_block_size
+        self._alignment_tokens = self.geometry.alignment_tokens
+        self._is_plain = self.geometry.is_plain
+        self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
     def find_hit(
         self, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
@@ -221,18 +189,18 @@ class HostHits:
         Returns:
             None if there is none, or if it cannot start at `num_computed_tokens`.
         """
-        if num_computed_tokens % self.alignment_tokens:
+        if num_computed_tokens % self._alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // self.hash_block_size :]
+        remaining = block_hashes[num_computed_tokens // self._hash_block_size :]
         num_tokens_max = end_max - num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
         slots_by_group: tuple[list[int], ...]
-        if self.is_plain:
-            slots = self.directory.find_run(0, remaining[: num_tokens_max // self.hash_block_size])
+        if self._is_plain:
+            slots = self.directory.find_run(0, remaining[: num_tokens_max // self._hash_block_size])
             if not slots:
                 return None
-            slots_by_group, num_tokens = (slots,), len(slots) * self.hash_block_size
+            slots_by_group, num_tokens = (slots,), len(slots) * self._hash_block_size
         else:
             slots_by_group, num_tokens = self._coordinator.find_longest_cache_hit(
                 remaining, num_tokens_max
@@ -265,7 +233,7 @@ class HostHits:
             None if that takes a search.
         """
         num_more = hit.num_computed_tokens - num_computed_tokens
-        if num_more <= 0 or num_computed_tokens % self.alignment_tokens:
+        if num_more <= 0 or num_computed_tokens % self._alignment_tokens:
             return None
         if not self._ends_there(hit, block_hashes, end_max):
             return None
@@ -273,14 +241,14 @@ class HostHits:
         slots_by_group: list[list[int]] = []
         for group_idx, slots in enumerate(hit.slots_by_group):
             if group_idx == self._full_group:
-                first = num_computed_tokens // self.hash_block_size
-                end = hit.num_computed_tokens // self.hash_block_size
+                first = num_computed_tokens // self._hash_block_size
+                end = hit.num_computed_tokens // self._hash_block_size
                 new = self.directory.find_run(group_idx, block_hashes[first:end])
                 if len(new) < end - first:
                     return None
                 slots_by_group.append([*new, *slots])
             elif slots and slots[0] == NO_SLOT:
-                num_blocks = num_more // self.group_block_sizes[group_idx]
+                num_blocks = num_more // self.geometry.group_block_sizes[group_idx]
                 slots_by_group.append([NO_SLOT] * num_blocks + slots)
             else:
                 return None
@@ -298,36 +266,10 @@ class HostHits:
             return False  # a slot of a hit can be forgotten although it is leased
         if version == directory.version:
             return True
-        group_idx, block_size = self._full_group, self.hash_block_size
+        group_idx, block_size = self._full_group, self._hash_block_size
         end = hit.num_computed_tokens + hit.num_tokens
         if group_idx is None or end % block_size:
             return False
         if end + block_size > end_max or end // block_size >= len(block_hashes):
             return True
         return directory.find(group_idx, block_hashes[end // block_size]) is None
-
-    # ---- how the KV cache is cut ---------------------------------------------------------------
-
-    def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
-        """Return the hash of each block of a request, as large as the blocks of a group are."""
-        block_size = self.group_block_sizes[group_idx]
-        hashes: Sequence[bytes] = request.block_hashes
-        if block_size != self.hash_block_size:
-            hashes = BlockHashListWithBlockSize(hashes, self.hash_block_size, block_size)
-        return hashes
-
-    def num_blocks_spanned(self, num_tokens: int) -> int:
-        """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
-        return sum(-(-num_tokens // size) for size in self.group_block_sizes)
-
-    def num_blocks_held(self, num_tokens: int) -> int:
-        """Return how many of these a request needs to go on; a window has slid past the others."""
-        num_held = 0
-        for manager in self._coordinator.single_type_managers:
-            num_skipped = int(manager.get_num_skipped_tokens(num_tokens))
-            num_held += -(-num_tokens // manager.block_size) - num_skipped // manager.block_size
-        return num_held
-
-    def num_blocks_in_step(self, num_tokens: int) -> int:
-        """Return the most blocks that `num_tokens` tokens of one step may need, over all groups."""
-        return sum(-(-num_tokens // size) + 1 for size in self.group_block_sizes)

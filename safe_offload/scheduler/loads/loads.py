@@ -21,7 +21,7 @@ from safe_offload.scheduler.loads.admission import Admission
 from safe_offload.scheduler.loads.cost import Costs, Offer
 from safe_offload.scheduler.loads.hits import NO_SLOT, Hit, HostHits, needed
 from safe_offload.scheduler.loads.sharing import Sharing, Wait
-from safe_offload.scheduler.pending import Load
+from safe_offload.scheduler.pending import Ledger, Load
 from safe_offload.scheduler.requests import Phase, RequestState
 
 if TYPE_CHECKING:
@@ -56,18 +56,8 @@ class LoadProgress:
 class Loads:
     """Hits, loads that are planned or in flight, and failures that vLLM has not been told.
 
-    Its state: the progress of each request, the loads since the last `sent`, those in flight by
-    transfer id, and the requests whose failure is to be announced. Nothing else changes it.
-
-    Args:
-        hits: where hits are found.
-        leases: where hits are protected.
-        gpu: which GPU blocks there are.
-        transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
-        counters: what happens is counted here.
-        wait_max_s: see `Sharing`.
-        costs: say whether a hit is worth loading.
+    Its state: the progress of each request, the loads, and the requests whose failure is still to
+    be announced. Nothing else changes it.
     """
 
     def __init__(  # noqa: PLR0913
@@ -82,21 +72,19 @@ class Loads:
         costs: Costs,
     ) -> None:
         self._hits = hits
+        self._geometry = hits.geometry
         self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
         self._counters = counters
-        self._admission = Admission(hits, gpu.num_blocks)
-        self._sharing = Sharing(hits, wait_max_s, counters)
+        self._admission = Admission(hits.geometry, gpu.num_blocks)
+        self._sharing = Sharing(hits.geometry, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
-        self._new: list[Load] = []
-        self.in_flight: dict[int, Load] = {}
-        self._failures: list[RequestState] = []
+        self.ledger: Ledger[Load] = Ledger(transfer_ids, num_ranks)
+        self.unannounced: list[RequestState] = []
 
     def __repr__(self) -> str:
-        return f"Loads({len(self._new)} new, {len(self.in_flight)} in flight)"
+        return f"Loads({self.ledger!r})"
 
     # ---- hits ----------------------------------------------------------------------------------
 
@@ -107,7 +95,7 @@ class Loads:
             Its tokens; None if a load of another request brings the first of them (see `sharing`).
         """
         request, progress = state.request, self.progress[state]
-        if progress.must_compute or progress.num_failed >= FAILED_LOADS_MAX:
+        if progress.must_compute:
             if progress.hit is not None:
                 self.drop_hit(state)
             return 0
@@ -135,8 +123,8 @@ class Loads:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
                 return 0
-        is_loading = self.in_flight or self._new
-        if is_loading and self._begins_to_wait(wait, request, hit, now_s):
+        ledger = self.ledger
+        if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):
             self.drop_hit(state)
             return None
         num_left = request.num_tokens - num_computed_tokens - hit.num_tokens
@@ -166,7 +154,7 @@ class Loads:
     def _begins_to_wait(self, wait: Wait, request: Request, hit: Hit, now_s: float) -> bool:
         """Whether a request waits from now on for another's load of what it has a hit for."""
         num_computed_tokens = hit.num_computed_tokens
-        under_way = chain(self.in_flight.values(), self._new)
+        under_way = chain(self.ledger.in_flight.values(), self.ledger.new)
         load = self._sharing.find(wait, request, num_computed_tokens, under_way)
         if load is None:
             return False
@@ -190,7 +178,7 @@ class Loads:
         Args:
             num_tokens_max: the request has a use for so many after those that the GPU has.
         """
-        num_brought = load.end_hash * self._hits.hash_block_size - num_computed_tokens
+        num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
         num_left = request.num_tokens - num_computed_tokens - num_tokens
         loading_s = now_s - load.sent_s if load.sent_s is not None else 0.0
@@ -228,11 +216,12 @@ class Loads:
         if slots and lease is not None:
             progress.lease = None
             lease.keep(LeaseKind.LOAD, slots)
-            transfer = Transfer(next(self._transfer_ids), ids_of(block_ids), ids_of(slots))
-            size = self._hits.hash_block_size
+            transfer_id, ranks = self.ledger.open()
+            transfer = Transfer(transfer_id, ids_of(block_ids), ids_of(slots))
+            size = self._geometry.hash_block_size
             load = Load(
-                transfer_id=transfer.transfer_id,
-                ranks_left=set(range(self._num_ranks)),
+                transfer_id=transfer_id,
+                ranks_left=ranks,
                 transfer=transfer,
                 lease=lease,
                 owner=state,
@@ -241,13 +230,13 @@ class Loads:
                 first_hash=num_local_tokens // size,
                 end_hash=(num_local_tokens + num_tokens) // size,
             )
-            self._new.append(load)
+            self.ledger.new.append(load)
             self._counters[Count.HIT_TOKENS] += num_tokens
             self._counters.observe(HIT_TOKENS, num_tokens)
             self._hits.slots.mark_hit(slots)
         else:
             self._counters[Count.UNUSABLE_HITS] += 1
-            self._failures.append(state)
+            self.unannounced.append(state)
         self.drop_hit(state)
         state.begin_load()
 
@@ -266,12 +255,12 @@ class Loads:
         """
         if hit is None or num_tokens > hit.num_tokens:
             return [], []
-        if num_tokens < hit.num_tokens and self._hits.has_states:
+        if num_tokens < hit.num_tokens and self._geometry.has_states:
             return [], []
         all_block_ids: list[int] = []
         all_slots: list[int] = []
-        for group_idx in self._hits.group_ids:
-            block_size = self._hits.group_block_sizes[group_idx]
+        for group_idx in self._geometry.group_ids:
+            block_size = self._geometry.group_block_sizes[group_idx]
             first = hit.num_computed_tokens // block_size
             end = -(-(hit.num_computed_tokens + num_tokens) // block_size)
             block_ids = [block.block_id for block in blocks_by_group[group_idx][first:end]]
@@ -289,17 +278,19 @@ class Loads:
 
     def run(self, state: RequestState) -> None:
         """A request goes on without a load: it may be offered hits and loads again."""
-        self._admission.release(state)
+        if self._admission.holders:
+            self._admission.release(state)
         progress = self.progress[state]
         if progress.hit is not None:
             self.drop_hit(state)
-        progress.must_compute = False
+        progress.must_compute = progress.num_failed >= FAILED_LOADS_MAX
         if progress.wait.stuck_at >= 0:
             progress.wait.unstick()
 
     def end(self, state: RequestState) -> None:
         """A request has ended: it holds no blocks for a load any more, and needs no hit."""
-        self._admission.release(state)
+        if self._admission.holders:
+            self._admission.release(state)
         if self.progress[state].hit is not None:
             self.drop_hit(state)
 
@@ -314,24 +305,26 @@ class Loads:
 
     def fail_all(self) -> None:
         """The host has forgotten everything: what is on its way to the GPU is not used either."""
-        for load in (*self._new, *self.in_flight.values()):
+        for load in (*self.ledger.new, *self.ledger.in_flight.values()):
             load.fail()
 
     def owe_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
         if state.owe_failure():
-            self._failures.append(state)
+            self.unannounced.append(state)
 
     # ---- plans and reports ---------------------------------------------------------------------
 
     def new_transfers(self) -> tuple[Transfer, ...]:
         """Return the loads that have begun since the last `sent`."""
-        return tuple(load.transfer for load in self._new)
+        new = self.ledger.new
+        return tuple([load.transfer for load in new]) if new else ()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Ids of requests whose load failed since the last `sent`."""
-        return tuple(state.request.request_id for state in self._failures)
+        failed = self.unannounced
+        return tuple([state.request.request_id for state in failed]) if failed else ()
 
     def sent(self, now_s: float | None = None) -> None:
         """The workers have been told of the new loads, which are in flight now, and of failures.
@@ -341,11 +334,9 @@ class Loads:
         counts what it has reserved for the first load of a request against its second, which in a
         small pool then never begins.
         """
-        for load in self._new:
+        for load in self.ledger.sent():
             load.sent(now_s)
-            self.in_flight[load.transfer_id] = load
-        self._new = []
-        failures, self._failures = self._failures, []
+        failures, self.unannounced = self.unannounced, []
         for state in failures:
             state.end_load(has_failed=True)
             progress = self.progress[state]
@@ -360,22 +351,16 @@ class Loads:
         Args:
             book: the requests of vLLM; what is noted about their loads is rebuilt.
         """
-        states = {*book, *(load.owner for load in self._new), *self._failures}
-        states.update(load.owner for load in self.in_flight.values())
-        for load in self._new:
+        new, gone = self.ledger.new, self.ledger.give_up()
+        loading = {load.owner for load in self.ledger.in_flight.values()}
+        states = {*book, *(load.owner for load in gone), *loading, *self.unannounced}
+        for load in new:
             load.fail()
             load.end()
-        self._new = []
-        self.in_flight = {i: load for i, load in self.in_flight.items() if load.ranks_left}
-        loading = {load.owner for load in self.in_flight.values()}
         waiting = {s for s in states if s.phase is Phase.LOADING or s.num_loads}
-        self._failures = list(waiting - loading)
+        self.unannounced = list(waiting - loading)
         for state in states:
             state.mend(int(state in loading or state in waiting))
-
-    def get(self, transfer_id: int) -> Load | None:
-        """Return the load of that id, if it is in flight."""
-        return self.in_flight.get(transfer_id)
 
     def settle(self, load: Load) -> bool:
         """Every rank has reported a load; return whether its request may run now.
@@ -383,7 +368,7 @@ class Loads:
         The slots of a load that has landed stay leased, for the prefix of its request. A failure is
         announced by the next plan.
         """
-        del self.in_flight[load.transfer_id]
+        self.ledger.remove(load)
         load.end()
         state = load.owner
         if load.failure is not None:
@@ -391,14 +376,14 @@ class Loads:
                 self._counters[FAILED_LOADS[load.failure]] += 1
             # The same hit must not be offered again.
             self._hits.slots.forget(load.lease.slots)
-            self._failures.append(state)
+            self.unannounced.append(state)
             load.lease.release()
             return False
         self._counters[Count.LOADED_TOKENS] += load.num_tokens
         self._counters[Count.LOADED_BLOCKS] += len(load.lease.slots)
         if load.sent_s is not None and not state.finished:
             self._costs.landed.append((load.num_tokens, load.sent_s))
-            num_left = state.request.num_tokens - load.end_hash * self._hits.hash_block_size
+            num_left = state.request.num_tokens - load.end_hash * self._geometry.hash_block_size
             saved_s = self._costs.saved_s(Offer(load.num_tokens, max(1, num_left)))
             self._counters.add_seconds(Count.SAVED_SECONDS, saved_s)
         state.end_load(has_failed=False)
@@ -408,32 +393,22 @@ class Loads:
     def leases(self) -> list[Lease]:
         """Of hits, and of the loads in flight."""
         hits = [p.lease for p in self.progress.values() if p.lease is not None]
-        return [*hits, *(load.lease for load in self.in_flight.values())]
-
-    @property
-    def owners_of_new(self) -> list[RequestState]:
-        """The requests whose load begins in this step."""
-        return [load.owner for load in self._new] if self._new else []
+        return [*hits, *(load.lease for load in self.ledger.in_flight.values())]
 
     @property
     def new_targets(self) -> set[int]:
         """GPU blocks of the loads that have begun since the last `sent`."""
-        return {block_id for load in self._new for block_id in load.transfer.block_ids}
+        return {block_id for load in self.ledger.new for block_id in load.transfer.block_ids}
 
     @property
     def num_holders(self) -> int:
         """Requests that hold GPU blocks for a load."""
-        return len(self._admission)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is anything to tell the workers since the last `sent`."""
-        return bool(self._new or self._failures)
+        return len(self._admission.holders)
 
     @property
     def has_work(self) -> bool:
         """Whether a load is planned or in flight, or a failure is to be announced."""
-        return bool(self._new or self.in_flight or self._failures)
+        return bool(self.ledger.new or self.ledger.in_flight or self.unannounced)
 
     def __len__(self) -> int:
-        return len(self.in_flight)
+        return len(self.ledger.in_flight)

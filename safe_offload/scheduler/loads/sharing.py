@@ -28,7 +28,7 @@ from safe_offload.observe.counters import Count, Counters
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.geometry import Geometry
     from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
@@ -80,13 +80,11 @@ class Sharing:
     """Decides which request waits for which load; it has no state of its own.
 
     Args:
-        hits: knows how a prompt is cut into blocks, and what vLLM keeps of them.
         wait_max_s: of one request, over its whole life.
-        counters: waits are counted here.
     """
 
-    def __init__(self, hits: HostHits, wait_max_s: float, counters: Counters) -> None:
-        self._hits = hits
+    def __init__(self, geometry: Geometry, wait_max_s: float, counters: Counters) -> None:
+        self._geometry = geometry
         self._wait_max_s = wait_max_s
         self._counters = counters
 
@@ -94,10 +92,7 @@ class Sharing:
         """Whether a request that waits for a load is to wait on; else its wait has ended.
 
         Args:
-            wait: of the request.
-            request: that vLLM asks about.
             num_computed_tokens: tokens that the GPU's prefix cache has.
-            now_s: of a clock that never goes back.
         """
         load = wait.load
         assert load is not None
@@ -119,9 +114,6 @@ class Sharing:
         """Return the load that a request may wait for, rather than make its own.
 
         Args:
-            wait: of the request.
-            request: has a hit after `num_computed_tokens`.
-            num_computed_tokens: see `goes_on`.
             loads: that have begun and that not all ranks have reported, in that order.
         """
         if wait.waited_s >= self._wait_max_s or num_computed_tokens <= wait.stuck_at:
@@ -140,7 +132,7 @@ class Sharing:
 
         Hashes are chained, so one that is equal says that all before it are.
         """
-        place = num_computed_tokens // self._hits.hash_block_size
+        place = num_computed_tokens // self._geometry.hash_block_size
         hashes = request.block_hashes
         is_brought = load.first_hash <= place < min(load.end_hash, len(hashes))
         if not is_brought or load.hashes[place] != hashes[place]:
@@ -155,13 +147,13 @@ class Sharing:
         is computed in the step that finds the load landed. A load that ends inside a block leaves
         no Mamba state there, if the prompt of its request does not end with it.
         """
-        hits = self._hits
-        interval, size = hits.retention_interval, hits.hash_block_size
-        units = [hits.alignment_tokens]
-        if hits.ends_inside_blocks:
+        geometry = self._geometry
+        interval, size = geometry.retention_interval, geometry.hash_block_size
+        units = [geometry.alignment_tokens]
+        if geometry.ends_inside_blocks:
             units.append(size)
         end = load.end_hash * size
-        if interval is None and not (hits.ends_inside_blocks and end % units[0]):
+        if interval is None and not (geometry.ends_inside_blocks and end % units[0]):
             return True
         if interval and end // interval * interval > num_computed_tokens:
             return True

@@ -28,8 +28,8 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.schedule import Agenda
-from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -58,17 +58,10 @@ class EagerProgress:
     leftover: list[BlockSet]
 
 
-class EagerStores:
+class EagerStores(StorePolicy):
     """A policy that stores what requests have computed. See `StorePolicy`.
 
-    Its state: the progress of each request, the snapshots, the agenda, and which requests have
-    something left over.
-
-    Args:
-        hits: to skip what the host has or is about to have.
-        gpu: the block tables.
-        stores: takes what is found.
-        num_decode_tokens_max: see `Agenda`.
+    Its own state: the progress of each request, and which requests have something left over.
     """
 
     def __init__(
@@ -78,21 +71,15 @@ class EagerStores:
         stores: Stores,
         num_decode_tokens_max: int,
     ) -> None:
-        self._hits = hits
+        sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
+        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, kept))
         self._directory = hits.directory
-        self._hash_block_size = hits.hash_block_size
-        self._block_sizes = hits.group_block_sizes
-        self._gpu = gpu
-        self._stores = stores
-        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
+        self._hash_block_size = hits.geometry.hash_block_size
+        self._block_sizes = hits.geometry.group_block_sizes
+        self._group_ids = [g for g in hits.geometry.group_ids if gpu.is_positional(g)]
         self._larger_ids = [
             g for g in self._group_ids if self._block_sizes[g] > self._hash_block_size
         ]
-        self.agenda = Agenda(
-            self._block_sizes, num_decode_tokens_max, gpu.num_tokens_kept(hits.group_ids)
-        )
-        self._camera = Camera(hits, gpu)
-        self._snapshots: dict[RequestState, list[Snapshot]] = {}
         begin = [0] * len(self._block_sizes)
         self.progress: defaultdict[RequestState, EagerProgress] = defaultdict(
             lambda: EagerProgress([*begin], begin, [])
@@ -104,22 +91,11 @@ class EagerStores:
 
     # ---- the life of a request -----------------------------------------------------------------
 
-    def expect(self, num_tokens: int) -> None:
-        """See `StorePolicy`; eager stores need not look ahead."""
-
-    def run(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self.agenda.add(state)
-
     def preempt(self, state: RequestState) -> None:
         """See `StorePolicy`."""
         progress = self.progress[state]
         progress.cursors_before = progress.cursors
         progress.cursors = [0] * len(self._block_sizes)
-
-    def forget_table(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self._snapshots.pop(state, None)
 
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; stores what the request has computed and not stored."""
@@ -130,8 +106,7 @@ class EagerStores:
 
     def end(self, state: RequestState) -> None:
         """See `StorePolicy`."""
-        self.agenda.decoding.discard(state)
-        self._snapshots.pop(state, None)
+        super().end(state)
         self._short_of_slots.discard(state)
         self.progress.pop(state, None)
 
@@ -161,7 +136,7 @@ class EagerStores:
         due = self.agenda.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
-        if self._hits.has_states:
+        if self._geometry.has_states:
             self._store_boundary_states(output, book)
         if self._short_of_slots:
             self._drop_given_away()
@@ -174,7 +149,8 @@ class EagerStores:
         for state in states:
             taken = snapshots.get(state)
             if state not in decoding:
-                snapshots.pop(state, None)
+                if taken:
+                    del snapshots[state]
             elif not (taken and taken[0].is_current(state.request)):
                 snapshots[state] = self._camera.take(state, is_decoding=True)
             if by_state[state].leftover or state in loaded:
@@ -286,7 +262,7 @@ class EagerStores:
         for group_idx in self._group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             homes: list[Home] | None = [] if self._gpu.has_homes(group_idx) else None
-            blocks, owners = BlockSet(group_idx, homes=homes), []
+            blocks, owners, num_found = BlockSet(group_idx, homes=homes), [], 0
             for state in states:
                 request = state.request
                 request_id = request.request_id
@@ -300,12 +276,12 @@ class EagerStores:
                     continue
                 cursors[group_idx] = num_hashed
                 table = tables[request_id]
-                num_before = len(blocks.blocks)
                 kept = self._look(request, table[cursor:num_hashed], cursor, blocks)
                 if kept:
                     present[state] = present[state] + kept if state in present else kept
-                num_added = len(blocks.blocks) - num_before
+                num_added = len(blocks.blocks) - num_found
                 if num_added:
+                    num_found += num_added
                     owners.append((state, num_added))
                     if homes is not None:
                         homes.append(Home(tables, request_id, table))
@@ -373,8 +349,8 @@ class EagerStores:
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
+        super().pass_over(states)
         for state in states:
-            self._snapshots.pop(state, None)
             if state.phase is Phase.RUNNING:
                 self._pass_over(state)
         for state in self._short_of_slots:

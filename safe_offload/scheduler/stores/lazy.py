@@ -15,8 +15,8 @@ from safe_offload.scheduler.blocks import (
     missing_blocks,
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
+from safe_offload.scheduler.stores.policy import StorePolicy
 from safe_offload.scheduler.stores.schedule import Agenda
-from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.stores.stores import Stores
 
 
-class LazyStores:
+class LazyStores(StorePolicy):
     """A policy that stores what is about to be evicted. See `StorePolicy`.
 
     What is about to be evicted is the head of vLLM's queue of free blocks. The queue is not walked
@@ -37,12 +37,10 @@ class LazyStores:
     step goes on after the last block that was seen, up to a distance from the head that no step can
     use up, and begins again at the head when half of that is gone.
 
-    Its state: the snapshots, the agenda, and what follows `_watched` in `__init__`.
+    Its own state is what follows `_watched` in `__init__`.
 
     Args:
-        hits: to skip what the host has or is about to have.
-        gpu: the free queue.
-        stores: takes what is found.
+        hits, gpu, stores: see `StorePolicy`.
         num_decode_tokens_max: see `Agenda`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
@@ -55,12 +53,8 @@ class LazyStores:
         num_decode_tokens_max: int,
         num_step_blocks: int,
     ) -> None:
-        self._hits = hits
-        self._gpu = gpu
-        self._stores = stores
-        self.agenda = Agenda(hits.group_block_sizes, num_decode_tokens_max, is_lazy=True)
-        self._camera = Camera(hits, gpu)
-        self._snapshots: dict[RequestState, list[Snapshot]] = {}
+        sizes = hits.geometry.group_block_sizes
+        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, is_lazy=True))
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
@@ -85,9 +79,7 @@ class LazyStores:
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
-        if not num_tokens:
-            return
-        num_blocks = self._hits.num_blocks_spanned(num_tokens)
+        num_blocks = self._geometry.num_blocks_spanned(num_tokens)
         if self._expected is not None and self._expected.stands():
             seen = self._expected.block
         else:
@@ -98,17 +90,6 @@ class LazyStores:
             self._expected = Place.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
-    def run(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self.agenda.add(state)
-
-    def preempt(self, state: RequestState) -> None:
-        """See `StorePolicy`; its blocks go into the queue, where the walk finds them."""
-
-    def forget_table(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self._snapshots.pop(state, None)
-
     def finish(self, state: RequestState) -> None:
         """See `StorePolicy`; remembers blocks that the next step may allocate unseen.
 
@@ -118,18 +99,13 @@ class LazyStores:
         if state.phase is not Phase.RUNNING or num_at_risk <= 0:
             return
         request_id = state.request.request_id
-        for group_idx in self._hits.group_ids:
+        for group_idx in self._geometry.group_ids:
             tables, nums_hashed = self._gpu.tables_of(group_idx)
             end = nums_hashed.get(request_id, 0) + 1  # the prompt may end in a block that is hashed
             first = max(0, end - 1 - num_at_risk)
             blocks = tables.get(request_id, ())[first:end]
             if blocks:
                 self._watched.append((blocks, hashes_of(blocks)))
-
-    def end(self, state: RequestState) -> None:
-        """See `StorePolicy`."""
-        self.agenda.decoding.discard(state)
-        self._snapshots.pop(state, None)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -141,7 +117,7 @@ class LazyStores:
                 num_computed = request.num_tokens - 1
             else:
                 num_computed = self._camera.num_tokens_computed(request, taken)
-            uncomputed = request.block_hashes[num_computed // self._hits.hash_block_size :]
+            uncomputed = request.block_hashes[num_computed // self._geometry.hash_block_size :]
             self._avoid(set(uncomputed))
             for snapshot in taken:
                 lost, _ = self._camera.unsaved(state, snapshot, 0, given_out)
@@ -223,7 +199,6 @@ class LazyStores:
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
-        for state in states:
-            self._snapshots.pop(state, None)
+        super().pass_over(states)
         self._watched, self._expected = [], None
         self._begin_again()

@@ -42,7 +42,6 @@ class Outdated:
     ended or has lost all its blocks.
 
     Args:
-        gpu: forgets hashes.
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
             anybody has a hash for as long as there are such requests.
 

@@ -3,38 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from safe_offload.scheduler.stores.snapshots import Camera, Snapshot
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
+    from safe_offload.scheduler.stores.schedule import Agenda
+    from safe_offload.scheduler.stores.stores import Stores
 
 
-class StorePolicy(Protocol):
+class StorePolicy:
     """Finds blocks that are worth storing and hands them to `Stores.add`.
 
     The planner calls it; it calls nothing of the planner. What it notes about a request is gone
-    after `end`.
+    after `end`. Its state: the agenda, and snapshots of the requests that run.
+
+    Args:
+        hits: to skip what the host has or is about to have.
+        gpu: vLLM's blocks.
+        stores: takes what is found.
+        agenda: when requests are looked at.
     """
+
+    def __init__(self, hits: HostHits, gpu: GpuBlocks, stores: Stores, agenda: Agenda) -> None:
+        self._hits = hits
+        self._geometry = hits.geometry
+        self._gpu = gpu
+        self._stores = stores
+        self.agenda = agenda
+        self._camera = Camera(hits.geometry, gpu)
+        self._snapshots: dict[RequestState, list[Snapshot]] = {}
 
     def expect(self, num_tokens: int) -> None:
         """A request may be scheduled that has a hit of so many tokens, on the GPU or here."""
 
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
+        self.agenda.add(state)
 
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
 
     def forget_table(self, state: RequestState) -> None:
         """What a request computes in the block table that it has is not to be stored."""
+        self._snapshots.pop(state, None)
 
     def finish(self, state: RequestState) -> None:
         """A request is about to end; it still has its blocks and its phase."""
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
+        self.agenda.decoding.discard(state)
+        self._snapshots.pop(state, None)
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:
         """Store what requests had computed that were preempted in this step.
@@ -57,3 +82,5 @@ class StorePolicy(Protocol):
 
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """Store nothing that these, all requests, have computed by now."""
+        for state in states:
+            self._snapshots.pop(state, None)

@@ -85,9 +85,9 @@ class Agenda:
         if not candidates:
             return []
         self._next = {}
-        found = []
+        found, running = [], Phase.RUNNING
         for state in candidates:
-            if state.phase is not Phase.RUNNING:
+            if state.phase is not running:
                 continue  # it is added again when it runs again
             num_tokens = scheduled.get(state.request.request_id)
             if num_tokens is None:

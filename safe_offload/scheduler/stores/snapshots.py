@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.loads.hits import HostHits
+    from safe_offload.scheduler.geometry import Geometry
     from safe_offload.scheduler.requests import RequestState
 
 _NO_WITNESS = b"given away"
@@ -99,18 +99,13 @@ class Snapshot:
 
 
 class Camera:
-    """Takes snapshots, and finds in them what is not stored; it has no state.
+    """Takes snapshots, and finds in them what is not stored; it has no state."""
 
-    Args:
-        hits: knows the groups and the hashes.
-        gpu: the block tables.
-    """
-
-    def __init__(self, hits: HostHits, gpu: GpuBlocks) -> None:
-        self._hits = hits
+    def __init__(self, geometry: Geometry, gpu: GpuBlocks) -> None:
+        self._geometry = geometry
         self._gpu = gpu
         # The tables of other groups do not tell which tokens a block holds.
-        self._group_ids = [g for g in hits.group_ids if gpu.is_positional(g)]
+        self._group_ids = [g for g in geometry.group_ids if gpu.is_positional(g)]
 
     def take(self, state: RequestState, *, is_decoding: bool) -> list[Snapshot]:
         """Return snapshots of a request, one for each group."""
@@ -126,21 +121,17 @@ class Camera:
 
     def num_tokens_computed(self, request: Request, taken: Sequence[Snapshot]) -> int:
         """Return how many of its first tokens a request that computes its prompt has computed."""
-        sizes = self._hits.group_block_sizes
+        sizes = self._geometry.group_block_sizes
         known = (s.num_computed(request, sizes[s.group_idx]) * sizes[s.group_idx] for s in taken)
         return min(known, default=0)
 
     def unsaved(
         self, state: RequestState, snapshot: Snapshot, first: int, given_out: Collection[int]
     ) -> tuple[BlockSet, BlockSet]:
-        """Return what a preempted request may store of a snapshot (see `Snapshot.unsaved`).
-
-        Args:
-            first: the blocks before this one are stored, or need not be.
-        """
-        block_size = self._hits.group_block_sizes[snapshot.group_idx]
+        """Return what a preempted request may store from a block on (see `Snapshot.unsaved`)."""
+        block_size = self._geometry.group_block_sizes[snapshot.group_idx]
         end = snapshot.num_computed(state.request, block_size)
         if state.limits.store_tokens is not None:
             end = min(end, state.limits.store_tokens // block_size)
-        hashes = self._hits.hashes_of(state.request, snapshot.group_idx)
+        hashes = self._geometry.hashes_of(state.request, snapshot.group_idx)
         return snapshot.unsaved(hashes, range(first, end), given_out, self._gpu)

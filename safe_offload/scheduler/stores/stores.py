@@ -19,10 +19,12 @@ from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import FAILED_STORES, Count, Counters
 from safe_offload.protocol import Transfer, ids_of
 from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
-from safe_offload.scheduler.pending import Part, Store
+from safe_offload.scheduler.pending import Ledger, Part, Store
 from safe_offload.scheduler.requests import Phase, RequestState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
     from safe_offload.scheduler.blocks import BlockSet
     from safe_offload.scheduler.loads.hits import HostHits
 
@@ -30,19 +32,13 @@ if TYPE_CHECKING:
 class Stores:
     """All stores that are found, planned or in flight, and the prefixes that they extend.
 
-    Its state, which nothing else changes: the parts that no plan names yet, the stores of the plan
-    that is being made, those in flight by transfer id, those of them that need no fence yet, how
-    many blocks all of them have, and for each request the leases on its prefix and on what it has
-    loaded, and its number of parts that have not settled.
+    Its state, which nothing else changes: the parts that no plan names yet, the stores, those in
+    flight that need no fence yet, how many blocks all of them have, and for each request the leases
+    on its prefix and on what it has loaded, and its number of parts that have not settled.
 
     Args:
-        hits: to publish in.
-        leases: where slots come from.
-        transfer_ids: never gives the same twice.
-        num_ranks: workers that report.
         num_blocks_max: of all stores together. A queue that is filled faster than it is worked off
             would grow without end.
-        counters: what happens is counted here.
     """
 
     def __init__(
@@ -56,16 +52,13 @@ class Stores:
     ) -> None:
         self._hits = hits
         self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
         self.num_blocks_max = num_blocks_max
         self._counters = counters
         self._exposed: list[Part] = []
         """Seen before this step was planned: since then the blocks may have been given away."""
         self._intact: list[Part] = []
         """Seen while this step is planned, which writes none of the blocks."""
-        self._planned: list[Store] = []
-        self._in_flight: dict[int, Store] = {}
+        self.ledger: Ledger[Store] = Ledger(transfer_ids, num_ranks)
         self._unfenced: dict[int, Store] = {}
         self.num_blocks = 0
         """Of all of them. Read only outside, as `loaded`."""
@@ -75,7 +68,7 @@ class Stores:
         """What requests have loaded, until it becomes part of their prefix. Read only outside."""
 
     def __repr__(self) -> str:
-        return f"Stores({len(self._in_flight)} in flight, {self.num_blocks} blocks)"
+        return f"Stores({self.ledger!r}, {self.num_blocks} blocks)"
 
     # ---- what to store -------------------------------------------------------------------------
 
@@ -186,13 +179,15 @@ class Stores:
     # ---- a step is planned ---------------------------------------------------------------------
 
     def plan(
-        self, early_written: Callable[[], Collection[int]]
+        self,
+        early_written: Callable[[SchedulerOutput], Collection[int]],
+        output: SchedulerOutput,
     ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[int, ...]]:
         """Turn what was added since the last `sent` into stores, and see which need a fence.
 
         Args:
             early_written: tells which blocks the workers write before they can honour a fence of
-                this step; a store that reads one of them fails instead.
+                a step; a store that reads one of them fails instead.
 
         Returns:
             The stores before the forward, those after it, and the ids of those that the writes of
@@ -209,7 +204,7 @@ class Stores:
         before: tuple[Transfer, ...] = ()
         after: tuple[Transfer, ...] = ()
         if exposed or intact:
-            given_away = [part for part in exposed if part.blocks.given_away()]
+            given_away = [p for p in exposed if p.blocks.given_away()] if exposed else []
             if len(given_away) < len(exposed):
                 intact = [part for part in exposed if part not in given_away] + intact
             if given_away:
@@ -222,52 +217,44 @@ class Stores:
                 after = (_transfer(store),)
         if fenced:
             self._counters[Count.FENCED_STORES] += len(fenced)
-            written = early_written()
+            written = early_written(output)
             for store in fenced:
                 if written and store.reads(written):
                     store.fail()
         return before, after, tuple(store.transfer_id for store in fenced)
 
     def _make(self, parts: list[Part]) -> Store:
-        store = Store(
-            transfer_id=next(self._transfer_ids),
-            ranks_left=set(range(self._num_ranks)),
-            parts=parts,
-            epoch=self._hits.directory.epoch,
-        )
-        self._planned.append(store)
-        self._in_flight[store.transfer_id] = store
+        transfer_id, ranks = self.ledger.open()
+        epoch = self._hits.directory.epoch
+        store = Store(transfer_id=transfer_id, ranks_left=ranks, parts=parts, epoch=epoch)
+        self.ledger.new.append(store)
         return store
 
     def sent(self) -> None:
         """The workers have been told of the new stores."""
-        self._planned, self._exposed, self._intact = [], [], []
+        self.ledger.sent()
+        self._exposed, self._intact = [], []
 
     # ---- the workers have reported -------------------------------------------------------------
 
-    def get(self, transfer_id: int) -> Store | None:
-        """Return the store of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
-
     def settle(self, store: Store) -> None:
         """Every rank has reported a store: publish it if it went well."""
-        self._remove(store)
+        self.ledger.remove(store)
+        self._unfenced.pop(store.transfer_id, None)
+        directory = self._hits.directory
+        is_current = store.epoch == directory.epoch
         if store.failure is not None:
             self._counters[FAILED_STORES[store.failure]] += 1
-        elif store.epoch == self._hits.directory.epoch:
+        elif is_current:
             self._counters[Count.STORED_BLOCKS] += store.num_blocks
         else:
             self._counters[Count.UNPUBLISHED_BLOCKS] += store.num_blocks
         for part in store.parts:
             if store.failure is not None:
                 self._hits.slots.forget(part.lease.slots)
-            elif store.epoch == self._hits.directory.epoch:
-                self._hits.directory.publish(part.lease.slots)
+            elif is_current:
+                directory.publish(part.lease.slots)
             self._return_slots(part)
-
-    def _remove(self, store: Store) -> None:
-        del self._in_flight[store.transfer_id]
-        self._unfenced.pop(store.transfer_id, None)
 
     def _return_slots(self, part: Part) -> None:
         """Hand the slots of a part to its owners' prefixes, or let them go."""
@@ -296,7 +283,7 @@ class Stores:
 
     def fail_all(self) -> None:
         """What is being stored is wrong: publish none of it."""
-        for store in self._in_flight.values():
+        for store in self.ledger.in_flight.values():
             store.fail()
 
     def lose_hashes(self, block_ids: Collection[int]) -> None:
@@ -317,7 +304,7 @@ class Stores:
         """Store nothing of what no plan names yet."""
         for part in (*self._exposed, *self._intact):
             self._forget(part)
-        self.sent()
+        self._exposed, self._intact = [], []
 
     def _forget(self, part: Part) -> None:
         self._hits.slots.forget(part.lease.slots)
@@ -326,33 +313,32 @@ class Stores:
     def give_up(self) -> None:
         """After an internal error: publish nothing, forget each store that no worker copies."""
         gone = [*self._exposed, *self._intact]
-        for store in list(self._in_flight.values()):
-            if store in self._planned or not store.ranks_left:
-                self._remove(store)
-                gone += store.parts
-            else:
-                store.fail()
-                store.disown()
+        for store in self.ledger.give_up():
+            self._unfenced.pop(store.transfer_id, None)
+            gone += store.parts
         for part in gone:
             self._hits.slots.forget(part.lease.slots)
-        left = (part for store in self._in_flight.values() for part in store.parts)
-        self.num_blocks = sum(len(part.blocks.blocks) for part in left)
+        self.num_blocks = 0
+        for store in self.ledger.in_flight.values():
+            store.fail()
+            store.disown()
+            self.num_blocks += sum(len(part.blocks.blocks) for part in store.parts)
         self.loaded.clear()
         self._prefixes.clear()
         self._num_parts.clear()
-        self.sent()
+        self._exposed, self._intact = [], []
 
     @property
     def leases(self) -> list[Lease]:
         """Of the stores in flight."""
-        return [part.lease for store in self._in_flight.values() for part in store.parts]
+        return [part.lease for store in self.ledger.in_flight.values() for part in store.parts]
 
     # ---- the rest ------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a store is in flight, or waits for a plan that it must be in."""
-        return bool(self._in_flight or self._exposed)
+        return bool(self.ledger.in_flight or self._exposed)
 
     @property
     def num_exposed(self) -> int:
@@ -372,7 +358,7 @@ class Stores:
                 )
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.ledger.in_flight)
 
 
 def _transfer(store: Store) -> Transfer:

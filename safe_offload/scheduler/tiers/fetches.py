@@ -15,21 +15,21 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
-from safe_offload.observe.counters import FAILED_FETCHES, Count, Counters
+from safe_offload.observe.counters import FAILED_FETCHES, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
-from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
-from safe_offload.scheduler.pending import Course, Fetch
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
+from safe_offload.scheduler.pending import Course, Fetch, Ledger
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.tiers.reach import FarBlock, Leg
+    from safe_offload.scheduler.tiers.context import TierContext
+    from safe_offload.scheduler.tiers.tiered_hits import Stage, TierBlock
 
 SHARE = 4
-"""Fetches hold at most one in so many of the usable slots."""
+"""Fetches hold at most one in this many of the usable slots."""
 NUM_PIECES = 16
 PIECE_BLOCKS_MIN = 16
-"""So many, as a tier reads several at a time; of large blocks, as many as make the next."""
+"""Since a tier reads several at a time; of large blocks, as many as make the next."""
 PIECE_BYTES_MIN = 8 << 20
 """Of all ranks together."""
 
@@ -37,40 +37,23 @@ PIECE_BYTES_MIN = 8 << 20
 class Fetches:
     """All fetches whose slots are leased.
 
-    Its state, which nothing else changes: those that no plan names yet, those in flight by transfer
-    id, and by slot those whose slots are leased.
-
-    Args:
-        hits: to publish in.
-        leases: where slots come from.
-        transfer_ids: never gives the same twice.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
-        counters: what happens is counted here.
+    Its state, which nothing else changes: the ledger, and by slot those whose slots are leased.
     """
 
-    def __init__(
-        self,
-        hits: HostHits,
-        leases: LeaseBook,
-        transfer_ids: Iterable[int],
-        num_ranks: int,
-        slot_bytes: int,
-        counters: Counters,
-    ) -> None:
-        self._hits = hits
-        self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
-        num_large = max(1, PIECE_BYTES_MIN // max(1, slot_bytes))
+    def __init__(self, context: TierContext) -> None:
+        self._hits = context.hits
+        self._leases = context.leases
+        num_large = max(1, PIECE_BYTES_MIN // max(1, context.slot_bytes))
         self._piece_blocks_min = min(PIECE_BLOCKS_MIN, num_large)
-        self._counters = counters
-        self._new: list[Fetch] = []
-        self._in_flight: dict[int, Fetch] = {}
+        self._counters = context.counters
+        self.ledger: Ledger[Fetch] = Ledger(context.transfer_ids, context.num_ranks)
         self._by_slot: dict[int, Fetch] = {}
 
     def __repr__(self) -> str:
-        return f"Fetches({len(self._in_flight)} in flight, {len(self._by_slot)} slots)"
+        return f"Fetches({self.ledger!r}, {len(self._by_slot)} slots)"
+
+    def __len__(self) -> int:
+        return len(self.ledger)
 
     @property
     def num_slots_left(self) -> int:
@@ -83,59 +66,53 @@ class Fetches:
         """Whether there will ever be room: in a pool of very few slots there is none."""
         return self._hits.slots.num_usable >= SHARE
 
-    # ---- what to fetch -------------------------------------------------------------------------
-
-    def begin(self, legs: Sequence[Leg], user: RequestState, word: str) -> list[Fetch]:
-        """Fetch blocks for a request.
+    def begin(self, stages: Sequence[Stage], user: RequestState, generation: str) -> list[Fetch]:
+        """Fetch blocks for a request; return the pieces.
 
         Args:
-            legs: of no more than `num_slots_left` blocks, each in the order of their tokens.
+            stages: of no more than `num_slots_left` blocks, each in the order of their tokens.
             user: that waits for them.
-            word: see `Probe`.
-
-        Returns:
-            The pieces, in that order.
+            generation: see `Generation`.
         """
-        num_blocks = sum(len(leg.far) for leg in legs)
+        num_blocks = sum(len(stage.blocks) for stage in stages)
         num_in_piece = max(-(-num_blocks // NUM_PIECES), self._piece_blocks_min)
-        parts = [
-            (leg.first_token, leg.far[start : start + num_in_piece])
-            for leg in legs
-            for start in range(0, len(leg.far), num_in_piece)
+        pieces = [
+            (stage.first_token, stage.blocks[start : start + num_in_piece])
+            for stage in stages
+            for start in range(0, len(stage.blocks), num_in_piece)
         ]
-        course = Course(max(b.tier for leg in legs for b in leg.far), num_blocks, len(parts))
+        course = Course(max(b.tier for s in stages for b in s.blocks), num_blocks, len(pieces))
         fetches = []
-        for first_token, part in parts:
-            lease = self._leases.grant(LeaseKind.FETCH, len(part))
+        for first_token, blocks in pieces:
+            lease = self._leases.grant(LeaseKind.FETCH, len(blocks))
             assert lease is not None
-            assert len(lease.slots) == len(part)
-            self._begin_store(part, lease)
-            keys = Keys(bytes(b.group_idx for b in part), tuple(b.block_hash for b in part))
-            transfer_id = next(self._transfer_ids)
+            assert len(lease.slots) == len(blocks)
+            self._begin_store(blocks, lease)
+            keys = Keys(bytes(b.group_idx for b in blocks), tuple(b.block_hash for b in blocks))
+            tiers, slots = bytes(b.tier for b in blocks), ids_of(lease.slots)
+            transfer_id, ranks = self.ledger.open()
             fetch = Fetch(
                 transfer_id=transfer_id,
-                ranks_left=set(range(self._num_ranks)),
-                message=TierTransfer(
-                    transfer_id, keys, ids_of(lease.slots), word, bytes(b.tier for b in part)
-                ),
+                ranks_left=ranks,
+                message=TierTransfer(transfer_id, keys, slots, generation, tiers),
                 lease=lease,
                 missing=set(),
                 epoch=self._hits.directory.epoch,
                 course=course,
                 users={user},
-                first_token=part[0].first_token if self._hits.is_plain else first_token,
+                first_token=blocks[0].first_token if self._hits.geometry.is_plain else first_token,
             )
             self._by_slot.update(dict.fromkeys(lease.slots, fetch))
             fetches.append(fetch)
-        self._new += fetches
+        self.ledger.new.extend(fetches)
         return fetches
 
-    def _begin_store(self, part: Sequence[FarBlock], lease: Lease) -> None:
+    def _begin_store(self, blocks: Sequence[TierBlock], lease: Lease) -> None:
         """From now on nothing else stores or fetches these blocks."""
-        for group_idx in sorted({block.group_idx for block in part}):
-            pairs = zip(part, lease.slots, strict=True)
-            mine = [(b.block_hash, slot) for b, slot in pairs if b.group_idx == group_idx]
-            hashes, slots = zip(*mine, strict=True)
+        for group_idx in sorted({block.group_idx for block in blocks}):
+            pairs = zip(blocks, lease.slots, strict=True)
+            of_group = [(slot, b.block_hash) for b, slot in pairs if b.group_idx == group_idx]
+            slots, hashes = zip(*of_group, strict=True)
             self._hits.directory.begin_store(slots, group_idx, hashes, {})
 
     def under_way(self, slots: Iterable[int]) -> list[Fetch]:
@@ -151,40 +128,30 @@ class Fetches:
         for fetch in fetches:
             fetch.users.add(user)
 
-    def let_go(self, fetches: Iterable[Fetch], user: RequestState) -> None:
+    def release(self, fetches: Iterable[Fetch], user: RequestState) -> None:
         """A request needs these no more."""
         for fetch in fetches:
             fetch.users.discard(user)
             if not (fetch.users or fetch.ranks_left):
-                self._release(fetch)
+                self._free(fetch)
 
-    def _release(self, fetch: Fetch) -> None:
+    def _free(self, fetch: Fetch) -> None:
         for slot in fetch.lease.slots:
             self._by_slot.pop(slot, None)
         fetch.lease.release()
 
-    # ---- a step is planned ---------------------------------------------------------------------
-
     def plan(self) -> tuple[TierTransfer, ...]:
         """Return what has begun since the last `sent`."""
-        return tuple(fetch.message for fetch in self._new)
+        return tuple(fetch.message for fetch in self.ledger.new)
 
     def sent(self, now_s: float) -> None:
         """The workers are told of the new fetches."""
-        for fetch in self._new:
+        for fetch in self.ledger.sent():
             fetch.course.sent(now_s)
-            self._in_flight[fetch.transfer_id] = fetch
-        self._new = []
-
-    # ---- the workers have reported -------------------------------------------------------------
-
-    def get(self, transfer_id: int) -> Fetch | None:
-        """Return the fetch of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
 
     def settle(self, fetch: Fetch) -> list[int]:
         """Every rank has reported a fetch: publish what has come; return its slots."""
-        del self._in_flight[fetch.transfer_id]
+        self.ledger.remove(fetch)
         slots, come = fetch.lease.slots, []
         is_current = fetch.epoch == self._hits.directory.epoch
         if fetch.failure is not None:
@@ -205,17 +172,14 @@ class Fetches:
                 self._by_slot.pop(slot, None)
             fetch.lease.keep(LeaseKind.FETCH, come)
         if not fetch.users:
-            self._release(fetch)
+            self._free(fetch)
         return come
-
-    # ---- what went wrong -----------------------------------------------------------------------
 
     def give_up(self) -> None:
         """After an internal error: publish nothing, and forget what no worker fetches."""
-        self._new = []
-        self._in_flight = {i: f for i, f in self._in_flight.items() if f.ranks_left}
+        self.ledger.give_up()
         self._by_slot.clear()
-        for fetch in self._in_flight.values():
+        for fetch in self.ledger.in_flight.values():
             fetch.fail()
             fetch.users.clear()
             self._by_slot.update(dict.fromkeys(fetch.lease.slots, fetch))
@@ -223,18 +187,9 @@ class Fetches:
     @property
     def leases(self) -> list[Lease]:
         """Of the fetches in flight."""
-        return [fetch.lease for fetch in self._in_flight.values()]
-
-    # ---- the rest ------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
+        return [fetch.lease for fetch in self.ledger.in_flight.values()]
 
     def check_invariants(self) -> None:
-        """Check that fetches hold no more than their share.
-
-        Raises:
-            InvariantError: they do (I11).
-        """
+        """Check that fetches hold no more than their share (I11)."""
         if len(self._by_slot) > self._hits.slots.num_usable // SHARE:
             raise InvariantError("I11", "fetches hold more than their share of the host slots")

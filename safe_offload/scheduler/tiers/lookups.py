@@ -1,4 +1,13 @@
-"""Where a request is with what tiers could bring it."""
+"""Look-ups: what each request waits for from tiers, and for how long.
+
+What bounds the wait (docs/guarantees.md: I9):
+
+- A request waits at most `wait_s` seconds over its whole life, whatever it waits for.
+- As soon as it is known what computing takes, it waits no longer than that makes it a tenth later,
+  wherever the tier may stall (`TierCosts.wait_max_s`).
+- After that it goes on with what the host has by then. It looks up again only if it has run and
+  was preempted.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +17,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from safe_offload.errors import InvariantError
+from safe_offload.observe.counters import TIER_WAIT_S, Count
+from safe_offload.scheduler.loads.cost import Offer, TierCosts
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.pending import Fetch
     from safe_offload.scheduler.requests import RequestState
-    from safe_offload.scheduler.tiers.probes import Question
+    from safe_offload.scheduler.tiers.context import TierContext
+    from safe_offload.scheduler.tiers.fetches import Fetches
+    from safe_offload.scheduler.tiers.private import PrivateBlocks
+    from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
 
 
-class Stage(enum.Enum):
+class State(enum.Enum):
     """Where the look-up of a request is."""
 
     IDLE = "idle"
@@ -30,20 +44,21 @@ class Stage(enum.Enum):
     """Nothing is waited for any more. What has come stays leased until the request matches."""
 
 
-_EDGES: dict[Stage, frozenset[Stage]] = {
-    Stage.IDLE: frozenset({Stage.ASKING, Stage.WANTING, Stage.OVER}),
-    Stage.ASKING: frozenset({Stage.WANTING, Stage.OVER}),
-    Stage.WANTING: frozenset({Stage.FETCHING, Stage.OVER}),
-    Stage.FETCHING: frozenset({Stage.OVER}),
-    Stage.OVER: frozenset({Stage.IDLE}),
+_EDGES: dict[State, frozenset[State]] = {
+    State.IDLE: frozenset({State.ASKING, State.WANTING, State.OVER}),
+    State.ASKING: frozenset({State.WANTING, State.OVER}),
+    State.WANTING: frozenset({State.FETCHING, State.OVER}),
+    State.FETCHING: frozenset({State.OVER}),
+    State.OVER: frozenset({State.IDLE}),
 }
 
 
 @dataclass(slots=True, eq=False)
 class LookUp:
-    """What one request does with tiers over its life; changed by its methods only.
+    """What one request does with tiers over its life; changed by `LookUps` only.
 
     Attributes:
+        user: the request.
         number: those of earlier requests are lower.
         is_asked: vLLM has asked about the request since the look-up began.
         is_trial: it is not expected to pay, and measures whether that is still so.
@@ -54,14 +69,14 @@ class LookUp:
         asked_s: when vLLM asked last, while the request waits; else None.
         last_gap_s: from the question before that to it; 0 at first.
         wait_max_s: of the tiers that are waited for.
-        questions: asked for it.
+        probes: sent for it.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
         starts: for each of them, up to which token a request can go without it and what follows.
     """
 
-    state: RequestState
+    user: RequestState
     number: int
-    stage: Stage = Stage.IDLE
+    state: State = State.IDLE
     is_asked: bool = False
     is_roomless: bool = False
     is_trial: bool = False
@@ -72,103 +87,44 @@ class LookUp:
     asked_s: float | None = None
     last_gap_s: float = 0.0
     wait_max_s: float = 0.0
-    questions: Sequence[Question] = ()
+    probes: Sequence[PendingProbe] = ()
     fetches: Sequence[Fetch] = ()
     starts: Sequence[int] = ()
 
-    def _move(self, stage: Stage) -> None:
-        """Change the stage.
-
-        Raises:
-            InvariantError: the table above has no such edge.
-        """
-        if stage not in _EDGES[self.stage]:
-            raise InvariantError(
-                "I4", f"a look-up cannot go from {self.stage.value} to {stage.value}"
-            )
-        self.stage = stage
-
-    def begin(
-        self,
-        num_computed_tokens: int,
-        span: tuple[int, int],
-        wait_max_s: float,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """Tiers may bring the tokens of a span."""
-        self.is_asked = self.is_roomless = False
-        self.is_trial = is_trial
-        self.num_computed_tokens, self.wait_max_s = num_computed_tokens, wait_max_s
-        self.first_token, self.end_token = span
-
-    def ask(self, questions: Sequence[Question]) -> None:
-        """The tiers are asked."""
-        self._move(Stage.ASKING)
-        self.questions = questions
-
-    def want(self) -> None:
-        """It is known what tiers have."""
-        self._move(Stage.WANTING)
-
-    def finds_no_room(self) -> None:
-        """There is no slot for what it wants."""
-        self.is_roomless = True
-
-    def fetch(
-        self,
-        fetches: Sequence[Fetch],
-        starts: Sequence[int],
-        span: tuple[int, int],
-        wait_max_s: float,
-    ) -> None:
-        """Blocks of a span are on their way."""
-        self._move(Stage.FETCHING)
-        self.fetches, self.starts, self.wait_max_s = fetches, starts, wait_max_s
-        self.first_token, self.end_token = span
-        self.questions = ()
+    def move(self, state: State) -> None:
+        """Change the state, as the table above allows."""
+        if state not in _EDGES[self.state]:
+            change = f"from {self.state.value} to {state.value}"
+            raise InvariantError("I4", f"a look-up cannot go {change}")
+        self.state = state
 
     def end(self) -> None:
-        """Nothing is waited for any more; what is held is let go of by the caller."""
-        if self.stage is not Stage.OVER:
-            self._move(Stage.OVER)
-        self.questions = ()
-
-    def let_go(self) -> None:
-        """What has come is of no interest any more."""
-        self.fetches = self.starts = ()
-
-    def ran(self) -> None:
-        """The request runs: when it is preempted, it may look up again."""
-        self._move(Stage.IDLE)
-
-    def asked(self, num_computed_tokens: int, now_s: float) -> None:
-        """vLLM asks about the request."""
-        self.last_gap_s = 0.0 if self.asked_s is None else now_s - self.asked_s
-        self.waited_s += self.last_gap_s
-        self.is_asked = True
-        self.asked_s, self.num_computed_tokens = now_s, num_computed_tokens
-
-    def answered(self, now_s: float) -> None:
-        """vLLM is told what it has asked: from now on the request does not wait."""
-        if self.asked_s is not None:
-            self.waited_s += now_s - self.asked_s
-            self.asked_s = None
+        """Nothing is waited for any more; the caller releases what is held."""
+        if self.state is not State.OVER:
+            self.move(State.OVER)
+        self.probes = ()
 
     @property
     def is_active(self) -> bool:
         """Whether something is waited for."""
-        return self.stage is not Stage.OVER and self.stage is not Stage.IDLE
+        return self.state is not State.OVER and self.state is not State.IDLE
 
     @property
     def num_tokens(self) -> int:
         """How many tokens tiers may bring beyond what the GPU and the host had."""
         return self.end_token - max(self.first_token, self.num_computed_tokens)
 
+    def end_max(self, num_computed_tokens: int) -> int:
+        """Return the token at which a hit of the request ends at the latest."""
+        num_tokens: int = self.user.request.num_tokens - 1
+        if self.user.limits.load_tokens is not None:
+            num_tokens = min(num_tokens, num_computed_tokens + self.user.limits.load_tokens)
+        return num_tokens
+
     @property
     def is_answered(self) -> bool:
         """Whether all that was asked is answered."""
-        return all(question.is_answered for question in self.questions)
+        return all(probe.is_answered for probe in self.probes)
 
     def share(self) -> float:
         """Return the part of the tokens that can be hit by now: up to what has not come."""
@@ -184,3 +140,230 @@ class LookUp:
         pairs = zip(self.fetches, self.starts, strict=True)
         late = [(fetch, start) for fetch, start in pairs if not fetch.is_whole]
         return not late or any(not fetch.ranks_left for fetch, start in late if start == late[0][1])
+
+
+class LookUps:
+    """The look-ups of all requests.
+
+    Its state, which nothing else changes: the look-ups by request, how many there have been, and
+    those for which it is to be decided what to fetch.
+
+    Args:
+        context, costs: of the tiers.
+        private: what no tier is asked for.
+        probes, fetches: where tiers are asked, and what they bring.
+
+    Attributes:
+        wanting: read only outside.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        costs: TierCosts,
+        private: PrivateBlocks,
+        probes: Probes,
+        fetches: Fetches,
+    ) -> None:
+        self._hits = context.hits
+        self._gpu = context.gpu
+        self._counters = context.counters
+        self._wait_max_s = max(config.wait_s for config in context.configs)
+        self._costs = costs
+        self._private = private
+        self._probes = probes
+        self._fetches = fetches
+        self._by_request: dict[RequestState, LookUp] = {}
+        self._num_begun = 0
+        self.wanting: dict[LookUp, None] = {}
+
+    def __repr__(self) -> str:
+        return f"LookUps({self.num_active} of {len(self._by_request)} are active)"
+
+    def see(self, user: RequestState) -> None:
+        """A request is new, and may read: look it up while it waits for its turn."""
+        self._num_begun += 1
+        lookup = self._by_request[user] = LookUp(user, self._num_begun)
+        self._begin(lookup, self._gpu.num_cached_tokens(user.request))
+
+    def _begin(self, lookup: LookUp, num_computed_tokens: int) -> None:
+        """Ask for what the host has not, unless that cannot pay."""
+        user, end_max = lookup.user, lookup.end_max(num_computed_tokens)
+        wanted, is_fetched = self._missing(user, num_computed_tokens, end_max)
+        is_missing = any(wanted)
+        if not (is_missing or is_fetched):
+            return  # its turn may come when the host has lost something
+        first_token = self.first_missing(user, num_computed_tokens, end_max)
+        num_tokens = end_max - first_token
+        offer = Offer(num_tokens, user.request.num_tokens - end_max)
+        is_trial = False
+        if not self._costs.probe_pays(offer, self._hits.geometry.num_blocks_held(num_tokens)):
+            is_trial = self._costs.tries_all_the_same()
+            if not is_trial:
+                lookup.end()
+                return
+        lookup.is_asked = lookup.is_roomless = False
+        lookup.is_trial, lookup.wait_max_s = is_trial, self._wait_max_s
+        lookup.num_computed_tokens = num_computed_tokens
+        lookup.first_token, lookup.end_token = first_token, end_max
+        if is_missing:
+            self._counters[Count.TIER_LOOKUPS] += 1
+            lookup.move(State.ASKING)
+            lookup.probes = self._probes.ask(wanted, user)
+        else:
+            self._want(lookup)
+
+    def first_missing(self, user: RequestState, num_computed_tokens: int, end_max: int) -> int:
+        """Return the token up to which a request can go without tiers."""
+        hit = self._hits.find_hit(user.request.block_hashes, num_computed_tokens, end_max)
+        return num_computed_tokens + (hit.num_tokens if hit is not None else 0)
+
+    def _missing(
+        self, user: RequestState, num_computed_tokens: int, end_max: int
+    ) -> tuple[list[list[bytes]], bool]:
+        """Return, by group, hashes that the host lacks; and whether it fetches others just now."""
+        hits, private = self._hits, self._private.hashes
+        wanted: list[list[bytes]] = [[] for _ in hits.geometry.group_block_sizes]
+        is_fetched = False
+        if num_computed_tokens >= end_max:
+            return wanted, is_fetched
+        for group_idx in hits.geometry.group_ids:
+            size, table = (
+                hits.geometry.group_block_sizes[group_idx],
+                hits.directory.tables[group_idx],
+            )
+            span = slice(num_computed_tokens // size, end_max // size)
+            hashes = hits.geometry.hashes_of(user.request, group_idx)[span]
+            wanted[group_idx] = [h for h in hashes if h not in table and h not in private]
+            if self._fetches and not is_fetched:
+                slots = [table[h] for h in hashes if h in table]
+                is_fetched = bool(self._fetches.under_way(slots))
+        return wanted, is_fetched
+
+    def _want(self, lookup: LookUp) -> None:
+        lookup.move(State.WANTING)
+        self.wanting[lookup] = None
+
+    def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
+        """Whether a request is to wait for tiers, when vLLM asks how many tokens the host has."""
+        lookup = self._by_request.get(user)
+        if lookup is None:
+            return False
+        if lookup.state is State.IDLE:
+            self._begin(lookup, num_computed_tokens)
+            if lookup.state is State.IDLE:
+                lookup.end()
+        if lookup.state is State.OVER:
+            if lookup.asked_s is not None:
+                self._answer(lookup, now_s)
+            return False
+        lookup.last_gap_s = 0.0 if lookup.asked_s is None else now_s - lookup.asked_s
+        lookup.waited_s += lookup.last_gap_s
+        lookup.is_asked = True
+        lookup.asked_s, lookup.num_computed_tokens = now_s, num_computed_tokens
+        if lookup.num_tokens > 0:
+            # vLLM asks again in a step, which is expected to take as long as the last one.
+            if lookup.waited_s + lookup.last_gap_s < self._wait_limit_s(lookup):
+                return True
+            self._counters[Count.TIER_WAITS_CUT] += 1
+        self.finish(lookup)
+        self._answer(lookup, now_s)
+        return False
+
+    def _wait_limit_s(self, lookup: LookUp) -> float:
+        """Return how long a request may wait in all (I9)."""
+        num_tokens = lookup.num_tokens
+        num_left = lookup.user.request.num_tokens - lookup.num_computed_tokens - num_tokens
+        limit_s = self._costs.wait_max_s(Offer(num_tokens, num_left), lookup.share())
+        return lookup.wait_max_s if limit_s is None else min(limit_s, lookup.wait_max_s)
+
+    def _answer(self, lookup: LookUp, now_s: float) -> None:
+        """vLLM is told what it has asked: from now on the request does not wait."""
+        assert lookup.asked_s is not None
+        lookup.waited_s += now_s - lookup.asked_s
+        lookup.asked_s = None
+        if lookup.waited_s:
+            self._counters.observe(TIER_WAIT_S, lookup.waited_s)
+
+    def fetch(
+        self,
+        lookup: LookUp,
+        fetches: Sequence[Fetch],
+        starts: Sequence[int],
+        span: tuple[int, int],
+        wait_max_s: float,
+    ) -> None:
+        """Blocks of a span are on their way; see `LookUp`."""
+        del self.wanting[lookup]
+        self._probes.release(lookup.probes, lookup.user)
+        lookup.move(State.FETCHING)
+        lookup.fetches, lookup.starts, lookup.wait_max_s = fetches, starts, wait_max_s
+        lookup.first_token, lookup.end_token = span
+        lookup.probes = ()
+
+    def finds_no_room(self, lookup: LookUp) -> None:
+        """There is no slot for what a look-up wants."""
+        lookup.is_roomless = True
+
+    def finish(self, lookup: LookUp) -> None:
+        """Wait for nothing more; what has come stays leased until the request has matched."""
+        self._probes.release(lookup.probes, lookup.user)
+        self.wanting.pop(lookup, None)
+        lookup.end()
+
+    def _release(self, lookup: LookUp) -> None:
+        if lookup.is_active:
+            self.finish(lookup)
+        if lookup.fetches:
+            self._fetches.release(lookup.fetches, lookup.user)
+            lookup.fetches = lookup.starts = ()
+
+    def matched(self, user: RequestState) -> None:
+        """vLLM was told of the hit of a request, or that there is none: it has its own lease."""
+        lookup = self._by_request.get(user)
+        if lookup is not None and lookup.fetches:
+            self._release(lookup)
+
+    def scheduled(self, user: RequestState, *, is_running: bool) -> None:
+        """vLLM has given a request blocks, to load or to run."""
+        lookup = self._by_request.get(user)
+        if lookup is not None:
+            self._release(lookup)
+            if is_running and lookup.state is State.OVER:
+                lookup.move(State.IDLE)  # when it is preempted, it may look up again
+
+    def end(self, user: RequestState) -> None:
+        """A request has ended."""
+        self._private.end(user.request)
+        lookup = self._by_request.pop(user, None)
+        if lookup is not None:
+            self._release(lookup)
+
+    def answered(self, probe: PendingProbe) -> None:
+        """All ranks have answered a probe."""
+        for lookup in map(self._by_request.__getitem__, probe.users):
+            if lookup.state is State.ASKING and lookup.is_answered:
+                self._want(lookup)
+
+    def fetched(self, fetch: Fetch) -> None:
+        """A fetch has ended."""
+        for lookup in map(self._by_request.__getitem__, fetch.users):
+            if lookup.state is State.FETCHING and lookup.has_arrived:
+                lookup.end()
+
+    def stop(self) -> None:
+        """Look up nothing of what was wanted until now; what is in flight goes on."""
+        for lookup in self._by_request.values():
+            self._release(lookup)
+            if lookup.state is State.IDLE:
+                lookup.end()
+
+    def give_up(self) -> None:
+        """After an internal error: forget all requests."""
+        self._by_request.clear()
+        self.wanting.clear()
+
+    @property
+    def num_active(self) -> int:
+        """Requests that wait for tiers, or will when vLLM asks about them."""
+        return sum(lookup.is_active for lookup in self._by_request.values())

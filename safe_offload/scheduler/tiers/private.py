@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from safe_offload.media_ids import tells_content
+from safe_offload.compat.media_ids import tells_content
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -73,7 +73,7 @@ class PrivateBlocks:
             return 0
         for feature in request.mm_features:
             if not (self._tells_media_ids and tells_content(feature.identifier)):
-                return int(feature.mm_position.offset) // self._hits.hash_block_size
+                return int(feature.mm_position.offset) // self._hits.geometry.hash_block_size
         return None
 
     def note(self) -> None:

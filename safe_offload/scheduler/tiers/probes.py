@@ -1,7 +1,7 @@
-"""Questions to the tiers: which of these blocks do you have?
+"""Probes: which of these blocks do the tiers have?
 
-Requests with one prefix share a question: a block that is being asked for is not asked for again.
-What a tier says is an answer of that moment. It is forgotten with the requests that wanted it.
+Requests with one prefix share a probe: a block that is being asked for is not asked for again. What
+a tier says is an answer of that moment. It is forgotten with the requests that wanted it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import Count, Counters
+from safe_offload.observe.counters import Count
 from safe_offload.protocol import Keys, Presence, Probe
 
 if TYPE_CHECKING:
     from safe_offload.scheduler.requests import RequestState
+    from safe_offload.scheduler.tiers.context import TierContext
 
 KEYS_MAX = 1 << 16
-"""Keys of all questions in flight together, beyond the first; the others wait."""
+"""Keys of all probes in flight together, beyond the first; the others wait."""
 
 _ANY = bytes([0]) + bytes([255]) * 255
 """Translates the number of a tier: 0 for none, all bits for any."""
 
 
 @dataclass(slots=True, eq=False)
-class Question:
-    """A question, from the moment that a request has it; changed by its methods only.
+class PendingProbe:
+    """A probe, from the moment that a request has it; changed by its methods only.
 
     Attributes:
         users: requests that wait for the answer, in the order in which they came.
@@ -54,7 +55,7 @@ class Question:
             found = both.to_bytes(len(found))
         self.tiers = found
         self.ranks_left.discard(presence.rank)
-        return not self.ranks_left
+        return self.is_answered
 
     @property
     def is_answered(self) -> bool:
@@ -70,131 +71,108 @@ class Question:
 
 
 class Probes:
-    """The questions that not all ranks have answered.
+    """The probes that not all ranks have answered.
 
-    Its state, which nothing else changes: the questions that no plan names, those in flight, and
-    for each KV cache group by which of them a block is asked for.
-
-    Args:
-        num_ranks: worker processes that answer.
-        num_groups: KV cache groups.
-        counters: stale answers are counted here.
+    Its state, which nothing else changes: the probes that no plan names, those in flight, and for
+    each KV cache group by which of them a block is asked for.
     """
 
-    def __init__(self, num_ranks: int, num_groups: int, counters: Counters) -> None:
-        self._num_ranks = num_ranks
-        self._counters = counters
+    def __init__(self, context: TierContext) -> None:
+        self._num_ranks = context.num_ranks
+        self._counters = context.counters
         self._next_id = 0
-        self._waiting: dict[int, Question] = {}
-        self._planned: list[Question] = []
-        self._in_flight: dict[int, Question] = {}
+        self._waiting: dict[int, PendingProbe] = {}
+        self._planned: list[PendingProbe] = []
+        self._in_flight: dict[int, PendingProbe] = {}
         self._num_keys = 0
-        self._asked: tuple[dict[bytes, Question], ...] = tuple({} for _ in range(num_groups))
+        groups = context.hits.geometry.group_block_sizes
+        self._asked: tuple[dict[bytes, PendingProbe], ...] = tuple({} for _ in groups)
 
     def __repr__(self) -> str:
         return f"Probes({len(self._waiting)} wait, {len(self._in_flight)} in flight)"
 
-    def ask(self, wanted: Sequence[Sequence[bytes]], user: RequestState) -> list[Question]:
-        """Ask for blocks, each for once.
-
-        Args:
-            wanted: hashes of blocks, for each KV cache group.
-            user: the request that needs them.
-
-        Returns:
-            The questions whose answers tell of all of them.
-        """
-        questions: dict[Question, None] = {}
+    def ask(self, wanted: Sequence[Sequence[bytes]], user: RequestState) -> list[PendingProbe]:
+        """Ask for blocks of each KV cache group; return the probes that tell of all of them."""
+        probes: dict[PendingProbe, None] = {}
         group_ids = bytearray()
         hashes: list[bytes] = []
         for group_idx, group in enumerate(wanted):
             asked = self._asked[group_idx]
             new = [block_hash for block_hash in group if block_hash not in asked]
             if len(new) < len(group):
-                questions.update(dict.fromkeys(asked[h] for h in group if h in asked))
+                probes.update(dict.fromkeys(asked[h] for h in group if h in asked))
             group_ids += bytes([group_idx]) * len(new)
             hashes += new
         if hashes:
             keys = Keys(bytes(group_ids), tuple(hashes))
-            question = Question(self._next_id, keys, {}, set(range(self._num_ranks)))
+            probe = PendingProbe(self._next_id, keys, {}, set(range(self._num_ranks)))
             self._next_id += 1
-            self._waiting[question.probe_id] = question
-            questions[question] = None
+            self._waiting[probe.probe_id] = probe
+            probes[probe] = None
             for group_idx, block_hash in zip(group_ids, hashes, strict=True):
-                self._asked[group_idx][block_hash] = question
-        for question in questions:
-            question.users[user] = None
-        return list(questions)
+                self._asked[group_idx][block_hash] = probe
+        for probe in probes:
+            probe.users[user] = None
+        return list(probes)
 
-    def let_go(self, questions: Iterable[Question], user: RequestState) -> None:
-        """A request needs these answers no more; what nobody needs is not asked."""
-        for question in questions:
-            question.users.pop(user, None)
-            if not question.users and question.probe_id in self._waiting:
-                del self._waiting[question.probe_id]
-                self._forget_keys(question)
+    def release(self, probes: Iterable[PendingProbe], user: RequestState) -> None:
+        """A request needs these answers no more; what no request needs is not asked."""
+        for probe in probes:
+            probe.users.pop(user, None)
+            if not probe.users and probe.probe_id in self._waiting:
+                del self._waiting[probe.probe_id]
+                self._forget_keys(probe)
 
-    def _forget_keys(self, question: Question) -> None:
+    def _forget_keys(self, probe: PendingProbe) -> None:
         """From now on its blocks can be asked for again."""
-        for group_idx, block_hash in zip(
-            question.keys.group_ids, question.keys.hashes, strict=True
-        ):
-            if self._asked[group_idx].get(block_hash) is question:
+        for group_idx, block_hash in zip(probe.keys.group_ids, probe.keys.hashes, strict=True):
+            if self._asked[group_idx].get(block_hash) is probe:
                 del self._asked[group_idx][block_hash]
 
-    # ---- a step is planned ---------------------------------------------------------------------
-
-    def plan(self, word: str) -> tuple[Probe, ...]:
-        """Return the questions that this step asks, the first to come first."""
+    def plan(self, generation: str) -> tuple[Probe, ...]:
+        """Return the probes that this step sends, the first to come first."""
         self._planned, num_keys = [], self._num_keys
-        for question in self._waiting.values():
-            if num_keys and num_keys + len(question.keys) > KEYS_MAX:
+        for probe in self._waiting.values():
+            if num_keys and num_keys + len(probe.keys) > KEYS_MAX:
                 break
-            num_keys += len(question.keys)
-            self._planned.append(question)
-        return tuple(Probe(q.probe_id, q.keys, word) for q in self._planned)
+            num_keys += len(probe.keys)
+            self._planned.append(probe)
+        return tuple(Probe(p.probe_id, p.keys, generation) for p in self._planned)
 
     def sent(self, now_s: float) -> None:
         """The workers are told of what `plan` has returned."""
-        for question in self._planned:
-            del self._waiting[question.probe_id]
-            question.sent(now_s)
-            self._in_flight[question.probe_id] = question
-            self._num_keys += len(question.keys)
+        for probe in self._planned:
+            del self._waiting[probe.probe_id]
+            probe.sent(now_s)
+            self._in_flight[probe.probe_id] = probe
+            self._num_keys += len(probe.keys)
         self._planned = []
 
-    # ---- the workers have reported -------------------------------------------------------------
-
-    def note(self, presence: Presence) -> Question | None:
-        """Note an answer; return the question if all ranks have answered it."""
-        question = self._in_flight.get(presence.probe_id)
-        if question is None:
+    def note(self, presence: Presence) -> PendingProbe | None:
+        """Note an answer; return the probe if all ranks have answered it."""
+        probe = self._in_flight.get(presence.probe_id)
+        if probe is None:
             self._counters[Count.STALE_REPORTS] += 1
             return None
-        if presence.rank not in question.ranks_left:
+        if presence.rank not in probe.ranks_left:
             self._counters[Count.DUPLICATE_REPORTS] += 1
             return None
-        if not question.answered(presence):
+        if not probe.answered(presence):
             return None
         del self._in_flight[presence.probe_id]
-        self._num_keys -= len(question.keys)
-        self._forget_keys(question)
-        return question
-
-    # ---- the rest ------------------------------------------------------------------------------
+        self._num_keys -= len(probe.keys)
+        self._forget_keys(probe)
+        return probe
 
     def forget(self) -> None:
         """No request needs an answer any more; those that come settle what is in flight."""
         self._waiting, self._planned = {}, []
         for asked in self._asked:
             asked.clear()
-        for question in self._in_flight.values():
-            question.users.clear()
+        for probe in self._in_flight.values():
+            probe.users.clear()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a question is still to be asked."""
+        """Whether a probe is still to be sent."""
         return bool(self._waiting)
-
-    def __len__(self) -> int:
-        return len(self._in_flight)

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Set
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from safe_offload.observe.counters import FAILED_SPILLS, Count, Counters
+from safe_offload.observe.counters import FAILED_SPILLS, Count
 from safe_offload.protocol import Keys, TierTransfer, ids_of
-from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
-from safe_offload.scheduler.pending import Store, TierPending
+from safe_offload.scheduler.cache.leases import Lease, LeaseKind
+from safe_offload.scheduler.pending import Ledger, Store, TierPending
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.pending import Fetch
+    from safe_offload.scheduler.tiers.context import TierContext
 
 IN_FLIGHT_MAX = 2
 """Spills: while one is written, the next is known."""
@@ -37,60 +37,42 @@ class Spills:
     """Blocks that wait to be spilled, and those that are.
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-    came; the spills that no plan names yet; those in flight by transfer id; and, where only what is
-    evicted is spilled, what tiers have of the slots, and as of which version of the directory all
-    that is to be looked at has been.
+    came; the ledger; and, where only what is evicted is spilled, what tiers have of the slots, and
+    as of which version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
     Args:
-        hits: what the host holds.
-        leases: where slots are protected while they are read.
-        transfer_ids: never gives the same twice.
-        num_ranks: worker processes that report.
-        slot_bytes: of one slot, on all ranks together.
-        counters: what happens is counted here.
+        context: of the tiers.
         private: hashes of blocks that are never spilled.
+
+    Attributes:
         evicted_only: spill what the host is about to evict, not all that it stores.
-        nearest_kept: number of the nearest tier that keeps what comes from those farther away; that
-            of the last one if none does.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        hits: HostHits,
-        leases: LeaseBook,
-        transfer_ids: Iterable[int],
-        num_ranks: int,
-        slot_bytes: int,
-        counters: Counters,
-        *,
-        private: Set[bytes],
-        evicted_only: bool,
-        nearest_kept: int,
-    ) -> None:
-        self._slots = hits.slots
-        self._directory = hits.directory
-        self._leases = leases
-        self._transfer_ids = iter(transfer_ids)
-        self._num_ranks = num_ranks
-        num_slots = hits.slots.num_slots
-        self._num_ahead = max(1, num_slots // BATCH_SHARE)
-        self._batch_max = max(1, min(BATCH_BYTES_MAX // max(1, slot_bytes), self._num_ahead))
-        self._counters = counters
-        self.evicted_only = evicted_only
-        self._nearest_kept = nearest_kept
+    def __init__(self, context: TierContext, private: Set[bytes]) -> None:
+        configs, slots = context.configs, context.hits.slots
+        self._slots = slots
+        self._directory = context.hits.directory
+        self._leases = context.leases
+        self._num_ahead = max(1, slots.num_slots // BATCH_SHARE)
+        num_in_bytes = BATCH_BYTES_MAX // max(1, context.slot_bytes)
+        self._batch_max = max(1, min(num_in_bytes, self._num_ahead))
+        self._counters = context.counters
+        self.evicted_only = configs[0].stores_evicted
+        # The nearest tier that keeps what comes from those farther away; the last one if none does.
+        self._nearest_kept = next((n for n, c in enumerate(configs, 1) if c.keep), len(configs))
         self._private = private
         self._queue: dict[int, tuple[int, bytes, int]] = {}
-        self._new: list[TierPending] = []
-        self._in_flight: dict[int, TierPending] = {}
+        self.ledger: Ledger[TierPending] = Ledger(context.transfer_ids, context.num_ranks)
         self._spilled: dict[int, tuple[bytes, int]] = {}
         self._seen_version = -1
 
     def __repr__(self) -> str:
-        return f"Spills({len(self._queue)} wait, {len(self._in_flight)} in flight)"
+        return f"Spills({len(self._queue)} wait, {self.ledger!r})"
 
-    # ---- what to spill -------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self.ledger)
 
     def stored(self, store: Store) -> None:
         """A store that every rank has reported is about to be published."""
@@ -138,31 +120,26 @@ class Spills:
             elif origin:
                 self._queue[slot] = directory.group_of(slot), block_hash, origin
 
-    # ---- a step is planned ---------------------------------------------------------------------
-
-    def plan(self, word: str) -> tuple[TierTransfer, ...]:
+    def plan(self, generation: str) -> tuple[TierTransfer, ...]:
         """Return what is spilled from this step on.
 
         While one spill is under way another is begun only if it is of full size, so that there are
         few of them.
-
-        Args:
-            word: see `TierTransfer`.
         """
-        num_under_way = len(self._in_flight)
+        num_under_way = len(self.ledger)
         if num_under_way >= IN_FLIGHT_MAX:
             return ()
         if self.evicted_only:
             self._look_ahead()
         if not self._queue or (num_under_way and len(self._queue) < self._batch_max):
             return ()
-        spill = self._make(word)
+        spill = self._make(generation)
         if spill is None:
             return ()
-        self._new.append(spill)
+        self.ledger.new.append(spill)
         return (spill.message,)
 
-    def _make(self, word: str) -> TierPending | None:
+    def _make(self, generation: str) -> TierPending | None:
         """Lease the first blocks of the queue that the host still has."""
         queue, find = self._queue, self._directory.find
         slots: list[int] = []
@@ -182,45 +159,34 @@ class Spills:
                 self._counters[Count.DROPPED_SPILLS_EVICTED] += 1
         if not slots:
             return None
-        transfer_id = next(self._transfer_ids)
+        known = bytes(origins) if any(origins) else b""
+        transfer_id, ranks = self.ledger.open()
         keys = Keys(bytes(group_ids), tuple(hashes))
         return TierPending(
             transfer_id=transfer_id,
-            ranks_left=set(range(self._num_ranks)),
-            message=TierTransfer(
-                transfer_id, keys, ids_of(slots), word, bytes(origins) if any(origins) else b""
-            ),
+            ranks_left=ranks,
+            message=TierTransfer(transfer_id, keys, ids_of(slots), generation, known),
             lease=self._leases.hold(LeaseKind.SPILL, slots),
             missing=set(),
         )
 
     def sent(self) -> None:
         """The workers are told of the new spills."""
-        self._in_flight.update((spill.transfer_id, spill) for spill in self._new)
-        self._new = []
-
-    # ---- the workers have reported -------------------------------------------------------------
-
-    def get(self, transfer_id: int) -> TierPending | None:
-        """Return the spill of that id, if it is in flight."""
-        return self._in_flight.get(transfer_id)
+        self.ledger.sent()
 
     def settle(self, spill: TierPending) -> None:
         """Every rank has reported a spill, and reads its slots no more."""
-        del self._in_flight[spill.transfer_id]
-        slots = spill.lease.slots
-        num_blocks = len(slots)
+        self.ledger.remove(spill)
+        slots, counters = spill.lease.slots, self._counters
+        written = set(range(len(slots))).difference(spill.missing)
         if spill.failure is not None:
-            self._counters[FAILED_SPILLS[spill.failure]] += 1
-            num_missing = num_blocks
-            num_kept = 0
-        else:
-            num_missing = sum(place < num_blocks for place in spill.missing)
-            kept = [place for place, origin in enumerate(spill.message.origins) if origin]
-            num_kept = len(set(kept).difference(spill.missing))
-        self._counters[Count.KEPT_BLOCKS] += num_kept
-        self._counters[Count.SPILLED_BLOCKS] += num_blocks - num_missing - num_kept
-        self._counters[Count.DROPPED_SPILLS_REFUSED] += num_missing
+            counters[FAILED_SPILLS[spill.failure]] += 1
+            written.clear()
+        origins = spill.message.origins or bytes(len(slots))
+        num_kept = sum(origins[place] > 0 for place in written)
+        counters[Count.KEPT_BLOCKS] += num_kept
+        counters[Count.SPILLED_BLOCKS] += len(written) - num_kept
+        counters[Count.DROPPED_SPILLS_REFUSED] += len(slots) - len(written)
         if self.evicted_only:
             # What tiers would not take is not offered again as long as the host has it.
             hashes = self._directory.hashes
@@ -228,8 +194,6 @@ class Spills:
             spill.lease.put_back()
         else:
             spill.lease.release()
-
-    # ---- what went wrong -----------------------------------------------------------------------
 
     def forget(self) -> None:
         """Spill nothing of what waits; what is in flight goes on."""
@@ -239,20 +203,14 @@ class Spills:
     def give_up(self) -> None:
         """After an internal error: forget what no worker reads."""
         self.forget()
-        self._new = []
-        self._in_flight = {i: s for i, s in self._in_flight.items() if s.ranks_left}
+        self.ledger.give_up()
 
     @property
     def leases(self) -> list[Lease]:
         """Of the spills in flight."""
-        return [spill.lease for spill in self._in_flight.values()]
-
-    # ---- the rest ------------------------------------------------------------------------------
+        return [spill.lease for spill in self.ledger.in_flight.values()]
 
     @property
     def is_waiting(self) -> bool:
         """Whether blocks wait for a spill that a plan can name."""
-        return bool(self._queue) and not self._in_flight
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
+        return bool(self._queue) and not self.ledger.in_flight

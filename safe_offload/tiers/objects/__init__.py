@@ -1,1 +1,4 @@
-"""A bucket of an object store as a tier."""
+"""A bucket of an object store as a tier.
+
+Imports of tiers only what all of them have in common. Door: `tier.ObjectTier`.
+"""

@@ -61,7 +61,7 @@ class Device:
             HipDriver(library, properties.gcnArchName) if is_hip else CudaDriver(library)
         )
         self.pci_address = _pci_address(properties)
-        self._probe = self._cuda.Stream(device)
+        self._own_stream = self._cuda.Stream(device)
         self._kernel: Any = None
 
     def bind_thread(self) -> None:
@@ -72,7 +72,7 @@ class Device:
         self._cuda.set_device(self._device)
         # In a new thread torch takes device 0 for the current one and does nothing. A call of the
         # runtime binds it, which the driver's own calls need (pytorch/pytorch#155668).
-        self._probe.query()
+        self._own_stream.query()
         self._thread.is_bound = True
 
     def compute_stream(self) -> Any:

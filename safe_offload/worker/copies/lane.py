@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ PIECE_RANGES: Final = 1024
 PIECE_S: Final = 0.002
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GpuCompletion:
     """A copy that a lane gives to its stream; the lane changes it.
 
@@ -42,23 +44,21 @@ class GpuCompletion:
             the device refuses to say.
     """
 
-    __slots__ = (
-        *("after", "copy", "event", "failure", "future", "given", "has_begun"),
-        *("is_given_up", "is_urgent", "lane", "path", "pieces", "used"),
-    )
+    lane: Lane
+    copy: Copy
+    after: Any
+    path: CopyPath
+    used: list[Any] = field(default_factory=list)
+    failure: TransferError | None = None
+    pieces: Iterator[None] = field(default_factory=lambda: iter(()))
+    is_urgent: bool = False
+    has_begun: bool = False
+    is_given_up: bool = False
+    given: threading.Event = field(default_factory=threading.Event)
+    event: Any = None
+    future: Future[None] = field(default_factory=Future)
 
-    def __init__(self, lane: Lane, copy: Copy, after: Any, path: CopyPath) -> None:
-        self.lane = lane
-        self.copy = copy
-        self.after = after
-        self.path = path
-        self.used: list[Any] = []
-        self.failure: TransferError | None = None
-        self.pieces: Iterator[None] = iter(())
-        self.is_urgent = self.has_begun = self.is_given_up = False
-        self.given = threading.Event()
-        self.event: Any = None
-        self.future: Future[None] = Future()
+    def __post_init__(self) -> None:
         # From here on the future itself cannot be cancelled.
         self.future.set_running_or_notify_cancel()
 

@@ -110,44 +110,44 @@ def available_host_bytes(
 
 
 def check_host_bytes(
-    config: OffloadConfig, *, pool_bytes_per_rank: int, num_ranks_on_host: int, available_bytes: int
+    config: OffloadConfig, *, bytes_per_rank: int, num_ranks_on_host: int, available_bytes: int
 ) -> None:
     """Raise ConfigError, with what would fit, for a host pool that the machine cannot hold.
 
     Args:
         config: says which key decided the size, for the fix.
-        pool_bytes_per_rank: that each worker is about to take.
+        bytes_per_rank: that each worker is about to take.
         num_ranks_on_host: all count, because each touches its pages only later.
         available_bytes: before any of them took its pool.
     """
     headroom_bytes = max(HEADROOM_BYTES_MIN, available_bytes * HEADROOM_PERCENT // 100)
     usable_bytes = max(0, available_bytes - headroom_bytes)
-    needed_bytes = pool_bytes_per_rank * num_ranks_on_host
+    needed_bytes = bytes_per_rank * num_ranks_on_host
     if needed_bytes <= usable_bytes:
         return
     key = config.capacity_key
     asked = (
         f"{format_bytes(needed_bytes)} ({num_ranks_on_host} ranks on this machine, "
-        f"{format_bytes(pool_bytes_per_rank)} each)"
+        f"{format_bytes(bytes_per_rank)} each)"
         if num_ranks_on_host > 1
         else format_bytes(needed_bytes)
     )
     raise ConfigError(
         f'The host pool ("{key}") needs {asked}; {format_bytes(available_bytes)} of host memory '
         f"is available, of which {format_bytes(headroom_bytes)} must stay free. "
-        f"Fix: {_fitting_value(config, pool_bytes_per_rank, usable_bytes // num_ranks_on_host)}"
+        f"Fix: {_fitting_value(config, bytes_per_rank, usable_bytes // num_ranks_on_host)}"
     )
 
 
-def _fitting_value(config: OffloadConfig, pool_bytes_per_rank: int, fit_bytes_per_rank: int) -> str:
+def _fitting_value(config: OffloadConfig, bytes_per_rank: int, fitting_bytes: int) -> str:
     """Return the largest value of the deciding key that fits, as an instruction."""
     key = config.capacity_key
     if key == "num_cpu_blocks":
-        num_slots = (config.num_slots or 0) * fit_bytes_per_rank // pool_bytes_per_rank
+        num_slots = (config.num_slots or 0) * fitting_bytes // bytes_per_rank
         value = str(num_slots) if num_slots else None
     else:
         num_shares = config.world_size if key == "cpu_bytes_to_use" else 1
-        size_mib = fit_bytes_per_rank * num_shares // MIB
+        size_mib = fitting_bytes * num_shares // MIB
         value = f'"{size_mib}MiB"' if size_mib else None
     if value is None:
         return "free memory on this machine (or raise the container's limit); nothing fits now."
@@ -228,16 +228,15 @@ def _read_text(path: Path) -> str:
 
 def _read_int(path: Path) -> int | None:
     """Return the one number in a file, or None (no such file, or the word "max")."""
-    text = _read_text(path).strip()
-    return int(text) if text.isascii() and text.isdigit() else None
+    return _number(_read_text(path).strip())
 
 
 def _stat_values(path: Path) -> dict[str, int]:
     """Return the `name number` lines of a kernel statistics file."""
-    values: dict[str, int] = {}
-    for line in _read_text(path).splitlines():
-        name, _, rest = line.partition(" ")
-        fields = rest.split()
-        if fields and fields[0].isascii() and fields[0].isdigit():
-            values[name] = int(fields[0])
-    return values
+    lines = (line.split() for line in _read_text(path).splitlines())
+    values = {fields[0]: _number(fields[1]) for fields in lines if len(fields) > 1}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None

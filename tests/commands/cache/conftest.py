@@ -173,12 +173,6 @@ class Keys(Rig):
 
 
 @pytest.fixture(scope="session")
-def bucket_server() -> Iterator[BucketServer]:
-    with BucketServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = {"user": f"reader on >{PASSWORD} ~safe-offload:* +ping +cluster|slots +scan +object"}
     with Server(tmp_path_factory.mktemp("valkey"), options) as server:

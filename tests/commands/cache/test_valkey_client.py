@@ -1,4 +1,7 @@
-"""Whose certificates the client of `safe-offload cache` and of the doctor trusts."""
+"""The client of `safe-offload cache` and of the doctor: whose certificates it trusts, what it says.
+
+The tier's own connection logs in first: tests/tiers/valkey/test_servers.py.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,6 @@ def answer(peer: Peer) -> None:
 def config_of(server: ScriptedServer, ca: Certificates | None) -> TierConfig:
     values = {} if ca is None else {"ca_file": str(ca.ca)}
     return TierConfig.at(f"rediss://:{SECRET}@{LOCALHOST}:{server.port}", **values)
-
-
-@pytest.mark.parametrize("ca_file", [None, "ours"])
-@pytest.mark.parametrize("of_server", ["system", "ours"])
-def test_a_ca_file_is_trusted_instead_of_the_authorities_of_the_system(
-    certificates: dict[str, Certificates], of_server: str, ca_file: str | None
-) -> None:
-    ca = certificates[ca_file] if ca_file else None
-    with ScriptedServer(answer, tls=certificates[of_server]) as server:
-        if of_server == (ca_file or "system"):
-            Server(config_of(server, ca), TIMEOUT_S).close()
-            return
-        with pytest.raises(CacheError, match="the certificate of"):
-            Server(config_of(server, ca), TIMEOUT_S)
 
 
 def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(
@@ -121,17 +110,28 @@ def test_a_part_without_a_server_and_a_connection_that_is_lost_say_so() -> None:
             client.close()
 
 
-def test_a_server_that_does_not_say_which_servers_there_are_is_named() -> None:
-    for script, word in ((lambda peer: None, "closed the connection"), (silent, "does not answer")):
-        with ScriptedServer(script, greets=(b"AUTH",)) as server:
-            place = f"redis://:{SECRET}@{LOCALHOST}:{server.port}"
-            with pytest.raises(CacheError, match=word):
-                Server(TierConfig.at(place), 0.2)
+@pytest.mark.parametrize(
+    ("reply", "word"),
+    [
+        (b"", "does not answer"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not answer as a Valkey or Redis server"),
+        (b"-NOAUTH Authentication required.\r\n", r"refuses the user or the password \(NOAUTH\)"),
+        (b"-LOADING it is\r\n", "is not ready: it answers LOADING"),
+    ],
+)
+def test_a_server_that_does_not_say_which_servers_there_are_is_named(
+    reply: bytes, word: str
+) -> None:
+    def script(peer: Peer) -> None:
+        peer.command()
+        peer.send(reply)
+        peer.read_to_the_end()
+
+    with ScriptedServer(script, greets=(b"AUTH",)) as server:
+        place = f"redis://:{SECRET}@{LOCALHOST}:{server.port}"
+        with pytest.raises(CacheError, match=word):
+            Server(TierConfig.at(place), 0.5)
 
 
 def hang_up(peer: Peer) -> None:
     peer.command()
-
-
-def silent(peer: Peer) -> None:
-    peer.read_to_the_end()

@@ -309,7 +309,7 @@ def test_no_locked_memory(examine):
 
 def test_a_driver_that_locks_nothing(examine):
     failures = {"ready": "SafeOffloadError: the driver did not page-lock a slab"}
-    tried = dataclasses.replace(ON_GPU, failures=failures)
+    tried = dataclasses.replace(ON_GPU, failures=failures, node=None)
     assert "ulimit -l" in wrong(examine(tried=tried))["memory.ready"].fix
 
 

@@ -14,7 +14,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from safe_offload.protocol import StepReport
-from safe_offload.scheduler.cache.events import Origins
+from safe_offload.scheduler.cache.events import NO_EVENTS, Origins
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, see_events
 from tests.simulator.device import CopyFault
@@ -91,7 +91,7 @@ def told_by(connector: str, *, num_slots: int = 500, **shape: Any) -> Records:
         pytest.param({"groups": ("full", "chunk:16")}, id="chunks"),
     ],
 )
-def test_every_field_is_what_vllms_own_connector_tells(shape: dict[str, Any]) -> None:
+def test_every_field_is_what_vllms_own_connector_tells(shape):
     """For each block that both of them have stored; of full attention these are all blocks."""
     ours, theirs = told_by(OURS, **shape), told_by(SIMPLE, **shape)
     both = ours.keys() & theirs.keys()
@@ -105,7 +105,7 @@ def test_every_field_is_what_vllms_own_connector_tells(shape: dict[str, Any]) ->
     assert all(record["tokens"] for record in ours.values())
 
 
-def test_what_is_evicted_is_told_as_vllms_own_connector_tells_it() -> None:
+def test_what_is_evicted_is_told_as_vllms_own_connector_tells_it():
     ours, theirs = told_by(OURS, num_slots=30), told_by(SIMPLE, num_slots=30)
     gone, theirs_gone = (
         {key: record for key, record in told.items() if key[0] is BlockRemoved}
@@ -116,7 +116,7 @@ def test_what_is_evicted_is_told_as_vllms_own_connector_tells_it() -> None:
     assert {key: gone[key] for key in both} == {key: theirs_gone[key] for key in both}
 
 
-def test_parts_of_blocks_are_told_with_their_own_tokens(make_rig: MakeRig) -> None:
+def test_parts_of_blocks_are_told_with_their_own_tokens(make_rig):
     """vLLM finds the block that a prompt ends in by its first tokens, in steps of one hash."""
     rig = make_rig(
         groups=("full@16", "mamba@16"), num_blocks=40, prefix_match_unit=4, has_events=True
@@ -133,7 +133,7 @@ def test_parts_of_blocks_are_told_with_their_own_tokens(make_rig: MakeRig) -> No
     assert all(tokens in [prompt[end - 4 : end] for end in range(4, 48, 4)] for tokens in parts)
 
 
-def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig: MakeRig) -> None:
+def test_extra_keys_of_images_are_those_of_vllms_own_events(make_rig):
     """What vLLM's block pool publishes when it caches the same blocks of the same request."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.block_pool import BlockPool
@@ -176,7 +176,7 @@ def filled(make_rig: MakeRig, **shape: Any) -> tuple[Rig, list[Any]]:
     return rig, seen
 
 
-def test_a_prompt_is_one_event(make_rig: MakeRig) -> None:
+def test_a_prompt_is_one_event(make_rig):
     _, seen = filled(make_rig)
     (event,) = seen
     assert event.parent_block_hash is None
@@ -185,7 +185,7 @@ def test_a_prompt_is_one_event(make_rig: MakeRig) -> None:
     assert (event.kv_cache_spec_kind, event.block_size) == ("full_attention", 4)
 
 
-def test_nothing_is_told_before_every_rank_has_stored_it(make_rig: MakeRig) -> None:
+def test_nothing_is_told_before_every_rank_has_stored_it(make_rig):
     rig = make_rig(has_events=True, tensor_ranks=2)
     rig.start()
     seen = see_events(rig)
@@ -200,14 +200,14 @@ def test_nothing_is_told_before_every_rank_has_stored_it(make_rig: MakeRig) -> N
     assert len(hashes(seen, BlockStored)) == 5
 
 
-def test_what_is_evicted_is_told(make_rig: MakeRig) -> None:
+def test_what_is_evicted_is_told(make_rig):
     rig, seen = filled(make_rig, num_slots=6)
     rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
     assert len(hashes(seen, BlockStored)) == 10
     assert set(hashes(seen, BlockRemoved)) < set(hashes(seen, BlockStored)[:5])
 
 
-def test_what_a_failed_load_forgets_is_told(make_rig: MakeRig) -> None:
+def test_what_a_failed_load_forgets_is_told(make_rig):
     rig, seen = filled(make_rig)
     rig.forget_gpu_cache()
     rig.fail_copies()
@@ -216,7 +216,7 @@ def test_what_a_failed_load_forgets_is_told(make_rig: MakeRig) -> None:
     assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored)[:4])
 
 
-def test_a_store_that_fails_is_not_told(make_rig: MakeRig) -> None:
+def test_a_store_that_fails_is_not_told(make_rig):
     rig = make_rig(has_events=True)
     rig.start()
     seen = see_events(rig)
@@ -226,7 +226,7 @@ def test_a_store_that_fails_is_not_told(make_rig: MakeRig) -> None:
     assert seen == []
 
 
-def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig: MakeRig) -> None:
+def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig):
     """vLLM takes events in a step, so it has to make one."""
     rig, seen = filled(make_rig)
     assert not rig.has_work
@@ -242,7 +242,7 @@ def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig: 
     assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockRemoved]
 
 
-def test_resetting_the_gpus_cache_alone_takes_nothing_from_the_host(make_rig: MakeRig) -> None:
+def test_resetting_the_gpus_cache_alone_takes_nothing_from_the_host(make_rig):
     rig, seen = filled(make_rig)
     rig.forget_gpu_cache()
     rig.add("next", rig.prompt(3, 2), max_tokens=1)
@@ -250,9 +250,7 @@ def test_resetting_the_gpus_cache_alone_takes_nothing_from_the_host(make_rig: Ma
     assert not hashes(seen, BlockRemoved)
 
 
-def test_a_connector_that_only_misses_from_now_on_says_that_nothing_is_there(
-    make_rig: MakeRig,
-) -> None:
+def test_a_connector_that_only_misses_from_now_on_says_that_nothing_is_there(make_rig):
     """A dead event loop here; an error of our own does the same."""
     rig, seen = filled(make_rig)
     for device in rig.devices:
@@ -265,9 +263,7 @@ def test_a_connector_that_only_misses_from_now_on_says_that_nothing_is_there(
     assert len(seen) == num_told
 
 
-def test_an_error_of_our_own_takes_everything_back(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_our_own_takes_everything_back(make_rig, monkeypatch):
     rig = make_rig(has_events=True, extra={"check_invariants": False})
     rig.start()
     seen = see_events(rig)
@@ -283,10 +279,10 @@ def test_an_error_of_our_own_takes_everything_back(
     assert set(hashes(seen, BlockStored)) <= set(hashes(seen, BlockRemoved))
 
 
-def test_without_kv_events_nothing_is_made(make_rig: MakeRig) -> None:
+def test_without_kv_events_nothing_is_made(make_rig):
     rig = make_rig()
     rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-    assert rig.planner.events is None
+    assert rig.planner.events is NO_EVENTS
     assert rig.connector.take_events() == ()
 
 
@@ -307,7 +303,7 @@ class OursOfTwo(SafeWorker):
         return received, MultiKVConnectorWorkerMetadata((report, None)) if report else None
 
 
-def test_multi_connector_passes_our_events_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_connector_passes_our_events_on(monkeypatch):
     """And ours only: the other connector, which is one of ours too, is off."""
     children = [
         {"kv_connector": OURS, "kv_connector_extra_config": {"num_cpu_blocks": slots}}
@@ -342,7 +338,7 @@ def places(origins: Origins, names: str) -> list[Any]:
     return origins.find([name.encode() for name in names])
 
 
-def test_a_hash_is_found_in_a_request_that_grows_until_it_ends() -> None:
+def test_a_hash_is_found_in_a_request_that_grows_until_it_ends():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
     origins.add(request)  # type: ignore[arg-type]
     assert places(origins, "ba") == [(request, 1), (request, 0)]
@@ -353,7 +349,7 @@ def test_a_hash_is_found_in_a_request_that_grows_until_it_ends() -> None:
     assert places(origins, "abc") == [None] * 3
 
 
-def test_a_hash_that_two_requests_share_stays_with_the_other() -> None:
+def test_a_hash_that_two_requests_share_stays_with_the_other():
     origins, first, second = Origins(num_kept=0), FakeRequest("ab"), FakeRequest("ab")
     origins.add(first)  # type: ignore[arg-type]
     origins.add(second)  # type: ignore[arg-type]
@@ -362,7 +358,7 @@ def test_a_hash_that_two_requests_share_stays_with_the_other() -> None:
     assert places(origins, "b") == [(first, 1)]
 
 
-def test_requests_that_have_ended_are_kept_up_to_a_bound() -> None:
+def test_requests_that_have_ended_are_kept_up_to_a_bound():
     origins = Origins(num_kept=4)
     requests = [FakeRequest(names) for names in ("ab", "cd", "ef")]
     for request in requests:
@@ -371,7 +367,7 @@ def test_requests_that_have_ended_are_kept_up_to_a_bound() -> None:
     assert places(origins, "ace") == [None, (requests[1], 0), (requests[2], 0)]
 
 
-def test_a_request_with_images_is_not_kept() -> None:
+def test_a_request_with_images_is_not_kept():
     origins, request = Origins(num_kept=4), FakeRequest("ab")
     request.mm_features = ["an image"]
     origins.add(request)  # type: ignore[arg-type]
@@ -379,7 +375,7 @@ def test_a_request_with_images_is_not_kept() -> None:
     assert places(origins, "a") == [None]
 
 
-def test_a_hash_that_its_request_has_lost_is_not_found() -> None:
+def test_a_hash_that_its_request_has_lost_is_not_found():
     origins, request = Origins(num_kept=0), FakeRequest("ab")
     origins.add(request)  # type: ignore[arg-type]
     assert places(origins, "b") == [(request, 1)]

@@ -26,7 +26,7 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 
 from tests.engine.http_server import find_free_port
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "kv-events.md"
@@ -231,9 +231,7 @@ ROUTERS = pytest.mark.parametrize("join", [dynamo, llm_d], ids=lambda join: join
 
 
 @ROUTERS
-def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(
-    make_rig: MakeRig, tmp_path: Path, join: Any
-) -> None:
+def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(make_rig, tmp_path, join):
     rig = make_rig(has_events=True, num_blocks=9)
     with join(rig, tmp_path) as router:
         rig.start()
@@ -249,9 +247,7 @@ def test_a_prompt_that_the_gpu_has_lost_is_known_to_be_on_the_host(
 
 
 @ROUTERS
-def test_what_the_host_has_evicted_too_is_not_expected_there(
-    make_rig: MakeRig, tmp_path: Path, join: Any
-) -> None:
+def test_what_the_host_has_evicted_too_is_not_expected_there(make_rig, tmp_path, join):
     rig = make_rig(has_events=True, num_blocks=9, num_slots=7)
     with join(rig, tmp_path) as router:
         rig.start()
@@ -264,9 +260,7 @@ def test_what_the_host_has_evicted_too_is_not_expected_there(
 
 
 @ROUTERS
-def test_after_a_reset_of_both_caches_nothing_is_expected(
-    make_rig: MakeRig, tmp_path: Path, join: Any
-) -> None:
+def test_after_a_reset_of_both_caches_nothing_is_expected(make_rig, tmp_path, join):
     rig = make_rig(has_events=True)
     with join(rig, tmp_path) as router:
         rig.start()
@@ -279,9 +273,7 @@ def test_after_a_reset_of_both_caches_nothing_is_expected(
 
 
 @ROUTERS
-def test_lazy_stores_come_last_block_first_and_are_known(
-    make_rig: MakeRig, tmp_path: Path, join: Any
-) -> None:
+def test_lazy_stores_come_last_block_first_and_are_known(make_rig, tmp_path, join):
     """vLLM evicts the end of a prompt first, so children are stored before their parents."""
     rig = make_rig(has_events=True, num_blocks=9, extra={"lazy_offload": True})
     with join(rig, tmp_path) as router:

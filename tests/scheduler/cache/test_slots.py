@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key
-from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy, Lru
-from safe_offload.scheduler.cache.slots import SlotPool, SlotStatistics
+from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
+from safe_offload.scheduler.cache.slots import SlotPool
 
 
 def pool_of(
@@ -42,31 +42,12 @@ def fill(pool: SlotPool, *names: str) -> list[int]:
 # ---- grants ------------------------------------------------------------------------------------
 
 
-def test_empty_slots_are_granted_from_the_first_on() -> None:
+def test_empty_slots_are_granted_from_the_first_on():
     pool = pool_of(6)
     assert [pool.grant(2), pool.grant(3), pool.grant(1)] == [[0, 1], [2, 3, 4], [5]]
 
 
-def test_no_slot_is_granted_before_the_ranks_have_said_how_many_they_have() -> None:
-    pool = pool_of(6, num_usable=0)
-    assert pool.grant(1) == []
-    pool.check_invariants([])
-
-
-def test_a_grant_of_nothing_changes_nothing() -> None:
-    pool = pool_of(3)
-    assert pool.grant(0) == pool.grant(-1) == []
-    assert pool.statistics().num_free == 3
-
-
-def test_full_is_a_smaller_grant_or_none() -> None:
-    pool = pool_of(3)
-    leases = [pool.grant(2), pool.grant(2), pool.grant(1)]
-    assert leases == [[0, 1], [2], []]
-    pool.check_invariants(leases)
-
-
-def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
+def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     pool = pool_of(5)
     pool.release(fill(pool, "a", "b", "c"))
     version = pool.directory.version
@@ -77,25 +58,8 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty() -> None:
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
-def test_one_grant_takes_what_is_empty_and_evicts_the_rest() -> None:
-    pool = pool_of(4)
-    pool.release(fill(pool, "a", "b"))
-    assert pool.grant(9) == [2, 3, 1, 0]
-    assert pool.directory.find(0, b"a") is None
-    assert pool.directory.kept() == {}
-
-
-def test_a_leased_slot_is_not_evicted() -> None:
-    pool = pool_of(3)
-    slots = fill(pool, "a", "b", "c")
-    pool.release(slots)
-    pool.lease([1])
-    assert pool.grant(3) == [2, 0]
-    assert pool.directory.find(0, b"b") == 1
-
-
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
+def test_opening_more_keeps_the_order_and_what_is_leased(policy):
     pool = pool_of(8, policy=policy, num_usable=3)
     leased = pool.grant(1)
     pool.open(5)
@@ -110,22 +74,7 @@ def test_opening_more_keeps_the_order_and_what_is_leased(policy: str) -> None:
 # ---- leases ------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_free_when_the_last_of_its_leases_is_released() -> None:
-    pool = pool_of(3)
-    slots = fill(pool, "a", "b")
-    pool.lease([0])
-    pool.lease([1, 0])
-    pool.check_invariants([slots, [0], [1, 0]])
-    pool.release(slots)
-    assert pool.statistics().num_leased == 2
-    pool.release([0])
-    assert pool.statistics().num_leased == 2
-    pool.release([1, 0])
-    assert pool.statistics().num_leased == 0
-    pool.check_invariants([])
-
-
-def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
+def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased():
     pool = pool_of(3)
     pool.release(fill(pool, "a", "b", "c"))
     pool.lease([0, 1])
@@ -139,7 +88,7 @@ def test_a_slot_may_be_in_one_release_as_often_as_it_is_leased() -> None:
 
 
 @pytest.mark.parametrize("slots", [[2], [0, 2], [2, 0]])
-def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots: list[int]) -> None:
+def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots):
     pool = pool_of(3)
     pool.lease(pool.grant(2))
     with pytest.raises(InvariantError, match=r"I8.*\[2\] released more often than leased"):
@@ -147,7 +96,7 @@ def test_a_release_of_what_is_not_leased_is_an_error_and_changes_nothing(slots: 
     pool.check_invariants([[0, 1], [0, 1]])
 
 
-def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
+def test_what_holds_nothing_is_empty_again_when_it_is_released():
     pool = pool_of(4)
     filled = fill(pool, "a")
     unfilled = pool.grant(2)
@@ -159,21 +108,7 @@ def test_what_holds_nothing_is_empty_again_when_it_is_released() -> None:
 # ---- what they hold ----------------------------------------------------------------------------
 
 
-def test_what_is_being_stored_is_neither_found_nor_given_away() -> None:
-    pool = pool_of(3)
-    pool.release(fill(pool, "a"))
-    slots = pool.grant(2)
-    pool.directory.begin_store(slots, 0, hashes_of("b", "c"), {})
-    assert pool.directory.find(0, b"b") is None
-    assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0]
-    assert pool.directory.filled([0, *slots]) == [0]
-    assert pool.directory.kept() == {0: Key(0, b"a")}
-    assert b"b" in pool.directory.tables[0], "nobody need store it twice"
-    assert pool.grant(3) == [0]
-    pool.check_invariants([slots, [0]])
-
-
-def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
+def test_what_is_forgotten_while_it_is_leased_stays_leased():
     pool = pool_of(3)
     slots = fill(pool, "a", "b")
     version, num_forgets = pool.directory.version, pool.directory.num_forgets
@@ -188,40 +123,16 @@ def test_what_is_forgotten_while_it_is_leased_stays_leased() -> None:
     assert pool.grant(2) == [0, 2], "one that holds nothing is empty"
 
 
-def test_the_same_can_be_stored_again_when_it_was_forgotten_on_the_way() -> None:
-    pool = pool_of(2)
-    first = pool.grant(1)
-    pool.directory.begin_store(first, 0, hashes_of("a"), {})
-    pool.forget_all()
-    second = fill(pool, "a")
-    pool.directory.publish(first)
-    pool.release(first)
-    assert pool.directory.find(0, b"a") == second[0]
-    pool.check_invariants([second])
-
-
-def test_forgetting_all_leaves_nothing_to_find() -> None:
-    pool = pool_of(6, num_groups=2)
-    leased = fill(pool, "a", "b")
-    pool.release(leased[1:])
-    storing = pool.grant(2)
-    pool.directory.begin_store(storing, 1, hashes_of("a", "b"), {})
-    pool.forget_all()
-    assert pool.directory.kept() == {}
-    assert not any(pool.directory.tables)
-    pool.check_invariants([leased[:1], storing])
-
-
 # ---- bad memory, and errors --------------------------------------------------------------------
 
 
-def test_a_retired_slot_is_never_granted_again() -> None:
+def test_a_retired_slot_is_never_granted_again():
     pool = pool_of(6)
     leased, evictable = fill(pool, "a"), fill(pool, "b")
     pool.release(evictable)
     assert pool.retire([0, 1, 2, 2, 99, -1]) == [0, 1, 2]
     assert pool.retire([0, 5]) == [5]
-    assert pool.statistics().num_retired == 4
+    assert pool.num_retired == 4
     assert pool.directory.find(0, b"b") == 1, "until somebody forgets it"
     pool.forget([0, 1, 2])
     pool.check_invariants([leased])
@@ -230,7 +141,7 @@ def test_a_retired_slot_is_never_granted_again() -> None:
     pool.check_invariants([[3, 4]])
 
 
-def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores() -> None:
+def test_mending_gives_each_slot_the_leases_that_exist_and_forgets_what_nobody_stores():
     pool = pool_of(6)
     kept, gone = fill(pool, "a"), fill(pool, "b")
     storing, lost = pool.grant(1), pool.grant(1)
@@ -260,9 +171,7 @@ class FailingAfter(dict[bytes, int]):
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 2])
-def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
-    num_items: int,
-) -> None:
+def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(num_items):
     pool = pool_of(6)
     pool.directory.tables = (FailingAfter(num_items),)
     slots = pool.grant(2)
@@ -270,18 +179,18 @@ def test_a_store_that_was_interrupted_when_it_began_leaves_nothing_when_mended(
         pool.directory.begin_store(slots, 0, hashes_of("a", "b"), {})
     pool.mend([])
     pool.check_invariants([])
-    assert pool.statistics().num_free == 6
+    assert pool.num_free == 6
     assert not pool.directory.tables[0]
 
 
-def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
+def test_a_grant_whose_taker_was_lost_is_free_when_mended():
     pool = pool_of(4)
     pool.release(fill(pool, "a", "b", "c", "d"))
     pool.grant(3)
     pool.mend([])
     pool.check_invariants([])
     assert pool.directory.find(0, b"a") == 0
-    assert pool.statistics().num_free == 4
+    assert pool.num_free == 4
 
 
 @pytest.mark.parametrize(
@@ -295,12 +204,8 @@ def test_a_grant_whose_taker_was_lost_is_free_when_mended() -> None:
         (lambda pool, policy: pool.directory.tables[0].update(c=0), [[0, 1]], "I6"),
     ],
 )
-def test_a_spoilt_pool_is_seen(
-    spoil: Callable[[SlotPool, EvictionPolicy], object],
-    leases: list[list[int]],
-    invariant_id: str,
-) -> None:
-    policy = Lru(4)
+def test_a_spoilt_pool_is_seen(spoil, leases, invariant_id):
+    policy = EvictionPolicy(4)
     pool = SlotPool(4, Directory(4, 1), policy, Counters())
     pool.open(4)
     fill(pool, "a", "b")
@@ -315,9 +220,9 @@ def fill_unleased(pool: SlotPool, slot: int) -> None:
     pool.directory.publish([slot])
 
 
-def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -> None:
+def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age():
     counters = Counters()
-    pool = SlotPool(3, Directory(3, 1), Lru(3), counters)
+    pool = SlotPool(3, Directory(3, 1), EvictionPolicy(3), counters)
     pool.open(3)
     pool.set_time(10.0)
     slots = fill(pool, "a", "b", "c")
@@ -331,15 +236,13 @@ def test_what_is_evicted_is_counted_by_whether_it_was_ever_loaded_and_by_age() -
     assert counters[Count.EVICTED_AGE_SECONDS] == 2 * 7
 
 
-def test_the_statistics_tell_what_each_slot_is() -> None:
+def test_the_statistics_tell_what_each_slot_is():
     pool = pool_of(9, num_usable=8)
     pool.release(fill(pool, "a", "b", "c"))
     pool.grant(1)
     pool.retire([7])
-    assert pool.statistics() == SlotStatistics(
-        num_usable=8, num_empty=3, num_evictable=3, num_leased=1, num_retired=1
-    )
-    assert pool.statistics().num_free == 6
+    assert (pool.num_usable, pool.num_empty, pool.num_leased, pool.num_retired) == (8, 3, 1, 1)
+    assert pool.num_free == 6
 
 
 # ---- against a model ---------------------------------------------------------------------------
@@ -377,12 +280,12 @@ class SlotMachine(RuleBasedStateMachine):
         self.pool.open(count)
         self.num_usable = max(self.num_usable, min(count, NUM_SLOTS))
 
-    @rule(count=st.integers(0, 5))
+    @rule(count=st.integers(-1, 5))
     def grant(self, count: int) -> None:
         free = set(range(self.num_usable)) - self.leased()
         empty = free - self.keys.keys()
         slots = self.pool.grant(count)
-        assert len(slots) == len(set(slots)) == min(count, len(free))
+        assert len(slots) == len(set(slots)) == max(0, min(count, len(free)))
         assert set(slots) <= free
         assert set(slots[: len(empty)]) <= empty, "evicted although others were empty"
         self.drop(slots)
@@ -485,9 +388,8 @@ class SlotMachine(RuleBasedStateMachine):
         pool.check_invariants(self.leases)
         num_leases = Counter(slot for lease in self.leases for slot in lease)
         num_taken = len(num_leases.keys() | self.retired)
-        statistics = pool.statistics()
-        assert statistics.num_free == self.num_usable - num_taken
-        assert statistics.num_leased == num_taken - len(self.retired)
+        assert pool.num_free == self.num_usable - num_taken
+        assert pool.num_leased == num_taken - len(self.retired)
         slot_of = {key: slot for slot, keys in self.keys.items() for key in keys}
         for key in KEYS:
             slot = slot_of.get(key)

@@ -56,7 +56,7 @@ def measured(**changes: Any) -> Costs:
 @pytest.mark.parametrize(
     ("num_tokens", "pays"), [(32, False), (128, False), (256, True), (16_000, True)]
 )
-def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens: int, pays: bool) -> None:
+def test_a_hit_is_offered_from_where_loading_is_faster(num_tokens, pays):
     assert measured().pays(Offer(num_tokens, 20)) == pays
 
 
@@ -70,7 +70,7 @@ MEASURED_MS = {
 """Time to first token of a real CPU engine by prompt: computed, from the host, from the GPU."""
 
 
-def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine() -> None:
+def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine():
     costs = Costs(None, 8192)
     for num_tokens, (computed_ms, loaded_ms, on_gpu_ms) in MEASURED_MS.items():
         for _ in range(SAMPLES_MIN):
@@ -82,7 +82,7 @@ def test_the_rule_takes_the_better_of_what_was_measured_on_a_real_engine() -> No
         assert chosen_ms <= 1.05 * min(computed_ms, loaded_ms), num_tokens
 
 
-def test_before_anything_was_measured_every_hit_is_offered() -> None:
+def test_before_anything_was_measured_every_hit_is_offered():
     costs = Costs(None, STEP_TOKENS)
     assert costs.pays(Offer(1, 1))
     for _ in range(SAMPLES_MIN):
@@ -90,47 +90,45 @@ def test_before_anything_was_measured_every_hit_is_offered() -> None:
         assert costs.pays(Offer(1, 1)), "no step was measured"
 
 
-def test_a_number_overrules_what_was_measured() -> None:
+def test_a_number_overrules_what_was_measured():
     assert measured(min_load_tokens=0).pays(Offer(1, 1))
     assert measured(min_load_tokens=100).pays(Offer(100, 1))
     assert not measured(min_load_tokens=100).pays(Offer(99, 1))
 
 
-def test_a_load_under_way_costs_what_is_left_of_it() -> None:
+def test_a_load_under_way_costs_what_is_left_of_it():
     costs = measured()
     assert not costs.pays(Offer(128, 20))
     assert costs.pays(Offer(128, 20, loading_s=0.003))
     assert not costs.pays(Offer(128, 20, loading_s=60.0)), "late, and who knows for how long"
 
 
-def test_what_is_refused_is_tried_now_and_then() -> None:
+def test_what_is_refused_is_tried_now_and_then():
     costs = measured()
     answers = [costs.pays(Offer(32, 20)) for _ in range(3 * PROBE_EVERY)]
     assert sum(answers) == 3
 
 
-def test_a_hit_that_barely_pays_is_computed_now_and_then() -> None:
+def test_a_hit_that_barely_pays_is_computed_now_and_then():
     costs = measured()
     assert PROBE_REACH > costs.compute_s(Offer(256, 20)) / costs.load_s(Offer(256, 20)) > 1
     answers = [costs.pays(Offer(256, 20)) for _ in range(3 * PROBE_EVERY)]
     assert answers.count(False) == 3
 
 
-def test_a_hit_that_pays_well_is_always_loaded() -> None:
+def test_a_hit_that_pays_well_is_always_loaded():
     costs = measured()
     assert all(costs.pays(Offer(2000, 20)) for _ in range(3 * PROBE_EVERY))
 
 
-def test_who_waits_for_a_load_is_not_made_to_compute_for_a_measurement() -> None:
+def test_who_waits_for_a_load_is_not_made_to_compute_for_a_measurement():
     costs = measured()
     waits = Offer(256, 20, loading_s=0.0005)
     assert all(costs.pays(waits) for _ in range(3 * PROBE_EVERY))
 
 
 @pytest.mark.parametrize("was_slow", [True, False])
-def test_what_computing_takes_is_learned_again_from_the_hits_that_are_tried(
-    was_slow: bool,
-) -> None:
+def test_what_computing_takes_is_learned_again_from_the_hits_that_are_tried(was_slow):
     """Every prompt is a hit, so that nothing else is ever computed; then the machine changes."""
     costs = measured()
     before_s, after_s = (TOKEN_S, TOKEN_S / 4) if was_slow else (TOKEN_S / 4, TOKEN_S)
@@ -149,7 +147,7 @@ def serve_hit(costs: Costs, token_s: float) -> bool:
     return False
 
 
-def test_what_others_generate_is_computed_in_any_case() -> None:
+def test_what_others_generate_is_computed_in_any_case():
     costs = Costs(None, STEP_TOKENS)
     for _ in range(SAMPLES_MIN):
         for size, seconds in ((16, 0.004), (64, 0.004), (512, 0.04)):
@@ -160,7 +158,7 @@ def test_what_others_generate_is_computed_in_any_case() -> None:
     assert costs.pays(Offer(32, 1))
 
 
-def test_what_is_measured_anew_replaces_what_was() -> None:
+def test_what_is_measured_anew_replaces_what_was():
     costs = measured()
     assert not costs.pays(Offer(128, 20))
     for _ in range(KEPT_SAMPLES):
@@ -169,7 +167,7 @@ def test_what_is_measured_anew_replaces_what_was() -> None:
     assert costs.pays(Offer(128, 20))
 
 
-def test_one_slow_step_decides_nothing() -> None:
+def test_one_slow_step_decides_nothing():
     costs = measured()
     costs.steps.add(148, 30.0)
     for _ in range(2):
@@ -177,7 +175,7 @@ def test_one_slow_step_decides_nothing() -> None:
     assert not costs.pays(Offer(128, 20))
 
 
-def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None:
+def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded():
     costs = Costs(None, STEP_TOKENS)
     for _ in range(SAMPLES_MIN):
         costs.loads.add(32, 0.004)
@@ -190,7 +188,7 @@ def test_a_long_hit_is_not_refused_because_only_short_ones_were_loaded() -> None
 
 
 @pytest.mark.parametrize(("num_tokens", "num_left"), [(256, 20), (2000, 20), (9000, 300)])
-def test_a_hit_saves_what_computing_it_would_have_added(num_tokens: int, num_left: int) -> None:
+def test_a_hit_saves_what_computing_it_would_have_added(num_tokens, num_left):
     costs, offer = measured(), Offer(num_tokens, num_left)
     assert costs.saved_s(offer) == pytest.approx(costs.compute_s(offer))
 
@@ -205,7 +203,7 @@ def after_a_warm_restart(num_loads: int = SAMPLES_MIN) -> Costs:
     return costs
 
 
-def test_what_was_never_computed_is_counted_as_the_largest_step_that_was() -> None:
+def test_what_was_never_computed_is_counted_as_the_largest_step_that_was():
     costs = after_a_warm_restart()
     assert costs.compute_s(Offer(2000, 20)) > 5 * 2000 * TOKEN_S, "decisions take it for dear"
     assert costs.saved_s(Offer(2000, 20)) <= 4 * TOKEN_S
@@ -214,11 +212,11 @@ def test_what_was_never_computed_is_counted_as_the_largest_step_that_was() -> No
     assert costs.saved_s(Offer(2000, 20)) == pytest.approx(980 * TOKEN_S, rel=0.01)
 
 
-def test_without_a_measured_step_nothing_was_saved() -> None:
+def test_without_a_measured_step_nothing_was_saved():
     assert Costs(None, STEP_TOKENS).saved_s(Offer(2000, 20)) == 0
 
 
-def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown() -> None:
+def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown():
     costs = after_a_warm_restart()
     assert costs.gauges()["compute_tokens_per_second"] == 0
     for _ in range(GAUGES_EVERY_MAX):
@@ -226,13 +224,13 @@ def test_the_speed_of_steps_much_smaller_than_loads_is_not_shown() -> None:
     assert costs.gauges()["compute_tokens_per_second"] == round(500 / (STEP_S + 500 * TOKEN_S))
 
 
-def test_the_speed_of_whole_steps_is_shown_however_large_loads_are() -> None:
+def test_the_speed_of_whole_steps_is_shown_however_large_loads_are():
     costs = measured()
     costs.loads.add(100 * STEP_TOKENS, 1.0)
     assert costs.gauges()["compute_tokens_per_second"] > 0
 
 
-def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit() -> None:
+def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit():
     """A tier takes four times as long as computing, which nobody has measured: once is enough."""
     costs = after_a_warm_restart()
     tiers, offer, num_slots = TierCosts(costs, 1), Offer(1990, 20), 124
@@ -256,9 +254,7 @@ def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_i
 @pytest.mark.parametrize("loaded_token_s", [LOADED_TOKEN_S, TOKEN_S / 2])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("num_tokens", [64, 2000, 16_000])
-def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
-    num_tokens: int, share: float, loaded_token_s: float
-) -> None:
+def test_a_tier_that_stalls_makes_no_request_a_tenth_later(num_tokens, share, loaded_token_s):
     """What has come is loaded, the rest computed, a little faster than was measured before."""
     costs = Costs(None, STEP_TOKENS)
     for size in (1, 40, 300, 2048):
@@ -279,7 +275,7 @@ def test_a_tier_that_stalls_makes_no_request_a_tenth_later(
     assert wait_s >= 0.05 * costs.compute_s(offer)
 
 
-def test_one_step_tells_how_long_to_wait_for_a_tier() -> None:
+def test_one_step_tells_how_long_to_wait_for_a_tier():
     costs = Costs(None, STEP_TOKENS)
     assert TierCosts(costs, 1).wait_max_s(Offer(1000, 20), 0.0) is None
     costs.steps.add(500, 0.5)
@@ -289,7 +285,7 @@ def test_one_step_tells_how_long_to_wait_for_a_tier() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 20), (3, 40, 41), (1, 2, 4, 9)])
-def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes: tuple[int, ...]) -> None:
+def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes):
     """Steps of few tokens take equally long, which says nothing of one of thousands."""
     costs = Costs(None, STEP_TOKENS)
     for size in sizes * SAMPLES_MIN:
@@ -299,7 +295,7 @@ def test_who_has_computed_only_little_does_not_take_much_for_cheap(sizes: tuple[
     assert wait_s >= WAIT_SLACK_S + 0.05 * (16_000 * TOKEN_S)
 
 
-def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched() -> None:
+def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched():
     costs = Costs(None, STEP_TOKENS)
     tiers = TierCosts(costs, 1)
     tiers.add_fetch(1, 10, 5.0)
@@ -316,23 +312,21 @@ def test_before_a_step_was_measured_all_that_a_tier_has_is_fetched() -> None:
     st.integers(0, 10**7),
     st.booleans(),
 )
-def test_a_curve_always_has_an_answer(
-    samples: list[tuple[int, float]], size: int, is_cheap: bool
-) -> None:
+def test_a_curve_always_has_an_answer(samples, size, is_cheap):
     curve = Curve(is_cheap_beyond=is_cheap)
     for sample in samples:
         curve.add(*sample)
     assert 0 <= curve.at(size) < float("inf")
 
 
-def test_more_never_takes_less() -> None:
+def test_more_never_takes_less():
     curve = Curve(is_cheap_beyond=False)
     for size, seconds in ((1, 3.0), (10, 1.0), (100, 2.0), (1000, 9.0)):
         curve.add(size, seconds)
     assert [seconds for _, seconds in curve.points] == [2, 2, 2, 9]
 
 
-def test_between_two_sizes_it_is_a_line() -> None:
+def test_between_two_sizes_it_is_a_line():
     curve = Curve(is_cheap_beyond=False)
     curve.add(100, 1.0)
     assert [curve.at(size) for size in (0, 50, 200)] == [0, 0.5, 2]
@@ -340,7 +334,7 @@ def test_between_two_sizes_it_is_a_line() -> None:
     assert [curve.at(size) for size in (0, 50, 100, 200, 300, 500)] == [0, 0.75, 1, 1.5, 2, 3]
 
 
-def test_far_beyond_what_was_measured_dear_grows_with_the_size_and_cheap_does_not() -> None:
+def test_far_beyond_what_was_measured_dear_grows_with_the_size_and_cheap_does_not():
     for is_cheap, factor in ((False, 100), (True, 1)):
         curve = Curve(is_cheap_beyond=is_cheap)
         for size in (5, 10):
@@ -349,7 +343,7 @@ def test_far_beyond_what_was_measured_dear_grows_with_the_size_and_cheap_does_no
         assert curve.at(10 * FAR * 100) == 2.0 * factor
 
 
-def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take() -> None:
+def test_one_slow_step_among_few_does_not_raise_what_larger_ones_take():
     curve = Curve(is_cheap_beyond=False)
     curve.add(10, 5.0)
     for _ in range(KEPT_SAMPLES):
@@ -382,37 +376,59 @@ def watched(
     return noted
 
 
-def test_a_step_takes_until_the_next_of_the_same_request_is_planned() -> None:
-    steps = (({"a": 100}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0))
-    assert watched(1, *steps) == [(100, 0.5), (8, 0.4)], "one that only generates is not timed"
+A = {"a": 1}
+STEPS: dict[str, tuple[int, str, list[Any], list[tuple[int, float]]]] = {
+    "a step takes until the next of the same request is planned": (
+        *(1, "", [({"a": 100}, 1.0), (A, 1.5), ({"a": 1, "b": 7}, 1.6), ({"b": 1}, 2.0)]),
+        [(100, 0.5), (8, 0.4)],  # one that only generates is not timed
+    ),
+    "a step in which a request begins is timed however few its tokens": (
+        *(1, "b", [(A, 1.0), (A, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0)]),
+        [(2, 0.4)],
+    ),
+    "an idle engine says nothing": (
+        *(1, "", [({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0)]),
+        [],
+    ),
+    "with two steps in flight the third is planned when the first has ended": (
+        *(2, "", [({"a": 100}, 1.0), (A, 1.001), ({"a": 2}, 1.5), (A, 1.6)]),
+        [(100, 0.499)],
+    ),
+    "and the fourth when the second has": (
+        *(2, "", [({"a": 100}, 1.0), (A, 1.001), ({"a": 2}, 1.5), (A, 1.6), (A, 1.7)]),
+        [(100, 0.499), (2, 0.1)],
+    ),
+    "a step that is timed counts if the engine goes on without a pause": (
+        *(1, "", [({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6)]),
+        [(50, 0.1)],
+    ),
+}
 
 
-def test_a_step_in_which_a_request_begins_is_timed_however_few_its_tokens() -> None:
-    steps = (({"a": 1}, 1.0), ({"a": 1}, 1.5), ({"a": 1, "b": 1}, 1.6), ({"b": 1}, 2.0))
-    assert watched(1, *steps, begins="b") == [(2, 0.4)]
-
-
-def test_an_idle_engine_says_nothing() -> None:
-    assert not watched(1, ({"a": 100}, 1.0), ({"b": 1}, 9.0), ({}, 10.0), ({"c": 1}, 11.0))
-
-
-def test_with_two_steps_in_flight_the_third_is_planned_when_the_first_has_ended() -> None:
-    steps = [({"a": 100}, 1.0), ({"a": 1}, 1.001), ({"a": 2}, 1.5), ({"a": 1}, 1.6)]
-    assert watched(2, *steps) == [(100, 0.499)]
-    assert watched(2, *steps, ({"a": 1}, 1.7)) == [(100, 0.499), (2, 0.1)]
-
-
-def test_a_step_that_is_timed_counts_if_the_engine_goes_on_without_a_pause() -> None:
-    steps = (({"a": 100}, 1.0), ({"b": 50}, 1.5), ({"b": 1}, 1.6))
-    assert watched(1, *steps) == [(50, 0.1)]
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_noted_of_steps(name):
+    num_in_flight, begins, steps, noted = STEPS[name]
+    assert watched(num_in_flight, *steps, begins=begins) == noted
 
 
 # ---- on vLLM's real scheduler ------------------------------------------------------------------
 
 
-def store(rig: Rig) -> None:
+def make_stored(make_rig: MakeRig, limit: Any = "auto", **shape: Any) -> Rig:
+    """An engine whose host has a prompt that its GPU has not."""
+    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit}, **shape)
+    rig.start()
     rig.run_alone("a", rig.prompt(41, 1))
     rig.forget_gpu_cache()
+    return rig
+
+
+def finish_both(rig: Rig) -> None:
+    rig.hold_copies(False)
+    rig.drain()
+    rig.check_tokens("first", 4)
+    rig.check_tokens("second", 4)
+    rig.check_idle()
 
 
 def measure(rig: Rig, load_s: float) -> None:
@@ -424,24 +440,16 @@ def measure(rig: Rig, load_s: float) -> None:
 
 
 @pytest.mark.parametrize(("load_s", "num_hit_tokens"), [(1000.0, 0), (0.001, 40)])
-def test_a_hit_that_does_not_pay_is_computed(
-    make_rig: MakeRig, load_s: float, num_hit_tokens: int
-) -> None:
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_a_hit_that_does_not_pay_is_computed(make_rig, load_s, num_hit_tokens):
+    rig = make_stored(make_rig)
     measure(rig, load_s)
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
     assert bool(rig.counts["unpaid_hits"]) == (num_hit_tokens == 0)
     rig.check_idle()
 
 
-def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(make_rig):
+    rig = make_stored(make_rig)
     measure(rig, 1000.0)
     rig.add("again", rig.prompt(41, 1))
     request = rig.scheduler.requests["again"]
@@ -455,14 +463,12 @@ def test_a_hit_that_does_not_pay_is_refused_once_however_often_vllm_asks(
     rig.check_idle()
 
 
-def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig):
+    rig = make_stored(make_rig)
     rig.hold_copies(True)
     rig.add("again", rig.prompt(41, 1))
     rig.planned_step()
-    (load,) = rig.planner.loads.in_flight.values()
+    (load,) = rig.planner.loads.ledger.in_flight.values()
     began_s = load.sent_s
     assert began_s is not None
     rig.hold_copies(False)
@@ -472,7 +478,7 @@ def test_a_load_takes_until_the_plan_that_can_schedule_its_request(make_rig: Mak
     rig.drain()
 
 
-def test_the_gauges_follow_what_is_measured() -> None:
+def test_the_gauges_follow_what_is_measured():
     costs = Costs(None, STEP_TOKENS)
     assert set(costs.gauges().values()) == {0}
     costs.loads.add(100, 0.5)
@@ -488,10 +494,8 @@ def test_the_gauges_follow_what_is_measured() -> None:
     }
 
 
-def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_loads_and_steps_are_measured_while_requests_are_served(make_rig):
+    rig = make_stored(make_rig)
     rig.run_alone("again", rig.prompt(41, 1), max_tokens=12)
     costs = rig.planner.costs
     assert costs.loads.num_samples == 1
@@ -500,22 +504,14 @@ def test_loads_and_steps_are_measured_while_requests_are_served(make_rig: MakeRi
 
 
 @pytest.mark.parametrize(("limit", "num_hit_tokens"), [(40, 40), (41, 0)])
-def test_a_number_of_tokens_decides_alone(
-    make_rig: MakeRig, limit: int, num_hit_tokens: int
-) -> None:
-    rig = make_rig(num_blocks=60, extra={"min_load_tokens": limit})
-    rig.start()
-    store(rig)
+def test_a_number_of_tokens_decides_alone(make_rig, limit, num_hit_tokens):
+    rig = make_stored(make_rig, limit)
     assert rig.run_alone("again", rig.prompt(41, 1)) == num_hit_tokens
     rig.check_idle()
 
 
-def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(make_rig):
+    rig = make_stored(make_rig, max_seqs=16)
     for size in (1, 64):
         for _ in range(KEPT_SAMPLES):
             rig.planner.costs.steps.add(size, 0.1 * size)
@@ -528,17 +524,11 @@ def test_a_load_that_is_late_is_not_waited_for_longer_than_computing_takes(
     assert rig.planner.loads.progress[rig.planner.book.get("second")].wait.load is not None
     rig.step_until(lambda: rig.scheduler.requests["second"].status.name == "RUNNING")
     assert rig.clock.now_s - began_s < 8, "sooner than after ten seconds"
-    rig.hold_copies(False)
-    rig.drain()
-    rig.check_tokens("first", 4)
-    rig.check_tokens("second", 4)
-    rig.check_idle()
+    finish_both(rig)
 
 
-def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=60, max_seqs=16, extra={"min_load_tokens": "auto"})
-    rig.start()
-    store(rig)
+def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig):
+    rig = make_stored(make_rig, max_seqs=16)
     rig.hold_copies(True)
     rig.add("first", rig.prompt(41, 1))
     rig.planned_step()
@@ -547,11 +537,7 @@ def test_a_load_that_computing_overtakes_is_not_waited_for(make_rig: MakeRig) ->
     rig.planned_step()
     assert rig.scheduler.requests["second"].status.name == "RUNNING"
     assert rig.counts["shared_waits"] == 0
-    rig.hold_copies(False)
-    rig.drain()
-    rig.check_tokens("first", 4)
-    rig.check_tokens("second", 4)
-    rig.check_idle()
+    finish_both(rig)
     assert rig.counts["loaded_blocks"] == 40 // BLOCK_TOKENS
 
 
@@ -573,9 +559,7 @@ def num_instructions(name: str, trace: Trace) -> int:
 
 
 @pytest.mark.parametrize("trace_name", ["chats", "turns"])
-def test_measuring_and_deciding_take_little_of_what_the_hooks_execute(
-    trace_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_and_deciding_take_little_of_what_the_hooks_execute(trace_name, monkeypatch):
     """With every hit offered all the same, so that both serve alike."""
     monkeypatch.setattr(cost, "PROBE_EVERY", 1)
     monkeypatch.setattr(cost, "PROBE_REACH", 0.0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from safe_offload import compat
+from safe_offload.compat import cache_hits
 from safe_offload.observe.counters import Counters
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import NO_SLOT, FullAttentionInRuns, HostHits, needed
 from tests.simulator.groups import BLOCK_TOKENS, Group
@@ -35,7 +35,7 @@ class Rules(NamedTuple):
 def rules_of(*groups: str, slots: SlotPool) -> Rules:
     """The rules of a model with these groups, over some slots."""
     made: list[Any] = []
-    make_coordinator = compat.make_coordinator
+    make_coordinator = cache_hits.make_coordinator
 
     def make(*args: Any) -> Any:
         made.append(make_coordinator(*args))
@@ -43,13 +43,15 @@ def rules_of(*groups: str, slots: SlotPool) -> Rules:
 
     shape = EngineShape(groups=groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "make_coordinator", make)
+        patch.setattr(cache_hits, "make_coordinator", make)
         hits = HostHits(make_config(shape), make_kv_cache_config(shape), slots)
     return Rules(hits, made[0])
 
 
 def slots_of(num_groups: int, num_slots: int = 40) -> SlotPool:
-    slots = SlotPool(num_slots, Directory(num_slots, num_groups), Lru(num_slots), Counters())
+    slots = SlotPool(
+        num_slots, Directory(num_slots, num_groups), EvictionPolicy(num_slots), Counters()
+    )
     slots.open(num_slots)
     return slots
 
@@ -91,7 +93,7 @@ def found(hit: Any) -> Any:
 
 PLAIN = hits_of("full")
 with pytest.MonkeyPatch.context() as _patch:
-    _patch.setattr(compat, "has_plain_hits", lambda *_: False)
+    _patch.setattr(cache_hits, "has_plain_hits", lambda *_: False)
     BY_COORDINATOR = rules_of("full", slots=PLAIN.slots).hits
 
 
@@ -105,13 +107,8 @@ with pytest.MonkeyPatch.context() as _patch:
 )
 @settings(max_examples=400, deadline=None)
 def test_the_plain_rule_finds_what_the_coordinator_finds(
-    kept: set[int],
-    storing: set[int],
-    num_hashes: int,
-    num_computed_tokens: int,
-    is_aligned: bool,
-    end_max: int,
-) -> None:
+    kept, storing, num_hashes, num_computed_tokens, is_aligned, end_max
+):
     hits, hashes = PLAIN, hashes_of()
     hits.slots.forget_all()
     fill(hits, 0, [hashes[n] for n in sorted(kept)])
@@ -119,22 +116,22 @@ def test_the_plain_rule_finds_what_the_coordinator_finds(
     if is_aligned:
         num_computed_tokens -= num_computed_tokens % BLOCK_TOKENS
     wanted = hashes[:num_hashes], num_computed_tokens, end_max
-    assert PLAIN.is_plain
-    assert not BY_COORDINATOR.is_plain
-    assert PLAIN.hash_block_size == BLOCK_TOKENS
+    assert PLAIN.geometry.is_plain
+    assert not BY_COORDINATOR.geometry.is_plain
+    assert PLAIN.geometry.hash_block_size == BLOCK_TOKENS
     assert found(PLAIN.find_hit(*wanted)) == found(BY_COORDINATOR.find_hit(*wanted))
     hits.slots.forget(unfinished)
     hits.slots.release(unfinished)
 
 
 @pytest.mark.parametrize("groups", [("window:8",), ("mla",), ("full", "window:8"), ("full@8",)])
-def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups: tuple[str, ...]) -> None:
+def test_only_full_attention_or_mla_alone_has_the_plain_rule(groups):
     plain = {("mla",): 4, ("full@8",): 8}.get(groups)
     hits = hits_of(*groups)
-    assert (hits.hash_block_size if hits.is_plain else None) == plain
+    assert (hits.geometry.hash_block_size if hits.geometry.is_plain else None) == plain
 
 
-def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
+def test_a_hit_behind_what_the_gpu_has_starts_there():
     hits, hashes = hits_of("full"), hashes_of()
     slots = fill(hits, 0, hashes[2:6])
     assert hits.find_hit(hashes, 0, 99) is None
@@ -144,7 +141,7 @@ def test_a_hit_behind_what_the_gpu_has_starts_there() -> None:
     assert hits.find_hit(hashes, 9, 99) is None, "inside of a block"
 
 
-def test_a_window_needs_only_its_last_blocks() -> None:
+def test_a_window_needs_only_its_last_blocks():
     hits, hashes = hits_of("window:8", "full"), hashes_of()
     full = fill(hits, 1, hashes[:6])
     window = fill(hits, 0, hashes[4:6])
@@ -191,9 +188,7 @@ def attention_groups(coordinator: Any, **changes: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("drops_eagle_block", [False, True])
 @pytest.mark.parametrize("groups", HYBRIDS)
-def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
-    groups: tuple[str, ...], drops_eagle_block: bool
-) -> None:
+def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(groups, drops_eagle_block):
     (hits, coordinator), hashes = HYBRIDS[groups], hashes_of()
     lengths = set()
 
@@ -217,7 +212,7 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
             kept = [hashes[n] for n in range(NUM_BLOCKS) if n not in its_missing]
             fill(hits, group_idx, kept)
         unfinished = store(hits, storing[0], hashes[storing[1] : storing[1] + 1])
-        wanted = hashes[:num_hashes], num_computed * hits.alignment_tokens, end_max
+        wanted = hashes[:num_hashes], num_computed * hits.geometry.alignment_tokens, end_max
         with attention_groups(coordinator, use_eagle=drops_eagle_block):
             ours = found(hits.find_hit(*wanted))
             with attention_groups(coordinator, manager_cls=FullAttentionManager):
@@ -240,13 +235,8 @@ def test_full_attention_in_a_hybrid_model_finds_what_vllm_finds(
 )
 @settings(max_examples=300, deadline=None)
 def test_the_rule_in_runs_answers_as_vllms_does(
-    missing: tuple[set[int], ...],
-    group_ids: list[int],
-    end_max: int,
-    alignment_tokens: int,
-    drops_eagle_block: bool,
-    num_context_ranks: int,
-) -> None:
+    missing, group_ids, end_max, alignment_tokens, drops_eagle_block, num_context_ranks
+):
     (hits, coordinator), hashes = HYBRIDS["full", "full", "window:8"], hashes_of()
     hits.slots.forget_all()
     for group_idx, its_missing in enumerate(missing):
@@ -267,9 +257,7 @@ def test_the_rule_in_runs_answers_as_vllms_does(
     assert ours == vllms
 
 
-def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(monkeypatch):
     (hits, coordinator), hashes = rules_of("full", "window:8", slots=slots_of(2)), hashes_of()
     full = fill(hits, 0, hashes)
     window = fill(hits, 1, hashes[-2:])
@@ -285,7 +273,7 @@ def test_full_attention_in_a_hybrid_model_is_not_asked_block_by_block(
     assert asked == [[1], [1]], "the window's last two blocks"
 
 
-def test_only_vllms_own_class_of_full_attention_is_replaced() -> None:
+def test_only_vllms_own_class_of_full_attention_is_replaced():
     _, coordinator = rules_of("full", "window:8", slots=slots_of(2))
     groups = coordinator.attention_groups
 
@@ -296,13 +284,13 @@ def test_only_vllms_own_class_of_full_attention_is_replaced() -> None:
 
     with attention_groups(coordinator, manager_cls=FullAttentionManager):
         before = list(groups)
-        compat.replace_full_attention(coordinator, Later)
+        cache_hits.replace_full_attention(coordinator, Later)
         assert groups == before, "it takes other arguments than vLLM passes"
     with attention_groups(coordinator, manager_cls=Later):
         before = list(groups)
-        compat.replace_full_attention(coordinator, FullAttentionInRuns)
+        cache_hits.replace_full_attention(coordinator, FullAttentionInRuns)
         assert groups == before, "the group has rules of its own"
-    compat.replace_full_attention(object(), FullAttentionInRuns)
+    cache_hits.replace_full_attention(object(), FullAttentionInRuns)
 
 
 # ---- a hit that is asked for again -------------------------------------------------------------
@@ -371,7 +359,7 @@ class Asker:
         elif what == "grow":
             self.num_tokens += how[0]
         elif what == "compute":
-            self.num_computed_tokens = how[0] * self.hits.alignment_tokens
+            self.num_computed_tokens = how[0] * self.hits.geometry.alignment_tokens
 
     def ask(self) -> None:
         """As `Loads.match` does; whenever the hit is kept a search would find the same."""
@@ -399,7 +387,7 @@ class Asker:
 @pytest.mark.parametrize(
     "groups", [("full",), ("window:8", "full"), ("full@8", "window:8"), ("full", "chunk:16")]
 )
-def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups: tuple[str, ...]) -> None:
+def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups):
     num_kept = 0
 
     @given(num_tokens=st.integers(1, 40), steps=st.lists(STEPS, min_size=4, max_size=30))
@@ -430,9 +418,7 @@ def test_a_hit_is_kept_only_while_a_search_would_find_the_same(groups: tuple[str
         (("full", "chunk:16"), False),  # seldom: a chunk has no null blocks at its head
     ],
 )
-def test_a_hit_grows_at_its_head_as_a_search_would_find_it(
-    groups: tuple[str, ...], grows: bool
-) -> None:
+def test_a_hit_grows_at_its_head_as_a_search_would_find_it(groups, grows):
     """The GPU loses blocks of a request that waits: a hit begins earlier, and ends where it did."""
     num_grown = 0
 
@@ -463,7 +449,7 @@ def test_a_hit_grows_at_its_head_as_a_search_would_find_it(
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:8", "full")])
-def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups: tuple[str, ...]) -> None:
+def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups):
     hits, hashes = hits_of(*groups, num_slots=24), hashes_of()
     wanted = hashes, 0, 40
     for group_idx in range(len(groups)):
@@ -480,7 +466,7 @@ def test_a_hit_is_kept_when_something_else_is_stored_or_evicted(groups: tuple[st
     assert not hits.is_still_longest(hit, *wanted), "it is one block longer now"
 
 
-def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased() -> None:
+def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased():
     hits, hashes = hits_of("full"), hashes_of()
     fill(hits, 0, hashes[:5])
     hit = hits.find_hit(hashes, 0, 40)
@@ -491,7 +477,7 @@ def test_a_hit_that_was_forgotten_is_not_kept_although_it_is_leased() -> None:
     assert hits.find_hit(hashes, 0, 40) != hit
 
 
-def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end() -> None:
+def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end():
     """A preempted request may get a token more while it waits, of a step that was in flight."""
     hits, hashes = hits_of("full"), hashes_of()
     fill(hits, 0, hashes[:5])
@@ -506,16 +492,17 @@ def test_a_hit_is_not_kept_when_the_request_has_grown_past_its_end() -> None:
 # ---- how the KV cache is cut -------------------------------------------------------------------
 
 
-def test_a_window_needs_fewer_blocks_than_its_table_spans() -> None:
-    assert hits_of("full").num_blocks_held(41) == hits_of("full").num_blocks_spanned(41) == 11
-    hybrid = hits_of("window:8", "full")
+def test_a_window_needs_fewer_blocks_than_its_table_spans():
+    full = hits_of("full").geometry
+    assert full.num_blocks_held(41) == full.num_blocks_spanned(41) == 11
+    hybrid = hits_of("window:8", "full").geometry
     assert hybrid.num_blocks_held(41) == 3 + 11
     assert hybrid.num_blocks_spanned(41) == 22
     assert hybrid.num_blocks_in_step(9) == 2 * 4
 
 
 @given(markers=st.lists(st.sampled_from([NO_SLOT, 3, 4]), max_size=8))
-def test_what_is_needed_has_a_marker_that_is_not_null(markers: list[int]) -> None:
+def test_what_is_needed_has_a_marker_that_is_not_null(markers):
     items = list(range(len(markers)))
     expected = [item for item in items if markers[item] != NO_SLOT]
     assert needed(items, markers, NO_SLOT) == expected

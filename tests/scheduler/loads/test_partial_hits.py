@@ -96,16 +96,12 @@ def make_first(make_rig: MakeRig, again: Return, **shape: Any) -> Rig:
 
 @CASES
 @pytest.mark.parametrize("connector", [NONE, SIMPLE])
-def test_a_hit_of_vllms_own_ends_inside_a_block(
-    connector: str, layout: dict[str, Any], again: Return
-) -> None:
+def test_a_hit_of_vllms_own_ends_inside_a_block(connector, layout, again):
     assert hit_of_peer(connector, layout, again) == again.hit
 
 
 @CASES
-def test_the_host_has_what_the_gpu_would_have(
-    make_rig: MakeRig, layout: dict[str, Any], again: Return
-) -> None:
+def test_the_host_has_what_the_gpu_would_have(make_rig, layout, again):
     rig = make_first(make_rig, again, **layout)
     assert rig.run_alone("again", again.prompts[1]) == again.hit
     rig.check_idle()
@@ -117,16 +113,14 @@ def test_the_host_has_what_the_gpu_would_have(
     [{"is_v2": True, "has_streams": True}, {"is_async": True}, {"retention_interval": 0}],
     ids=["v2", "async", "sparse"],
 )
-def test_the_same_with_either_model_runner_sparse_states_and_lazy_stores(
-    make_rig: MakeRig, how: dict[str, Any], is_lazy: bool
-) -> None:
+def test_the_same_with_either_model_runner_sparse_states_and_lazy_stores(make_rig, how, is_lazy):
     again = RETURNS["goes-on"]
     rig = make_first(make_rig, again, **LARGE, **how, extra={"lazy_offload": is_lazy})
     assert rig.run_alone("again", again.prompts[1]) == again.hit
     rig.check_idle()
 
 
-def test_the_block_that_a_prompt_ends_in_is_stored_once(make_rig: MakeRig) -> None:
+def test_the_block_that_a_prompt_ends_in_is_stored_once(make_rig):
     """When its request has filled it, it is found by its end, and by that of the prompt."""
     rig = make_first(make_rig, RETURNS["the-answer-fills-the-block"], **LARGE)
     # Four blocks of 75 tokens, as many states, and the one that the prompt ends with.
@@ -135,9 +129,7 @@ def test_the_block_that_a_prompt_ends_in_is_stored_once(make_rig: MakeRig) -> No
     assert rig.counts["stored_blocks"] == 4 + 4 + 1
 
 
-def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(
-    make_rig: MakeRig,
-) -> None:
+def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(make_rig):
     again = RETURNS["shorter-than-a-block"]
     rig = make_rig(num_blocks=14, num_slots=90, **LARGE)
     rig.start()
@@ -154,7 +146,7 @@ def test_the_block_that_a_prompt_ends_in_is_read_before_it_is_overwritten(
     rig.check_idle()
 
 
-def test_a_load_that_ends_elsewhere_than_its_state_is_not_made(make_rig: MakeRig) -> None:
+def test_a_load_that_ends_elsewhere_than_its_state_is_not_made(make_rig):
     """I6: vLLM may take fewer tokens than were offered, and a state is of one position."""
     again = RETURNS["the-same-prompt"]
     rig = make_first(make_rig, again, **LARGE)
@@ -171,9 +163,7 @@ def test_a_load_that_ends_elsewhere_than_its_state_is_not_made(make_rig: MakeRig
 
 
 @pytest.mark.parametrize(("limit", "hit"), [(47, 32), (48, 44)])
-def test_a_prompt_that_may_not_be_stored_to_its_end_is_not(
-    make_rig: MakeRig, limit: int, hit: int
-) -> None:
+def test_a_prompt_that_may_not_be_stored_to_its_end_is_not(make_rig, limit, hit):
     """A block holds more than the tokens that it is found by, so it must be allowed as a whole."""
     again = RETURNS["the-same-prompt"]
     rig = make_rig(num_blocks=40, num_slots=90, **LARGE)
@@ -184,7 +174,7 @@ def test_a_prompt_that_may_not_be_stored_to_its_end_is_not(
     assert rig.run_alone("again", again.prompts[1]) == hit
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig: MakeRig) -> None:
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig):
     again = RETURNS["the-same-prompt"]
     rig = make_rig(num_blocks=40, num_slots=90, **LARGE)
     rig.start()
@@ -196,7 +186,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_rig: MakeR
 
 
 @pytest.mark.parametrize("name", ["the-same-prompt", "shorter-than-a-block"])
-def test_one_load_serves_all_who_come_with_the_same_prompt(make_rig: MakeRig, name: str) -> None:
+def test_one_load_serves_all_who_come_with_the_same_prompt(make_rig, name):
     again = RETURNS[name]
     rig = make_first(make_rig, again, **LARGE, max_batched_tokens=256)
     rig.counts.clear()
@@ -210,7 +200,7 @@ def test_one_load_serves_all_who_come_with_the_same_prompt(make_rig: MakeRig, na
     rig.check_idle()
 
 
-def test_nobody_waits_for_a_state_that_vllm_does_not_keep(make_rig: MakeRig) -> None:
+def test_nobody_waits_for_a_state_that_vllm_does_not_keep(make_rig):
     """A load that ends inside a block, before the prompt of its request does, leaves none there."""
     again = RETURNS["goes-on"]
     rig = make_first(make_rig, again, **LARGE, max_batched_tokens=256)

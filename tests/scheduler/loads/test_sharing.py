@@ -75,7 +75,7 @@ def status(rig: Rig, name: str) -> str:
     ],
     ids=str,
 )
-def test_a_prefix_that_eight_want_is_loaded_once(make_rig: MakeRig, shape: dict[str, Any]) -> None:
+def test_a_prefix_that_eight_want_is_loaded_once(make_rig, shape):
     rig = make_shared(make_rig, **shape)
     names = send(rig, 1 + NUM_OTHERS)
     finish(rig, names)
@@ -85,16 +85,14 @@ def test_a_prefix_that_eight_want_is_loaded_once(make_rig: MakeRig, shape: dict[
 
 
 @pytest.mark.parametrize("groups", [HYBRID, ("full", "mamba"), ("chunk:16", "full")], ids=str)
-def test_of_a_hybrid_model_each_group_is_loaded_once(
-    make_rig: MakeRig, groups: tuple[str, ...]
-) -> None:
+def test_of_a_hybrid_model_each_group_is_loaded_once(make_rig, groups):
     rig = make_shared(make_rig, groups=groups, num_blocks=150)
     finish(rig, send(rig, 1 + NUM_OTHERS))
     assert 0 < rig.counts["loaded_blocks"] <= 2 * NUM_BLOCKS_SHARED
     assert rig.counts["hit_tokens"] <= PREFIX_TOKENS
 
 
-def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig: MakeRig) -> None:
+def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig):
     """By default it keeps of a window what a hit at the end of the prompt needs (vLLM 0.32)."""
     rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
     rig.start()
@@ -109,9 +107,7 @@ def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig: MakeRig) -> N
     assert rig.counts["shared_waits"] == NUM_OTHERS
 
 
-def test_sparse_windows_are_not_waited_for_where_vllm_does_not_keep_them(
-    make_rig: MakeRig,
-) -> None:
+def test_sparse_windows_are_not_waited_for_where_vllm_does_not_keep_them(make_rig):
     rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
     rig.start()
     rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
@@ -125,7 +121,7 @@ def test_sparse_windows_are_not_waited_for_where_vllm_does_not_keep_them(
     assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS, "each has loaded its own"
 
 
-def test_who_waits_takes_no_longer_than_who_loads(make_rig: MakeRig) -> None:
+def test_who_waits_takes_no_longer_than_who_loads(make_rig):
     alone = make_shared(make_rig)
     names = send(alone, 1)
     num_steps_alone = alone.drain()
@@ -136,7 +132,7 @@ def test_who_waits_takes_no_longer_than_who_loads(make_rig: MakeRig) -> None:
         together.check_tokens(name, 4)
 
 
-def test_what_is_a_requests_own_it_loads_itself_afterwards(make_rig: MakeRig) -> None:
+def test_what_is_a_requests_own_it_loads_itself_afterwards(make_rig):
     rig = make_shared(make_rig)
     longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
     rig.run_alone("warm-longer", longer, max_tokens=1)
@@ -149,7 +145,7 @@ def test_what_is_a_requests_own_it_loads_itself_afterwards(make_rig: MakeRig) ->
     assert rig.counts["shared_waits"] == 1
 
 
-def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig: MakeRig) -> None:
+def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig):
     rig = make_shared(make_rig)
     longer = [*rig.prompt(PREFIX_TOKENS, 1), *rig.prompt(3 * BLOCK_TOKENS + 1, 5)]
     rig.run_alone("warm-longer", longer, max_tokens=1)
@@ -164,7 +160,7 @@ def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig: MakeRig) -> Non
 # ---- others are not held up --------------------------------------------------------------------
 
 
-def test_requests_behind_those_that_wait_go_on(make_rig: MakeRig) -> None:
+def test_requests_behind_those_that_wait_go_on(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     send(rig, 3)
@@ -180,7 +176,7 @@ def test_requests_behind_those_that_wait_go_on(make_rig: MakeRig) -> None:
     finish(rig, ["r1", "r2", "r3"])
 
 
-def test_an_engine_whose_only_request_waits_keeps_stepping(make_rig: MakeRig) -> None:
+def test_an_engine_whose_only_request_waits_keeps_stepping(make_rig):
     """The one that loads has been aborted, the load is still under way."""
     rig = make_shared(make_rig)
     rig.hold_copies(True)
@@ -192,7 +188,7 @@ def test_an_engine_whose_only_request_waits_keeps_stepping(make_rig: MakeRig) ->
     finish(rig, ["r2"])
 
 
-def test_who_waits_holds_no_block_and_no_slot(make_rig: MakeRig) -> None:
+def test_who_waits_holds_no_block_and_no_slot(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     send(rig, 1)
@@ -202,14 +198,13 @@ def test_who_waits_holds_no_block_and_no_slot(make_rig: MakeRig) -> None:
     rig.planned_step()
     assert (rig.pool.get_num_free_blocks(), rig.planner.gauges()["leased_slots"]) == before
     rig.hold_copies(False)
-    rig.drain()
-    rig.check_idle()
+    rig.finish()
 
 
 # ---- when the load does not bring it -----------------------------------------------------------
 
 
-def test_a_load_that_fails_wakes_all_at_once(make_rig: MakeRig) -> None:
+def test_a_load_that_fails_wakes_all_at_once(make_rig):
     rig = make_shared(make_rig)
     rig.fail_copies()
     names = send(rig, 1 + NUM_OTHERS)
@@ -220,7 +215,7 @@ def test_a_load_that_fails_wakes_all_at_once(make_rig: MakeRig) -> None:
     assert num_failed(rig.counts, "load") == 1, "nobody tried the same again"
 
 
-def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig: MakeRig) -> None:
+def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     names = send(rig, 1 + NUM_OTHERS)
@@ -233,7 +228,7 @@ def test_when_the_request_that_loads_is_aborted_another_loads_for_all(make_rig: 
     assert rig.counts["loaded_blocks"] == 2 * NUM_BLOCKS_SHARED
 
 
-def test_a_wait_ends_with_its_request(make_rig: MakeRig) -> None:
+def test_a_wait_ends_with_its_request(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     names = send(rig, 3)
@@ -243,7 +238,7 @@ def test_a_wait_ends_with_its_request(make_rig: MakeRig) -> None:
     finish(rig, [names[0], names[2]])
 
 
-def test_a_reset_of_the_host_wakes_all(make_rig: MakeRig) -> None:
+def test_a_reset_of_the_host_wakes_all(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     names = send(rig, 3)
@@ -255,7 +250,7 @@ def test_a_reset_of_the_host_wakes_all(make_rig: MakeRig) -> None:
     finish(rig, names)
 
 
-def test_when_the_connector_gives_up_nobody_waits_on(make_rig: MakeRig) -> None:
+def test_when_the_connector_gives_up_nobody_waits_on(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     names = send(rig, 3)
@@ -273,9 +268,7 @@ def test_when_the_connector_gives_up_nobody_waits_on(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(30, WAIT_MAX_S), (3, 3)])
-def test_copies_that_never_end_are_not_waited_for_without_end(
-    make_rig: MakeRig, timeout_s: int, bound_s: float
-) -> None:
+def test_copies_that_never_end_are_not_waited_for_without_end(make_rig, timeout_s, bound_s):
     rig = make_shared(make_rig, extra={"transfer_timeout_s": timeout_s})
     rig.hold_copies(True)
     send(rig, 2)
@@ -289,7 +282,7 @@ def test_copies_that_never_end_are_not_waited_for_without_end(
     assert rig.counts["shared_waits_cut"] == 1
 
 
-def test_the_bound_is_of_all_waits_of_a_request_together(make_rig: MakeRig) -> None:
+def test_the_bound_is_of_all_waits_of_a_request_together(make_rig):
     """Whoever loads is aborted again and again: the wait for the next begins anew, not the time."""
     rig = make_shared(make_rig, num_blocks=150)
     rig.hold_copies(True)
@@ -317,7 +310,7 @@ def test_the_bound_is_of_all_waits_of_a_request_together(make_rig: MakeRig) -> N
     rig.check_tokens("patient", 4)
 
 
-def test_a_load_that_brought_nothing_is_the_last_that_is_waited_for(make_rig: MakeRig) -> None:
+def test_a_load_that_brought_nothing_is_the_last_that_is_waited_for(make_rig):
     """The GPU loses what has landed before the next look: it must not go on like this for ever."""
     rig = make_shared(make_rig)
     rig.hold_copies(True)
@@ -338,7 +331,7 @@ def test_a_load_that_brought_nothing_is_the_last_that_is_waited_for(make_rig: Ma
     assert rig.counts["loaded_blocks"] == 4 * NUM_BLOCKS_SHARED
 
 
-def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig: MakeRig) -> None:
+def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig):
     """The GPU has what the load brings from elsewhere, and loses it while the load goes on."""
     rig = make_shared(make_rig)
     rig.hold_copies(True)
@@ -357,7 +350,7 @@ def test_a_load_that_is_not_waited_for_any_more_is_not_waited_for_again(make_rig
 # ---- who does not wait -------------------------------------------------------------------------
 
 
-def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig: MakeRig) -> None:
+def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     send(rig, 1)
@@ -371,7 +364,7 @@ def test_a_request_that_may_load_nothing_waits_for_nothing(make_rig: MakeRig) ->
     finish(rig, ["r1", "r2"])
 
 
-def test_another_salt_is_another_prefix(make_rig: MakeRig) -> None:
+def test_another_salt_is_another_prefix(make_rig):
     rig = make_shared(make_rig)
     rig.hold_copies(True)
     send(rig, 1)
@@ -383,7 +376,7 @@ def test_another_salt_is_another_prefix(make_rig: MakeRig) -> None:
     finish(rig, ["r1", "salted"])
 
 
-def test_preempted_requests_that_come_back_share_a_load_too(make_rig: MakeRig) -> None:
+def test_preempted_requests_that_come_back_share_a_load_too(make_rig):
     rig = make_shared(make_rig)
     names = send(rig, 4, max_tokens=8)
     rig.step_until(lambda: all(status(rig, name) == "RUNNING" for name in names))
@@ -403,7 +396,7 @@ def test_preempted_requests_that_come_back_share_a_load_too(make_rig: MakeRig) -
 # ---- beside other connectors -------------------------------------------------------------------
 
 
-def test_multi_connector_passes_the_wait_on_and_asks_again() -> None:
+def test_multi_connector_passes_the_wait_on_and_asks_again():
     """vLLM's own: it asks in order, and the first that does not know ends the round."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 

@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.words import Sequel
 
 NUM_TOKENS = 41
@@ -71,9 +71,7 @@ def serve(rig: Rig, request_id: str, who: str) -> int:
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")])
 @pytest.mark.parametrize("stored", IDENTITIES)
-def test_only_who_is_the_same_hits_what_was_stored(
-    make_rig: MakeRig, stored: str, groups: tuple[str, ...]
-) -> None:
+def test_only_who_is_the_same_hits_what_was_stored(make_rig, stored, groups):
     rig = make_rig(num_blocks=60, num_slots=400, groups=groups)
     assert serve(rig, "first", stored) == 0
     found = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from safe_offload.scheduler.requests import Phase, RequestState
 from safe_offload.scheduler.stores.schedule import Agenda
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
 
@@ -52,13 +52,13 @@ def looks(agenda: Agenda, num_steps: int, running: Running, num_tokens: int = 1)
     return found
 
 
-def test_who_computes_a_prompt_is_looked_at_in_every_step() -> None:
+def test_who_computes_a_prompt_is_looked_at_in_every_step():
     agenda = Agenda([BLOCK_TOKENS], 1, 0)
     assert looks(agenda, 5, Running(agenda, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
-def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens: int) -> None:
+def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
     agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", num_tokens)
     assert looks(agenda, 1, running, num_tokens) == [0], "the end of its prompt"
@@ -66,7 +66,7 @@ def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens: int) -> None
     assert looks(agenda, 20, running) == fills
 
 
-def test_the_smallest_step_of_all_groups_counts() -> None:
+def test_the_smallest_step_of_all_groups_counts():
     agenda = Agenda([8, 12], 1, 0)
     running = Running(agenda, "a", 8)
     agenda.due({"a": 8})
@@ -74,7 +74,7 @@ def test_the_smallest_step_of_all_groups_counts() -> None:
     assert looks(agenda, 12, running) == [3, 7, 11]
 
 
-def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is() -> None:
+def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is():
     agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", 4)
     assert agenda.due({"a": 4}) == [running.state]
@@ -84,7 +84,7 @@ def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is() -> None:
     assert agenda.due({"a": 1}) == [running.state]
 
 
-def test_who_was_preempted_is_not_looked_at_until_it_runs_again() -> None:
+def test_who_was_preempted_is_not_looked_at_until_it_runs_again():
     agenda = Agenda([BLOCK_TOKENS], 1, 0)
     preempted, finished = Running(agenda, "a", 4), Running(agenda, "b", 40)
     agenda.due({"a": 4, "b": 4})
@@ -97,7 +97,7 @@ def test_who_was_preempted_is_not_looked_at_until_it_runs_again() -> None:
     assert agenda.due({"a": 1}) == [preempted.state]
 
 
-def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step() -> None:
+def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
     agenda = Agenda([BLOCK_TOKENS], 1, 0)
     running = Running(agenda, "a", 4)
     agenda.due({"a": 4})
@@ -116,9 +116,7 @@ def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step() -> None:
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=20, max_size=60),
 )
 @settings(max_examples=300, deadline=None)
-def test_no_filled_block_waits_for_a_look(
-    num_drafts: int, num_tokens: int, steps: list[tuple[bool, int]]
-) -> None:
+def test_no_filled_block_waits_for_a_look(num_drafts, num_tokens, steps):
     """Whatever becomes of the drafts, and in whichever steps the request is scheduled."""
     agenda = Agenda([BLOCK_TOKENS], 1 + num_drafts, 0)
     running = Running(agenda, "a", num_tokens)
@@ -187,9 +185,7 @@ class Watch:
         {"groups": ("window:10", "full@8")},
     ],
 )
-def test_what_vllm_has_hashed_is_looked_at_in_the_same_step(
-    make_rig: MakeRig, shape: dict[str, Any]
-) -> None:
+def test_what_vllm_has_hashed_is_looked_at_in_the_same_step(make_rig, shape):
     """With drafts or asynchronous scheduling a block is hashed later than it is computed."""
     rig = make_rig(num_blocks=160, num_slots=400, **shape)
     rig.start()
@@ -215,9 +211,7 @@ def test_what_vllm_has_hashed_is_looked_at_in_the_same_step(
         (("full", "chunk:8"), 1),
     ],
 )
-def test_a_filled_block_is_stored_while_it_is_in_its_table(
-    make_rig: MakeRig, groups: tuple[str, ...], num_steps_between: int
-) -> None:
+def test_a_filled_block_is_stored_while_it_is_in_its_table(make_rig, groups, num_steps_between):
     """Those who decode are looked at together, as seldom as no window slides past a block."""
     rig = make_rig(groups=groups, num_blocks=300, num_slots=600)
     rig.start()
@@ -232,9 +226,7 @@ def test_a_filled_block_is_stored_while_it_is_in_its_table(
     rig.check_idle()
 
 
-def test_what_a_preempted_request_has_filled_since_the_last_look_is_stored(
-    make_rig: MakeRig,
-) -> None:
+def test_what_a_preempted_request_has_filled_since_the_last_look_is_stored(make_rig):
     """Its blocks are free, and some were given to others in the very step."""
     rig = make_rig(num_blocks=20, num_slots=200)
     rig.start()
@@ -251,9 +243,7 @@ def test_what_a_preempted_request_has_filled_since_the_last_look_is_stored(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_requests_that_decode_are_looked_at_once_for_each_block(
-    make_rig: MakeRig, is_async: bool
-) -> None:
+def test_requests_that_decode_are_looked_at_once_for_each_block(make_rig, is_async):
     rig = make_rig(num_blocks=80, num_slots=200, is_async=is_async)
     rig.start()
     watch = Watch(rig)
@@ -263,7 +253,7 @@ def test_requests_that_decode_are_looked_at_once_for_each_block(
     assert watch.num_looks == 4 * (1 + 40 // BLOCK_TOKENS)
 
 
-def test_who_is_preempted_and_runs_again_is_not_overlooked(make_rig: MakeRig) -> None:
+def test_who_is_preempted_and_runs_again_is_not_overlooked(make_rig):
     rig = make_rig(num_blocks=20, num_slots=200)
     rig.start()
     watch = Watch(rig)

@@ -16,10 +16,10 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from safe_offload.compat import allocated_block_ids
+from safe_offload.compat.block_ids import allocated_block_ids
 from safe_offload.scheduler.stores.snapshots import Snapshot
 from tests.counts import num_failed
-from tests.scheduler.rig import MakeRig, Rig
+from tests.scheduler.rig import Rig
 from tests.simulator.device import CopyFault
 from tests.simulator.groups import BLOCK_TOKENS
 from tests.simulator.profiles import PROFILES
@@ -32,17 +32,17 @@ def request_of(num_prompt_tokens: int, num_tokens: int) -> Any:
     return SimpleNamespace(num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens)
 
 
-def test_the_last_token_of_an_answer_is_not_computed() -> None:
+def test_the_last_token_of_an_answer_is_not_computed():
     snapshot = Snapshot(0, [], None, 6)
     assert snapshot.num_computed(request_of(6, 8), 4) == 1
     assert snapshot.num_computed(request_of(6, 9), 4) == 2
 
 
-def test_while_a_prompt_is_computed_only_what_was_seen_counts() -> None:
+def test_while_a_prompt_is_computed_only_what_was_seen_counts():
     assert Snapshot(0, [], 3, 40).num_computed(request_of(40, 40), 4) == 3
 
 
-def test_nothing_is_known_of_a_request_that_was_sent_more() -> None:
+def test_nothing_is_known_of_a_request_that_was_sent_more():
     """A session whose client streams its input (vLLM, _update_request_as_session)."""
     assert Snapshot(0, [], None, 6).num_computed(request_of(20, 20), 4) == 0
 
@@ -74,8 +74,8 @@ def send_turn(rig: Rig, request_id: str, tokens: list[int], max_tokens: int) -> 
 @pytest.mark.parametrize(("is_async", "is_lazy"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("turns", [[(17, 80)], [(9, 4), (5, 80)]], ids=["first", "second"])
 def test_a_turn_of_a_session_that_is_preempted_recomputes_less_than_a_block(
-    make_rig: MakeRig, turns: list[tuple[int, int]], is_async: bool, is_lazy: bool
-) -> None:
+    make_rig, turns, is_async, is_lazy
+):
     """Each turn is the tokens that are sent and the tokens that are answered."""
     extra = {"lazy_offload": is_lazy}
     rig = make_rig(num_blocks=28, num_slots=100, is_async=is_async, extra=extra)
@@ -106,8 +106,8 @@ PREFIX = b"a prefix of 32 bytes, as they are"
     [(0, False, ([], [7])), (1, True, ([7], [])), (1, False, ([], []))],
 )
 def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
-    group_idx: int, is_given_out: bool, expected: tuple[list[int], list[int]]
-) -> None:
+    group_idx, is_given_out, expected
+):
     """Its hash is that of the same prefix, its bytes are those of the other group."""
     block = KVCacheBlock(7)
     block.set_block_hash(make_block_hash_with_group_id(BlockHash(PREFIX), group_idx), 4)
@@ -115,7 +115,7 @@ def test_a_block_that_another_group_took_for_the_same_tokens_does_not_wait(
     assert unsaved_ids(Snapshot(0, [block], 1, 4), given_out) == expected
 
 
-def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it() -> None:
+def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it():
     """vLLM puts the target into the table of no request that goes on in the source."""
     scheduled: Any = SimpleNamespace(
         scheduled_new_reqs=[],
@@ -130,8 +130,8 @@ def test_the_target_of_a_copy_was_given_out_and_is_stored_before_it() -> None:
 @pytest.mark.parametrize("extra", [{}, {"lazy_offload": True}])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_window_there(
-    make_rig: MakeRig, extra: dict[str, Any], is_async: bool
-) -> None:
+    make_rig, extra, is_async
+):
     """vLLM's default: of windows it hashes the blocks at the end of a prompt only."""
     rig = make_rig(
         groups=("window:10", "full"),
@@ -163,7 +163,7 @@ def test_a_preempted_request_goes_on_in_its_answer_although_vllm_hashes_no_windo
     rig.check_idle()
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: MakeRig) -> None:
+def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig):
     """A reset of the connector alone: the request goes on, with blocks of before."""
     rig = make_rig(num_blocks=40, num_slots=100)
     rig.start()
@@ -179,7 +179,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make_rig: Make
     rig.check_idle()
 
 
-def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig: MakeRig) -> None:
+def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig):
     """After a change of the weights, say: what was computed with the old ones is worth nothing."""
     rig = make_rig(num_blocks=16, num_slots=100)
     rig.start()
@@ -201,7 +201,7 @@ def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig: MakeRi
 
 
 @pytest.mark.parametrize(("is_lazy", "seed"), [(False, 4), (True, 0), (True, 9)])
-def test_nothing_is_rescued_from_the_blocks_of_a_load_that_failed(is_lazy: bool, seed: int) -> None:
+def test_nothing_is_rescued_from_the_blocks_of_a_load_that_failed(is_lazy, seed):
     """vLLM computes the request again in other blocks, and those of the load are anybody's."""
     profile = PROFILES["lazy-priority"]
     shape = replace(profile.shape, num_slots=100, extra={"lazy_offload": is_lazy})

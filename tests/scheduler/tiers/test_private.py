@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.scheduler.tiers.private import PrivateBlocks
-from tests.scheduler.tiers.test_tiers import BLOCK_TOKENS, WIDE, MakeTierRig, make_tiers
+from tests.scheduler.tiers.test_tiers import BLOCK_TOKENS, WIDE, make_tiers
 from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.words import Sequel
 
@@ -43,7 +43,7 @@ EVICTED_ONLY = replace(TIER, stores_evicted=True)
 @pytest.fixture(autouse=True)
 def _ids_are_told() -> Iterator[None]:
     """Requests come from processes that tell ids of content from others."""
-    with mock.patch("safe_offload.compat.tells_media_ids", return_value=True):
+    with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=True):
         yield
 
 
@@ -91,19 +91,15 @@ def serve(
 
 
 @pytest.mark.parametrize("who", CHOSEN)
-def test_what_one_engine_means_by_a_name_is_nothing_to_another(
-    make_tiers: MakeTierRig, who: str
-) -> None:
+def test_what_one_engine_means_by_a_name_is_nothing_to_another(make_tiers, who):
     """The second engine computes other words under the same hashes, and sees none of the first's.
 
     The simulator's model finds each word that is another's.
     """
     first = make_tiers()
-    first.start()
     assert serve(first, "a", CHOSEN[who], "of the one") == 0
     assert serve(first, "b", CHOSEN[who], "of the one") == NUM_HIT_TOKENS, "its own host has it"
     second = make_tiers(tier=first.tier)
-    second.start()
     assert serve(second, "c", CHOSEN[who], "of the other") == 0
     assert not first.tier.objects
     assert not second.probes
@@ -112,50 +108,41 @@ def test_what_one_engine_means_by_a_name_is_nothing_to_another(
 
 
 @pytest.mark.parametrize("who", [{}, {"image": CONTENT_ID}, {"cache_salt": "s"}], ids=str)
-def test_what_hashes_tell_is_shared(make_tiers: MakeTierRig, who: dict[str, Any]) -> None:
+def test_what_hashes_tell_is_shared(make_tiers, who):
     """Also by an engine that others ask things of which they do not."""
     first = make_tiers()
-    first.start()
     for number, name in enumerate(CHOSEN):
         assert serve(first, f"other {number}", CHOSEN[name], name) == 0
     assert serve(first, "a", who) == 0
     second = make_tiers(tier=first.tier)
-    second.start()
     assert serve(second, "b", who) == NUM_HIT_TOKENS
     second.check_idle()
 
 
-def test_an_operator_may_vouch_for_adapters_and_not_for_what_clients_choose(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_an_operator_may_vouch_for_adapters_and_not_for_what_clients_choose(make_tiers):
     vouched = {"tiers": (replace(TIER, model_version="1"),)}
     first = make_tiers(**vouched)
-    first.start()
     for number, name in enumerate(CHOSEN):
         assert serve(first, f"{number}", CHOSEN[name], name) == 0
     second = make_tiers(tier=first.tier, **vouched)
-    second.start()
     hits = {name: serve(second, name, CHOSEN[name], name) for name in CHOSEN}
     assert [name for name, num_hit in hits.items() if num_hit] == ["an adapter"]
 
 
-def test_what_comes_before_such_an_image_is_shared(make_tiers: MakeTierRig) -> None:
+def test_what_comes_before_such_an_image_is_shared(make_tiers):
     logo = {"image": "logo", "at": NUM_TOKENS // 2}
     num_before = NUM_TOKENS // 2 // BLOCK_TOKENS * BLOCK_TOKENS
     first = make_tiers()
-    first.start()
     serve(first, "a", logo)
     second = make_tiers(tier=first.tier)
-    second.start()
     assert serve(second, "b", logo) == num_before
     assert len(second.tier.objects) == num_before // BLOCK_TOKENS
     second.check_idle()
 
 
-def test_ids_of_images_are_trusted_only_where_they_are_told(make_tiers: MakeTierRig) -> None:
-    with mock.patch("safe_offload.compat.tells_media_ids", return_value=False):
+def test_ids_of_images_are_trusted_only_where_they_are_told(make_tiers):
+    with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=False):
         rig = make_tiers()
-    rig.start()
     serve(rig, "a", {"image": CONTENT_ID})
     assert not rig.tier.objects
 
@@ -171,12 +158,9 @@ def test_ids_of_images_are_trusted_only_where_they_are_told(make_tiers: MakeTier
     ],
     ids=str,
 )
-def test_nothing_of_it_is_spilled_late(
-    make_tiers: MakeTierRig, shape: dict[str, Any], groups: tuple[str, ...]
-) -> None:
+def test_nothing_of_it_is_spilled_late(make_tiers, shape, groups):
     """Not when vLLM is about to evict it, nor the host, long after its request has ended."""
     rig = make_tiers(**{**WIDE, "num_blocks": 40, "num_slots": 45, "groups": groups, **shape})
-    rig.start()
     with mock.patch.object(TierRig, "forget_gpu_cache"):
         for number in range(3):
             serve(rig, f"private {number}", {"lora_request": LoRARequest(f"{number}", 1, "/a")})
@@ -192,13 +176,10 @@ def test_nothing_of_it_is_spilled_late(
 @pytest.mark.parametrize(
     "shape", [{}, {"tiers": (EVICTED_ONLY,)}, {"extra": {"lazy_offload": True}}], ids=str
 )
-def test_hashes_that_nobody_has_any_more_are_forgotten(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
-) -> None:
+def test_hashes_that_nobody_has_any_more_are_forgotten(make_tiers, monkeypatch, shape):
     """And none that the GPU or the host still has: none of it is ever spilled."""
     monkeypatch.setattr("safe_offload.scheduler.tiers.private.SWEEP_MIN", 16)
     rig = make_tiers(num_blocks=40, num_slots=45, **shape)
-    rig.start()
     private: PrivateBlocks = rig.planner.tiers.private
     sizes = []
     with mock.patch.object(TierRig, "forget_gpu_cache"):
@@ -211,12 +192,9 @@ def test_hashes_that_nobody_has_any_more_are_forgotten(
 
 
 @pytest.mark.parametrize("shape", [{}, {"num_draft_tokens": 4}, {"is_async": True}], ids=str)
-def test_what_such_a_request_generates_is_not_spilled(
-    make_tiers: MakeTierRig, shape: dict[str, Any]
-) -> None:
+def test_what_such_a_request_generates_is_not_spilled(make_tiers, shape):
     """Not while it runs, nor what its last step has completed."""
     rig = make_tiers(**shape)
-    rig.start()
     for number in range(30, 38):
         adapter = LoRARequest(f"{number}", 1, "/adapters/a")
         serve(rig, f"{number}", {"lora_request": adapter}, num_answer_tokens=number)
@@ -224,7 +202,7 @@ def test_what_such_a_request_generates_is_not_spilled(
     assert not rig.tier.objects
 
 
-def test_what_is_hashed_until_a_request_ends_is_known(make_tiers: MakeTierRig) -> None:
+def test_what_is_hashed_until_a_request_ends_is_known(make_tiers):
     rig = make_tiers()
     private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)
     request = Request("a", [1] * 9, SamplingParams(max_tokens=4), None, block_hasher=rig._hasher)
@@ -236,7 +214,7 @@ def test_what_is_hashed_until_a_request_ends_is_known(make_tiers: MakeTierRig) -
     assert len(private.hashes) == 3
 
 
-def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers: MakeTierRig) -> None:
+def test_a_session_is_private_from_the_first_chosen_id_on(make_tiers):
     """vLLM gives the same request more tokens, and media, while it lives."""
     rig = make_tiers()
     private = PrivateBlocks(rig.planner.hits, rig.planner.gpu, tells_media_ids=True)

@@ -28,6 +28,7 @@ from tests.scheduler.tiers.tier_rig import WAIT_S, TierRig
 from tests.simulator.groups import BLOCK_TOKENS, PAGE_BYTES
 
 MakeTierRig = Callable[..., TierRig]
+VERSIONED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
 NUM_BLOCKS = 10
 PREFIX_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 200}
@@ -35,11 +36,12 @@ WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 
 
 @pytest.fixture
 def make_tiers() -> Iterator[MakeTierRig]:
-    """Engines with a tier; one made with the `tier` of another begins with what that has."""
+    """Make started engines with a tier; with the `tier` of another one, they have what that has."""
     rigs: list[TierRig] = []
 
     def make(**options: Any) -> TierRig:
         rigs.append(TierRig(**{"num_blocks": 60, **WIDE, **options}))
+        rigs[-1].start()
         return rigs[-1]
 
     yield make
@@ -56,12 +58,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_warm(make_tiers: MakeTierRig, **options: Any) -> TierRig:
     """An engine that has just been started, on a tier that has the prefix of `prompt`."""
     first = make_tiers(**options)
-    first.start()
     first.run_alone("warm", prompt(first, 0), max_tokens=1)
     first.drain()
     assert first.tier.objects
     second = make_tiers(tier=first.tier, **options)
-    second.start()
     second.counts.clear()
     return second
 
@@ -101,9 +101,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_another_engine_has_spilled_is_hit(
-    make_tiers: MakeTierRig, shape: dict[str, Any]
-) -> None:
+def test_what_another_engine_has_spilled_is_hit(make_tiers, shape):
     rig = make_warm(make_tiers, **shape)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     assert rig.counts["fetched_blocks"] == NUM_BLOCKS
@@ -125,12 +123,9 @@ HYBRIDS = [
 
 
 @pytest.mark.parametrize("groups", HYBRIDS, ids=str)
-def test_of_a_hybrid_model_comes_what_vllms_rules_need(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_of_a_hybrid_model_comes_what_vllms_rules_need(make_tiers, groups):
     """As many tokens as from the host; of windows and states not every block."""
     host = make_tiers(groups=groups, num_blocks=150)
-    host.start()
     host.run_alone("warm", prompt(host, 0), max_tokens=1)
     host.forget_gpu_cache()
     from_host = host.run_alone("a", prompt(host, 1))
@@ -141,7 +136,7 @@ def test_of_a_hybrid_model_comes_what_vllms_rules_need(
     rig.check_idle()
 
 
-def test_a_window_fetches_only_what_the_hit_needs(make_tiers: MakeTierRig) -> None:
+def test_a_window_fetches_only_what_the_hit_needs(make_tiers):
     rig = make_warm(make_tiers, groups=("window:10", "full"), num_blocks=150)
     rig.run_alone("a", prompt(rig, 1))
     (fetch,) = rig.fetches
@@ -167,7 +162,7 @@ def lose(rig: TierRig, block_hash: bytes, rank: int = 0) -> None:
         del rig.tier.objects[place]
 
 
-def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None:
+def test_of_what_is_there_the_first_part_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     lose(rig, keys_of(rig)[6])
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
@@ -175,7 +170,7 @@ def test_of_what_is_there_the_first_part_is_hit(make_tiers: MakeTierRig) -> None
     rig.check_idle()
 
 
-def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -> None:
+def test_a_request_with_another_salt_does_not_find_it(make_tiers):
     """`cache_salt` keeps tenants apart in tiers too: their blocks have other names."""
     rig = make_warm(make_tiers)
     stored = {place[3] for place in rig.tier.objects}
@@ -191,7 +186,7 @@ def test_a_request_with_another_salt_does_not_find_it(make_tiers: MakeTierRig) -
     rig.check_idle()
 
 
-def test_what_one_rank_lacks_nobody_has(make_tiers: MakeTierRig) -> None:
+def test_what_one_rank_lacks_nobody_has(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=3)
     hashes = keys_of(rig)
     lose(rig, hashes[7], rank=2)
@@ -202,9 +197,7 @@ def test_what_one_rank_lacks_nobody_has(make_tiers: MakeTierRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_what_was_there_and_does_not_come_is_computed(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_what_was_there_and_does_not_come_is_computed(make_tiers, groups):
     rig = make_warm(make_tiers, tensor_ranks=2, groups=groups, num_blocks=150)
     hashes = keys_of(rig)
     rig.tier.lost = {(0, hashes[4]), (1, hashes[7])}
@@ -215,7 +208,7 @@ def test_what_was_there_and_does_not_come_is_computed(
 
 
 @pytest.mark.parametrize("reason", [FailureReason.COPY_FAILED, FailureReason.TIMED_OUT])
-def test_a_fetch_that_fails_is_a_miss(make_tiers: MakeTierRig, reason: FailureReason) -> None:
+def test_a_fetch_that_fails_is_a_miss(make_tiers, reason):
     rig = make_warm(make_tiers)
     rig.tier.failure = reason
     assert rig.run_alone("a", prompt(rig, 1)) == 0
@@ -228,7 +221,7 @@ def test_a_fetch_that_fails_is_a_miss(make_tiers: MakeTierRig, reason: FailureRe
     rig.check_idle()
 
 
-def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
+def test_an_answer_of_the_wrong_length_is_none(make_tiers):
     rig = make_warm(make_tiers, tensor_ranks=2)
 
     def cut(report: StepReport) -> StepReport:
@@ -246,9 +239,7 @@ def test_an_answer_of_the_wrong_length_is_none(make_tiers: MakeTierRig) -> None:
 
 @pytest.mark.parametrize("kind", ["probe", "fetch"])
 @pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"groups": ("window:10", "full")}])
-def test_the_wait_is_bounded_whatever_never_comes(
-    make_tiers: MakeTierRig, kind: str, shape: dict[str, Any]
-) -> None:
+def test_the_wait_is_bounded_whatever_never_comes(make_tiers, kind, shape):
     """I9; what comes later is of use to the next."""
     rig = make_warm(make_tiers, **{"num_blocks": 150, **shape})
     rig.tier.held = {kind}
@@ -259,28 +250,26 @@ def test_the_wait_is_bounded_whatever_never_comes(
     assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
     assert rig.counts["tier_waits_cut"] == 1
     assert rig.counts["hit_tokens"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     assert rig.counts["stale_reports"] == 0
     rig.check_idle()
 
 
-def test_others_go_on_while_one_waits(make_tiers: MakeTierRig) -> None:
+def test_others_go_on_while_one_waits(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"probe"}
     rig.add("a", prompt(rig, 1))
     rig.add("b", rig.prompt(3, 5))
     rig.step_until(lambda: "b" not in rig.scheduler.requests)
     assert status(rig, "a") == "WAITING"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> None:
+def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
     fetch_for(rig, "a")
@@ -291,14 +280,11 @@ def test_what_has_arrived_when_the_wait_ends_is_hit(make_tiers: MakeTierRig) -> 
     rig.step_until(lambda: "a" not in rig.scheduler.requests)
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 6 * BLOCK_TOKENS
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_idle()
 
 
-def test_pieces_of_large_blocks_have_fewer(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_large_blocks_have_fewer(make_tiers, monkeypatch):
     """So that a tier which is fast shows it before the free wait is over."""
     for num_pages, num_blocks in ((1, 1), (3, 3), (100, NUM_BLOCKS)):
         monkeypatch.setattr(
@@ -308,12 +294,11 @@ def test_pieces_of_large_blocks_have_fewer(
         rig.tier.held = {"fetch"}
         fetch_for(rig, "a")
         assert len(rig.fetches[0].keys) == num_blocks
-        rig.tier.held.clear()
-        rig.drain()
+        rig.finish()
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
+def test_nothing_is_waited_for_behind_a_gap(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.lost = {(0, keys_of(rig)[3])}
     rig.tier.held = {"fetch"}
@@ -324,8 +309,7 @@ def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
     rig.answer(rig.fetches[:1])
     rig.step_until(lambda: status(rig, "a") != "WAITING", max_steps=5)
     assert rig.counts["tier_waits_cut"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 3 * BLOCK_TOKENS
     rig.check_tokens("a", 4)
     rig.check_idle()
@@ -335,9 +319,7 @@ def test_nothing_is_waited_for_behind_a_gap(make_tiers: MakeTierRig) -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(make_tiers, groups):
     rig = make_warm(make_tiers, groups=groups, num_blocks=150)
     names = [f"r{number}" for number in range(1, 9)]
     for number, name in enumerate(names, 1):
@@ -353,7 +335,7 @@ def test_a_prefix_that_eight_want_is_asked_for_and_fetched_once(
     rig.check_idle()
 
 
-def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers: MakeTierRig) -> None:
+def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch"}
     fetch_for(rig, "a")
@@ -364,8 +346,7 @@ def test_who_comes_while_others_fetch_waits_for_that_fetch(make_tiers: MakeTierR
     rig.abort("a")
     rig.step()
     assert status(rig, "b") == "WAITING", "the fetch goes on without who began it"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == PREFIX_TOKENS
     assert rig.counts["tier_lookups"] == 1
     rig.check_tokens("b", 4)
@@ -393,9 +374,7 @@ def bring_to(rig: TierRig, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_an_abort_leaves_nothing_behind(
-    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
-) -> None:
+def test_an_abort_leaves_nothing_behind(make_tiers, moment, shape):
     rig = make_warm(make_tiers, **shape)
     bring_to(rig, moment)
     rig.abort("a")
@@ -406,8 +385,7 @@ def test_an_abort_leaves_nothing_behind(
         assert rig.planner.has_pending_push_work()
     elif moment != "landed" or not shape:
         assert gauges["leased_slots"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_idle()
     rig.step()
     assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
@@ -417,9 +395,7 @@ def test_an_abort_leaves_nothing_behind(
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_after_a_reset_nothing_that_tiers_had_is_hit(
-    make_tiers: MakeTierRig, moment: str, shape: dict[str, Any]
-) -> None:
+def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     rig = make_warm(make_tiers, **shape)
     bring_to(rig, moment)
     before = rig.counts["fetched_blocks"]
@@ -427,8 +403,7 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(
     assert rig.planner.statistics().lookups == 0
     if moment == "landed":
         assert rig.planner.gauges()["leased_slots"] == 0
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 0
     assert rig.counts["fetched_blocks"] == before
@@ -442,59 +417,52 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(
     rig.check_idle()
 
 
-def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(make_tiers, package_log):
     rig = make_warm(make_tiers)
-    words = [rig.planner.tiers.word]
+    words = [rig.planner.tiers.generation.name]
     for _ in range(2):
         assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-        words.append(rig.planner.tiers.word)
+        words.append(rig.planner.tiers.generation.name)
     assert words[0] == ""
     assert len(set(words)) == 3
     told = [r.getMessage() for r in package_log if "model_version" in r.getMessage()]
     assert len(told) == 1
 
 
-def test_with_a_model_version_a_reset_changes_no_word(make_tiers: MakeTierRig) -> None:
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     rig.check_idle()
 
 
-def test_in_doubt_the_engine_uses_only_what_it_writes_itself(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package_log):
     """A rank says so when it has read the model's files: what is asked and written has a word."""
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    word = rig.planner.tiers.word
+    word = rig.planner.tiers.generation.name
     assert len(word) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.word == word, "a model_version is for this word too"
+    assert rig.planner.tiers.generation.name == word, "a model_version is for this word too"
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
     assert len(told) == 1
     rig.check_idle()
 
 
 def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
-    make_tiers: MakeTierRig, package_log: list[Any]
-) -> None:
+    make_tiers, package_log
+):
     """It names those that the engine was started with."""
-    tiers = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, model_version="v1"),)
-    rig = make_warm(make_tiers, tiers=tiers)
+    rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    word = rig.planner.tiers.word
+    word = rig.planner.tiers.generation.name
     assert word
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.word == word, "which the operator vouches for from then on"
+    assert rig.planner.tiers.generation.name == word, "which the operator vouches for from then on"
     rig.check_idle()
     assert [r for r in package_log if "a test says so" in r.getMessage()] == []
     rig.run_alone("b", prompt(rig, 1))
@@ -506,7 +474,7 @@ def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
 # ---- preemption --------------------------------------------------------------------------------
 
 
-def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers: MakeTierRig) -> None:
+def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"probe"}
     first_times = times_of_waiting(rig, "a")
@@ -526,13 +494,12 @@ def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers: MakeTierRi
     assert rig.counts["tier_lookups"] == 2
     assert times
     assert 0 < times[-1] - times[0] <= WAIT_S - waited_s
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.check_tokens("a", 12)
     rig.check_idle()
 
 
-def test_what_a_preempted_request_fetches_is_hit(make_tiers: MakeTierRig) -> None:
+def test_what_a_preempted_request_fetches_is_hit(make_tiers):
     rig = make_warm(make_tiers)
     request = rig.add("a", prompt(rig, 1), max_tokens=12)
     rig.step_until(lambda: request.num_output_tokens > 2)
@@ -550,7 +517,7 @@ def test_what_a_preempted_request_fetches_is_hit(make_tiers: MakeTierRig) -> Non
 # ---- the share of slots ------------------------------------------------------------------------
 
 
-def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers: MakeTierRig) -> None:
+def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers):
     """I11; `check_invariants` compares after every step."""
     rig = make_warm(make_tiers, num_slots=24)
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
@@ -558,19 +525,17 @@ def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers: MakeTie
     rig.check_idle()
 
 
-def test_of_a_hybrid_model_too(make_tiers: MakeTierRig) -> None:
+def test_of_a_hybrid_model_too(make_tiers):
     rig = make_warm(make_tiers, num_slots=40, groups=("window:10", "full"), num_blocks=150)
     assert 0 < rig.run_alone("a", prompt(rig, 1)) < PREFIX_TOKENS
     rig.check_idle()
 
 
-def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig) -> None:
+def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers):
     first = make_tiers()
-    first.start()
     for number in range(2):
         first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
     rig = make_tiers(tier=first.tier, num_slots=32)
-    rig.start()
     rig.counts.clear()
     rig.tier.held = {"fetch"}
     rig.add("a", rig.prompt(33, 0))
@@ -580,20 +545,17 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers: MakeTierRig
     rig.step()
     assert len(rig.fetches) == 1
     assert status(rig, "b") == "WAITING"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 64
     assert rig.counts["fetched_blocks"] == 16
     rig.check_idle()
 
 
-def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTierRig) -> None:
+def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers):
     first = make_tiers()
-    first.start()
     for number in range(2):
         first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
     rig = make_tiers(tier=first.tier, num_slots=32, max_seqs=1)
-    rig.start()
     running = rig.add("long", rig.prompt(3, 9), max_tokens=40)
     rig.add("later", rig.prompt(33, 0))
     rig.step_until(lambda: rig.counts["fetched_blocks"] == 8)
@@ -615,7 +577,7 @@ def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers: MakeTie
     rig.check_idle()
 
 
-def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers: MakeTierRig) -> None:
+def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers):
     rig = make_warm(make_tiers, num_slots=40)
     keys = keys_of(rig)
     head = prompt(rig, 1)[: 5 * BLOCK_TOKENS]
@@ -653,9 +615,8 @@ def spilled(rig: TierRig, rank: int = 0) -> set[bytes]:
     ],
     ids=str,
 )
-def test_all_that_is_stored_is_spilled_once(make_tiers: MakeTierRig, shape: dict[str, Any]) -> None:
+def test_all_that_is_stored_is_spilled_once(make_tiers, shape):
     rig = make_tiers(**shape)
-    rig.start()
     for number in range(4):
         rig.run_alone(f"r{number}", prompt(rig, number), max_tokens=8)
     if "extra" in shape:
@@ -669,16 +630,15 @@ def test_all_that_is_stored_is_spilled_once(make_tiers: MakeTierRig, shape: dict
     rig.check_idle()
 
 
-def test_what_was_fetched_is_not_spilled_again(make_tiers: MakeTierRig) -> None:
+def test_what_was_fetched_is_not_spilled_again(make_tiers):
     rig = make_warm(make_tiers)
     rig.spills.clear()
     assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
     assert not [h for spill in rig.spills for h in spill.keys.hashes if h in set(keys_of(rig))]
 
 
-def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) -> None:
+def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
     rig = make_tiers(num_slots=64)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(12):
         rig.add(f"r{number}", rig.prompt(33, number), max_tokens=1)
@@ -687,8 +647,7 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) 
         assert rig.planner.gauges()["leased_slots"] <= 2 * 4, "two spills of a 16th of the slots"
     assert len(rig.spills) == 2
     assert rig.counts["stored_blocks"] == 12 * 8, "the spills that wait hold nothing"
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     assert spilled(rig) >= stored(rig)
     dropped = rig.counts['dropped_spill_blocks{reason="evicted"}']
@@ -696,29 +655,23 @@ def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers: MakeTierRig) 
     rig.check_idle()
 
 
-def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_an_engine_goes_idle_when_the_host_has_lost_what_was_to_be_spilled(make_tiers):
     rig = make_tiers(num_blocks=150)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(4):
         rig.add(f"r{number}", rig.prompt(PREFIX_TOKENS, number), max_tokens=1)
         rig.run_until_finished(f"r{number}")
         rig.step()
     rig.planner.hits.slots.forget_all()
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 12, "more than one batch"
     rig.check_idle()
 
 
-def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: MakeTierRig) -> None:
+def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers):
     """I10: its turn comes while a store of something else writes to it."""
     whole = make_tiers(num_slots=200)
-    whole.start()
     rig = make_tiers(num_slots=16)
-    rig.start()
     rig.tier.held = {"spill"}
     for number in range(2):
         whole.run_alone(f"r{number}", rig.prompt(33, number), max_tokens=1)
@@ -738,9 +691,8 @@ def test_a_slot_that_is_overwritten_is_not_spilled_as_what_it_held(make_tiers: M
     assert all(rig.tier.objects[place] == whole.tier.objects[place] for place in same)
 
 
-def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers: MakeTierRig) -> None:
+def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
     rig = make_tiers()
-    rig.start()
     rig.tier.refused = True
     rig.run_alone("a", prompt(rig, 1))
     num_spills = len(rig.spills)
@@ -755,11 +707,8 @@ EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicte
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
-    make_tiers: MakeTierRig, policy: str
-) -> None:
+def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(make_tiers, policy):
     rig = make_tiers(num_slots=64, tiers=EVICTED, extra={"eviction_policy": policy})
-    rig.start()
     rig.run_alone("r0", rig.prompt(33, 0), max_tokens=1)
     assert not rig.spills, "there is room"
     rig.forget_gpu_cache()
@@ -781,17 +730,13 @@ def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(
 
 
 @pytest.mark.parametrize("groups", [("full",), ("window:10", "full")], ids=str)
-def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(
-    make_tiers: MakeTierRig, groups: tuple[str, ...]
-) -> None:
+def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(make_tiers, groups):
     first = make_tiers(groups=groups, num_blocks=150)
-    first.start()
     first.run_alone("warm", prompt(first, 0), max_tokens=1)
     first.drain()
     rig = make_tiers(
         tier=first.tier, tiers=EVICTED, groups=groups, num_blocks=150, num_slots=64 * len(groups)
     )
-    rig.start()
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     fetched = set(keys_in(rig.fetches))
     assert len(fetched) == rig.counts["fetched_blocks"] > 0
@@ -837,9 +782,7 @@ def kept(rig: TierRig) -> set[bytes]:
 
 
 @pytest.mark.parametrize("shape", [{}, {"tensor_ranks": 2, "is_async": True}], ids=str)
-def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
-    make_tiers: MakeTierRig, shape: dict[str, Any]
-) -> None:
+def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(make_tiers, shape):
     rig = make_far(make_tiers, **shape)
     rig.tier.held = {"spill"}
     assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS, "before it is kept"
@@ -858,9 +801,7 @@ def test_what_comes_from_a_far_tier_is_kept_in_a_nearer_one(
     [((NEAR, FAR), 2), (KEEPING, 1), ((NEAR, replace(FAR, keep=True)), 2), (KEEPING, 0)],
     ids=["none keeps", "it is there", "the far one keeps", "it is gone"],
 )
-def test_what_no_nearer_tier_keeps_is_not_written_again(
-    make_tiers: MakeTierRig, tiers: tuple[TierConfig, ...], number: int
-) -> None:
+def test_what_no_nearer_tier_keeps_is_not_written_again(make_tiers, tiers, number):
     rig = make_far(make_tiers, tiers=tiers)
     rig.tier.number = number
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
@@ -870,9 +811,7 @@ def test_what_no_nearer_tier_keeps_is_not_written_again(
     assert rig.counts["kept_blocks"] == 0
 
 
-def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(make_tiers):
     rig = make_far(make_tiers, tiers=(*KEEPING, FAR))
     mixed = [1, 1, 2, 2, 2, 3, 3, 3, 3, 3]
     hashes = keys_of(rig)[:NUM_BLOCKS]
@@ -898,7 +837,7 @@ def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(
     assert rig.counts["kept_blocks"] == 8
 
 
-def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRig) -> None:
+def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers):
     rig = make_far(make_tiers, num_slots=64)
     rig.tier.held = {"spill"}
     for number in range(3):  # two spills that do not end, and what waits behind them
@@ -913,9 +852,7 @@ def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers: MakeTierRi
     assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
 
 
-def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(make_tiers):
     rig = make_far(make_tiers)
     rig.tier.held = {"spill"}
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
@@ -924,7 +861,7 @@ def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(
     end_spills(rig)
 
 
-def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
+def test_after_a_reset_nothing_is_kept(make_tiers):
     rig = make_far(make_tiers)
     rig.tier.held = {"spill"}
     for number in range(4):
@@ -935,13 +872,10 @@ def test_after_a_reset_nothing_is_kept(make_tiers: MakeTierRig) -> None:
     assert not kept(rig)
 
 
-def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers):
     evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
     rig = make_far(make_tiers, num_slots=64)
     rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
-    rig.start()
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     assert not rig.spills, "there is room"
     rig.forget_gpu_cache()
@@ -963,9 +897,7 @@ def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(
 
 
 @pytest.mark.parametrize("kind", ["presences", "outcomes"])
-def test_a_rank_that_reports_twice_stands_in_for_no_other(
-    make_tiers: MakeTierRig, kind: str
-) -> None:
+def test_a_rank_that_reports_twice_stands_in_for_no_other(make_tiers, kind):
     rig = make_warm(make_tiers, tensor_ranks=2)
     hashes = keys_of(rig)
     lose(rig, hashes[2], rank=1)
@@ -981,9 +913,7 @@ def test_a_rank_that_reports_twice_stands_in_for_no_other(
     rig.check_idle()
 
 
-def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(
-    make_tiers: MakeTierRig,
-) -> None:
+def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(make_tiers):
     rig = make_warm(make_tiers)
     strange = StepReport(
         (Outcome(0, 9999), Outcome(7, 9998, FailureReason.COPY_FAILED, (1, 2))),
@@ -997,7 +927,7 @@ def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(
     rig.check_idle()
 
 
-def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers: MakeTierRig) -> None:
+def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers):
     rig = make_warm(make_tiers)
 
     def beyond(report: StepReport) -> StepReport:
@@ -1015,15 +945,14 @@ def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers: MakeTierRig
 
 
 @pytest.mark.parametrize("moment", ["added", "asked", "fetching", "landed"])
-def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment: str) -> None:
+def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
     """I8: what a worker still writes to stays leased until it has reported."""
     rig = make_warm(make_tiers, tensor_ranks=2)
     bring_to(rig, moment)
     rig.planner.disable()
     if moment == "fetching":
         assert rig.planner.gauges()["leased_slots"] == NUM_BLOCKS
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     rig.step()
     rig.check_tokens("a", 4)
     assert rig.counts["hit_tokens"] == 0
@@ -1036,24 +965,12 @@ def test_after_an_error_inside_all_is_given_back(make_tiers: MakeTierRig, moment
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        ("tiers", "see"),
-        ("tiers", "waits"),
-        ("tiers", "matched"),
-        ("tiers", "plan"),
-        ("tiers", "settle"),
-        ("tiers", "note"),
-        ("tiers", "sent"),
-        ("tiers", "end"),
-        ("tiers", "scheduled"),
-    ],
+    "method",
+    ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"],
 )
-def test_an_error_in_any_part_is_contained(
-    make_tiers: MakeTierRig, monkeypatch: pytest.MonkeyPatch, owner: str, method: str
-) -> None:
+def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)
-    part = getattr(rig.planner, owner)
+    part = rig.planner.tiers
     call, calls = getattr(part, method), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -1075,9 +992,8 @@ def test_an_error_in_any_part_is_contained(
     rig.planner.check_invariants()
 
 
-def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTierRig) -> None:
+def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers):
     rig = make_tiers()
-    rig.start()
     rig.tier.failure = FailureReason.NOT_RUNNING
     rig.run_alone("a", prompt(rig, 1))
     rig.forget_gpu_cache()
@@ -1089,7 +1005,7 @@ def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers: MakeTie
 # ---- an engine that rests ----------------------------------------------------------------------
 
 
-def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig) -> None:
+def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers):
     rig = make_warm(make_tiers)
     rig.tier.held = {"fetch", "spill"}
     fetch_for(rig, "a")
@@ -1103,7 +1019,7 @@ def test_an_idle_engine_does_not_step_for_what_is_stuck(make_tiers: MakeTierRig)
     rig.check_idle()
 
 
-def test_nothing_is_asked_for_that_may_not_be_read(make_tiers: MakeTierRig) -> None:
+def test_nothing_is_asked_for_that_may_not_be_read(make_tiers):
     rig = make_warm(make_tiers)
     rig.kv_transfer_params = {"max_load_tokens": 0}
     assert rig.run_alone("a", prompt(rig, 1)) == 0
@@ -1116,7 +1032,7 @@ def test_nothing_is_asked_for_that_may_not_be_read(make_tiers: MakeTierRig) -> N
     rig.check_idle()
 
 
-def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig) -> None:
+def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers):
     rig = make_warm(make_tiers)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     rig.probes.clear()
@@ -1126,7 +1042,7 @@ def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers: MakeTierRig
     assert not rig.probes
 
 
-def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: MakeTierRig) -> None:
+def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers):
     rig = make_warm(make_tiers, max_seqs=1)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
     rig.forget_gpu_cache()
@@ -1142,7 +1058,7 @@ def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers: Mak
     rig.check_idle()
 
 
-def test_another_connectors_ids_pass_as_before(make_tiers: MakeTierRig) -> None:
+def test_another_connectors_ids_pass_as_before(make_tiers):
     """Beside MultiConnector: finished ids of strangers are dropped, not acted on."""
     rig = make_warm(make_tiers)
 
@@ -1170,7 +1086,7 @@ def make_measured(make_tiers: MakeTierRig, token_s: float, **options: Any) -> Ti
     return rig
 
 
-def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> None:
+def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers):
     for kind in ("probe", "fetch"):
         rig = make_measured(make_tiers, token_s=1.0)
         rig.tier.held = {kind}
@@ -1182,7 +1098,7 @@ def test_a_stalled_tier_costs_a_tenth_of_computing(make_tiers: MakeTierRig) -> N
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: MakeTierRig) -> None:
+def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     rig.tier.held = {"fetch"}
     times = times_of_waiting(rig, "a")
@@ -1191,26 +1107,23 @@ def test_what_arrives_is_waited_for_as_long_as_computing_it_takes(make_tiers: Ma
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.5 * PREFIX_TOKENS + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == 4 * BLOCK_TOKENS
 
 
-def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count() -> None:
+def test_what_the_host_has_behind_a_piece_that_has_not_come_does_not_count():
     """Of 160 tokens the tier brings the first 32, the host has the others."""
     whole, late = (SimpleNamespace(is_whole=n == 0) for n in range(2))
-    lookup = LookUp(SimpleNamespace(), 0)  # type: ignore[arg-type]
-    lookup.begin(0, (16, 176), 1.0, is_trial=False)
-    lookup.want()
+    lookup = LookUp(SimpleNamespace(), 0, first_token=16, end_token=176)
     assert lookup.share() == 0.0
-    lookup.fetch([whole, late], [16, 32], (16, 176), 1.0)  # type: ignore[list-item]
+    lookup.fetches, lookup.starts = [whole, late], [16, 32]
     assert lookup.share() == 0.1
     late.is_whole = True
     assert lookup.share() == 1.0
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers: MakeTierRig) -> None:
+def test_of_a_hybrid_model_a_part_is_worth_no_wait(make_tiers):
     rig = make_hybrid(make_tiers, fetch_s=0.01)
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
@@ -1242,12 +1155,12 @@ def make_slow_hybrid(make_tiers: MakeTierRig) -> TierRig:
         (0.02 * PREFIX_TOKENS, 0.0, True),
         (0.07 * PREFIX_TOKENS, 0.0, False),  # soon enough, if all goes well
         (0.02 * PREFIX_TOKENS, 0.02 * PREFIX_TOKENS, False),  # the answer came late
-        (None, 0.0, False),  # nobody knows
+        (None, 0.0, False),  # not known
     ],
 )
-def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
-    make_tiers: MakeTierRig, fetch_s: float | None, probe_s: float, is_whole: bool
-) -> None:
+def test_a_fetch_for_a_hybrid_model_is_in_one_stage_only_if_it_is_sure_to_be_soon(
+    make_tiers, fetch_s, probe_s, is_whole
+):
     rig = make_hybrid(make_tiers, fetch_s)
     rig.tier.held = {"fetch", "probe"}
     rig.add("a", prompt(rig, 1))
@@ -1255,24 +1168,23 @@ def test_a_fetch_for_a_hybrid_model_is_in_one_leg_only_if_it_is_sure_to_be_soon(
     rig.step_until(lambda: rig.clock.now_s - asked_s >= probe_s, max_steps=1000)
     rig.tier.held = {"fetch"}
     rig.step_until(lambda: bool(rig.fetches))
-    assert (len(legs_of(rig)) == 1) == is_whole
-    rig.tier.held.clear()
-    rig.drain()
+    assert (len(stages_of(rig)) == 1) == is_whole
+    rig.finish()
     rig.check_tokens("a", 4)
 
 
-def legs_of(rig: TierRig) -> dict[int, list[Any]]:
+def stages_of(rig: TierRig) -> dict[int, list[Any]]:
     """The fetches that plans have named, by the token up to which a request can go without."""
-    legs: dict[int, list[Any]] = {}
+    stages: dict[int, list[Any]] = {}
     for message in rig.fetches:
-        fetch = rig.planner.tiers.fetches.get(message.transfer_id)
+        fetch = rig.planner.tiers.fetches.ledger.get(message.transfer_id)
         assert fetch is not None
-        legs.setdefault(fetch.first_token, []).append(message)
-    return legs
+        stages.setdefault(fetch.first_token, []).append(message)
+    return stages
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: MakeTierRig) -> None:
+def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers):
     """Each with its own window at its end; of the last part nothing comes."""
     rig = make_slow_hybrid(make_tiers)
     times = times_of_waiting(rig, "a")
@@ -1282,51 +1194,48 @@ def test_a_slow_tier_brings_a_hybrid_model_parts_that_can_be_hit(make_tiers: Mak
     window, full = ([group for group, _ in fetched].count(i) for i in range(2))
     assert full == NUM_BLOCKS
     assert 3 < window <= 3 + (NUM_BLOCKS + 3) // 2
-    *legs, last = legs_of(rig).items()
+    *stages, last = stages_of(rig).items()
     half = PREFIX_TOKENS // 2
-    assert (legs[0][0], last[0]) == (0, half)
-    rig.answer([fetch for _, fetches in legs for fetch in fetches])
+    assert (stages[0][0], last[0]) == (0, half)
+    rig.answer([fetch for _, fetches in stages for fetch in fetches])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     waited_s = times[-1] - times[0]
     assert 0.4 * PREFIX_TOKENS <= waited_s <= 0.6 * PREFIX_TOKENS + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
     assert rig.counts["hit_tokens"] == half
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers: MakeTierRig) -> None:
+def test_a_slow_tier_that_loses_a_part_is_waited_for_up_to_there(make_tiers):
     rig = make_slow_hybrid(make_tiers)
     fetch_for(rig, "a")
-    legs = legs_of(rig)
-    first, second, *_ = legs.values()
+    stages = stages_of(rig)
+    first, second, *_ = stages.values()
     rig.tier.lost = {(0, second[0].keys.hashes[0])}
     rig.answer([*first, *second])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
-    rig.tier.held.clear()
-    rig.drain()
-    assert rig.counts["hit_tokens"] == list(legs)[1]
+    rig.finish()
+    assert rig.counts["hit_tokens"] == list(stages)[1]
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_the_legs_of_others_do_not_count_as_ones_own(make_tiers: MakeTierRig) -> None:
-    """Whoever joins a fetch has not asked what its legs need, so it waits for all or for little."""
+def test_the_stages_of_others_do_not_count_as_ones_own(make_tiers):
+    """Who joins a fetch has not asked what its stages need, and waits for all or for little."""
     rig = make_slow_hybrid(make_tiers)
     rig.add("first", prompt(rig, 2))
     times = times_of_waiting(rig, "a")
     fetch_for(rig, "a")
-    fetches = [rig.planner.tiers.fetches.get(message.transfer_id) for message in rig.fetches]
+    fetches = [rig.planner.tiers.fetches.ledger.get(message.transfer_id) for message in rig.fetches]
     assert any(len(fetch.users) == 2 for fetch in fetches), "it has joined"
-    *legs, _ = legs_of(rig).values()
-    assert legs
-    rig.answer([fetch for leg in legs for fetch in leg])
+    *stages, _ = stages_of(rig).values()
+    assert stages
+    rig.answer([fetch for stage in stages for fetch in stage])
     rig.step_until(lambda: status(rig, "a") != "WAITING")
     assert times[-1] - times[0] <= 0.1 * (PREFIX_TOKENS + 2) + 0.01
-    rig.tier.held.clear()
-    rig.drain()
+    rig.finish()
 
 
-def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: MakeTierRig) -> None:
+def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig = make_measured(make_tiers, token_s=0.001)
     for _ in range(8):
         rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
@@ -1335,7 +1244,7 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers: Ma
     rig.check_idle()
 
 
-def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> None:
+def test_what_does_not_pay_is_tried_now_and_then(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     for _ in range(8):
         rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 100.0)
@@ -1347,7 +1256,7 @@ def test_what_does_not_pay_is_tried_now_and_then(make_tiers: MakeTierRig) -> Non
     rig.check_idle()
 
 
-def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers: MakeTierRig) -> None:
+def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers):
     """The tier has a little of a long prompt: all of it would have paid."""
     rig = make_measured(make_tiers, token_s=1.0, num_blocks=150)
     for num_slots in (4, 32, 64):
@@ -1361,7 +1270,7 @@ def test_what_a_tier_has_is_left_there_if_computing_it_is_faster(make_tiers: Mak
     rig.check_idle()
 
 
-def test_what_was_measured_is_told(make_tiers: MakeTierRig) -> None:
+def test_what_was_measured_is_told(make_tiers):
     rig = make_warm(make_tiers, **AUTO)
     gauges = rig.planner.gauges()
     assert gauges["fetch_bytes_per_second"] == gauges["fetch_latency_seconds"] == 0

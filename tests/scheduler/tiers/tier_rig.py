@@ -107,6 +107,11 @@ class TierRig(Rig):
         """Let these be answered with the next report, although their kind is held."""
         self._free += messages
 
+    def finish(self) -> None:
+        """Answer all that is held, and wait until nothing is left to do."""
+        self.tier.held.clear()
+        self.drain()
+
     def _report(self, number: int, outputs: list[Any]) -> None:
         def is_held(asked: tuple[int, str, Any]) -> bool:
             return asked[1] in self.tier.held and asked[2] not in self._free

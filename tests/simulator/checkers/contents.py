@@ -68,7 +68,6 @@ class ContentChecker:
             tier.on_stored = self._see_stored
 
     def kept_slots(self) -> list[int]:
-        """Slots that can be found."""
         return sorted(self._index.directory.kept())
 
     def flipped(self, slot: int) -> None:

@@ -49,12 +49,10 @@ class Record:
 
     @property
     def is_over(self) -> bool:
-        """Whether no rank copies it any more."""
         return self.over_at is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it failed on some rank."""
         return any(reason is not None for reason in self.reported.values())
 
 
@@ -253,11 +251,9 @@ class Ledger:
         return told
 
     def open_stores(self) -> Iterator[Record]:
-        """Stores that some rank has not reported."""
         return (record for record in self._open.values() if record.is_store)
 
     def open_loads(self) -> Iterator[Record]:
-        """Loads that some rank has not reported."""
         return (record for record in self._open.values() if not record.is_store)
 
     def open_tier_transfers(self) -> Iterator[tuple[int, TierRecord]]:
@@ -275,13 +271,10 @@ class Ledger:
         return any(block_hash[-32:] in hashes for r in records for block_hash in r.keys.hashes)
 
     def loads_of(self, request: Any) -> list[Record]:
-        """All loads of a request, the last one last."""
         return self._loads.get(id(request), [])
 
     def records(self) -> Iterator[Record]:
-        """All transfers so far."""
         return iter(self._records.values())
 
     def record(self, transfer_id: int) -> Record:
-        """The record of a transfer."""
         return self._records[transfer_id]

@@ -60,8 +60,8 @@ class ReferenceChecker:
         found = planner.statistics()
         if core.pool.get_num_free_blocks() != core.shape.num_blocks - 1:
             raise Finding("I8", f"{core.pool.get_num_free_blocks()} GPU blocks are free")
-        slots = planner.hits.slots.statistics()
-        directory = planner.hits.directory.statistics()
+        slots = planner.hits.slots
+        directory = planner.hits.directory
         num_bad = len(self._ledger.bad_slots)
         left = {
             "requests of vLLM's": len(core.scheduler.requests),
@@ -79,7 +79,7 @@ class ReferenceChecker:
             ),
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
-            "spills that no plan names": bool(planner.tiers and planner.tiers.spills.is_waiting),
+            "spills that no plan names": bool(core.stores and planner.tiers.spills.is_waiting),
             # A probe touches no slot, and goes on to its deadline when nobody waits for it.
             "operations of tiers": sum(
                 operation.task is not Task.PROBE

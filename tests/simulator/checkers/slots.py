@@ -26,11 +26,9 @@ class SlotChecker:
         ledger.on_plan.append(self._see_plan)
 
     def squeeze(self, count: int) -> None:
-        """Somebody else takes slots."""
         self.squeezed.append(self._leases.grant(LeaseKind.STORE, count))
 
     def give_back(self) -> None:
-        """Somebody else gives back what it took first."""
         lease = self.squeezed.pop(0)
         if lease is not None:
             lease.release()

@@ -14,8 +14,10 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -345,6 +347,30 @@ async def test_an_error_of_the_device_is_a_failure(make, monkeypatch, package_lo
     for _ in range(3):
         assert await fetch_one(tier, name_of(0), slot_of(LENGTHS)) is Result.FAILED
     assert len(said(package_log)) == 1, "once a minute"
+
+
+async def test_a_batch_that_is_given_up_ends_with_the_object_that_was_begun(make, monkeypatch):
+    has_begun, may_end, real_write = threading.Event(), threading.Event(), os.pwritev
+
+    def write(*arguments: Any) -> int:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+        return real_write(*arguments)
+
+    tier = make(num_threads=1)
+    await spill_one(tier, name_of(0), filled(LENGTHS))
+    monkeypatch.setattr(object_file.os, "pwritev", write)
+    names = [name_of(number) for number in (1, 2, 3)]
+    spilling = asyncio.ensure_future(tier.spill(names, [filled(LENGTHS)] * 3))
+    try:
+        assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
+        spilling.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not spilling.done()
+    finally:
+        may_end.set()
+    assert await spilling == [Result.DONE, Result.CANCELLED, Result.CANCELLED]
 
 
 async def test_no_descriptor_is_left_open(make):

@@ -16,8 +16,8 @@ import pytest
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from safe_offload import compat
 from safe_offload.commands.bench.tiny_models import write_tiny_model
+from safe_offload.compat import model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
 from safe_offload.tiers.namespace.namespace import Doubt, Meaning, meaning_of
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compat, "cache_root", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)
     return config
@@ -45,7 +45,7 @@ def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def unread(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
     kv_cache = kv_cache or make_kv_cache_config(SHAPE)
     size_bytes = kv_cache.kv_cache_tensors[0].size
-    geometry = make_geometry(compat.segments(kv_cache), kv_cache.num_blocks, size_bytes)
+    geometry = make_geometry(specs.segments(kv_cache), kv_cache.num_blocks, size_bytes)
     return meaning_of(config, kv_cache, geometry, copy_rank)
 
 

@@ -104,16 +104,6 @@ async def test_a_cluster_costs_no_more_than_its_budget() -> None:
     assert watch.peak_bytes <= SCRATCH_BYTES + 2 * REPLY_BYTES_MAX + SLACK_BYTES
 
 
-async def test_ranges_of_a_cluster_that_overlap_are_refused() -> None:
-    """So that each slot is looked at once, however many ranges there are."""
-    reply = b"*2\r\n" + b"*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:1\r\n" * 2
-    with ScriptedServer(never, greeting={b"CLUSTER": reply}) as server:
-        tier = tier_on(server)
-        with pytest.raises(OSError, match="does not describe its cluster"):
-            await tier.probe([name_of(1)])
-        await tier.close()
-
-
 async def test_a_cluster_of_many_ranges_is_used() -> None:
     """As one is whose slots were moved a few at a time; each range has a replica."""
     ranges = 1000

@@ -99,32 +99,33 @@ def test_it_waits_for_every_other_thread_of_the_machine(start):
     assert policies == [os.SCHED_IDLE]
 
 
+class HeldTouch:
+    """A touch that takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *_: int) -> None:
+        self.is_inside.set()
+        self.may_go_on.wait(PATIENCE_S)
+
+
 def test_it_stops_between_two_chunks(start):
-    is_inside, may_go_on = threading.Event(), threading.Event()
-
-    def touch(*_: int) -> None:
-        is_inside.set()
-        may_go_on.wait(PATIENCE_S)
-
+    touch = HeldTouch()
     first = start(touch, 0, NUM_SLOTS * SLOT_BYTES)
-    assert is_inside.wait(PATIENCE_S)
-    threading.Timer(0.01, may_go_on.set).start()
+    assert touch.is_inside.wait(PATIENCE_S)
+    threading.Timer(0.01, touch.may_go_on.set).start()
     assert first.stop()
 
 
 def test_memory_that_is_still_touched_is_not_unmapped(start, monkeypatch):
-    is_inside, may_go_on = threading.Event(), threading.Event()
-
-    def touch(*_: int) -> None:
-        is_inside.set()
-        may_go_on.wait(PATIENCE_S)
-
+    touch = HeldTouch()
     first = start(touch, 0, SLOT_BYTES)
-    assert is_inside.wait(PATIENCE_S)
+    assert touch.is_inside.wait(PATIENCE_S)
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", 0.01)
     assert not first.stop()
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)
-    may_go_on.set()
+    touch.may_go_on.set()
 
 
 def test_where_the_lowest_priority_is_not_to_be_had_nothing_is_touched(start, monkeypatch):

@@ -260,7 +260,7 @@ def test_this_machine_has_some_memory_and_not_more_than_it_says():
 def check(extra: dict[str, object], pool_bytes: int, available_bytes: int, ranks: int = 1) -> None:
     check_host_bytes(
         OffloadConfig.from_extra_config(extra, world_size=ranks),
-        pool_bytes_per_rank=pool_bytes,
+        bytes_per_rank=pool_bytes,
         num_ranks_on_host=ranks,
         available_bytes=available_bytes,
     )

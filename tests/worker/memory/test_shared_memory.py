@@ -306,6 +306,22 @@ def test_nobody_shares_if_the_first_rank_dies_on_the_way(make_ranks):
     expect_that_nobody_shares(later, "")
 
 
+def test_a_rank_does_not_share_if_the_first_dies_before_all_have_the_memory(make_ranks):
+    ranks = make_ranks(2)
+    with new_socket() as listener:
+        listener.bind(f"\0{ranks.address}")
+        listener.listen()
+        joining = ranks.start(1)
+        with listener.accept()[0] as dying:
+            dying.recv(256)
+            memory = os.memfd_create("first")
+            os.ftruncate(memory, SIZE_BYTES)
+            socket.send_fds(dying, [badge_of(ranks, 0)], [memory])
+            os.close(memory)
+            assert dying.recv(256) == b"mapped"
+    expect_that_nobody_shares([joining], "another rank could not map the memory")
+
+
 def test_the_first_rank_waits_no_longer_for_those_who_keep_coming_and_show_nothing(make_ranks):
     ranks = make_ranks(2)
     first = ranks.start(0, timeout_s=0.3)

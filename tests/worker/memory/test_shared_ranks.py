@@ -13,7 +13,7 @@ from safe_offload.layout import PAGE_BYTES
 from safe_offload.observe.counters import Counters
 from safe_offload.protocol import BadSlots, Capacity, FailureReason, StepPlan, Transfer
 from safe_offload.scheduler.cache.directory import Directory
-from safe_offload.scheduler.cache.eviction import Lru
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.ranks import Ranks
 from safe_offload.worker import opening as opening_module
@@ -109,8 +109,12 @@ def test_a_store_of_one_block_is_reported_by_all_and_copied_by_one(make_ranks):
     assert [worker.read_block(1)[0] for worker in ranks] == [40] * NUM_RANKS
 
 
-def test_one_copy_takes_the_memory_of_one(make_ranks):
-    ranks = make_ranks()
+def test_one_copy_takes_the_memory_of_one_and_the_start_says_so(make_ranks, caplog):
+    with caplog.at_level("INFO"):
+        ranks = make_ranks()
+    lines = [r.message for r in caplog.records if "keeps KV cache in" in r.message]
+    assert len(lines) == NUM_RANKS
+    assert all(f"one copy for {NUM_RANKS} ranks" in line for line in lines)
     assert len({host_of(worker).size_bytes for worker in ranks}) == 1
     host_of(ranks[0]).tensor[5] = 77
     assert [int(host_of(worker).tensor[5]) for worker in ranks] == [77] * NUM_RANKS
@@ -121,7 +125,7 @@ def test_a_size_in_bytes_is_put_together_and_gives_as_many_times_the_slots(make_
     available: list[int] = []
 
     def count(config: Any, **asked: int) -> None:
-        available.append(asked["pool_bytes_per_rank"] * asked["num_ranks_on_host"])
+        available.append(asked["bytes_per_rank"] * asked["num_ranks_on_host"])
 
     monkeypatch.setattr(opening_module, "check_host_bytes", count)
     extra = {"cpu_bytes_to_use": size_bytes}
@@ -197,7 +201,7 @@ def test_the_scheduler_side_is_told_who_shares_and_stops_if_only_some_do(
     monkeypatch.setattr(opening_module, "share_memory", share)
     workers = make_ranks(extra={"self_test": "off"})
     counters = Counters()
-    ranks = Ranks(NUM_RANKS, SlotPool(12, Directory(12, 1), Lru(12), counters), counters)
+    ranks = Ranks(NUM_RANKS, SlotPool(12, Directory(12, 1), EvictionPolicy(12), counters), counters)
     for worker in workers:
         worker.settle()
         (facts,) = worker.reports[0].host_facts
@@ -216,14 +220,6 @@ def test_ranks_with_memories_of_their_own_tell_how_many_slots_these_have(make_ra
     for worker in ranks:
         worker.settle()
         assert worker.reports[0].capacities == (Capacity(worker.rank, 100),)
-
-
-def test_a_start_line_says_that_there_is_one_copy(make_ranks, caplog):
-    with caplog.at_level("INFO"):
-        make_ranks()
-    lines = [r.message for r in caplog.records if "keeps KV cache in" in r.message]
-    assert len(lines) == NUM_RANKS
-    assert all(f"one copy for {NUM_RANKS} ranks" in line for line in lines)
 
 
 def test_too_little_memory_ends_the_start(make_ranks, monkeypatch):

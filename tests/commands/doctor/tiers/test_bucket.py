@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,9 @@ SOUND = BucketTrial(
 CONFIG = TierConfig.at("s3://kv/prod")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[BucketServer]:
-    with BucketServer() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def environment(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment().items():
+def environment(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bucket_server.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tier_rates, "OBJECT_BYTES", 64 << 10)
 
@@ -52,8 +45,8 @@ def found_of(url: str, endpoint: str) -> dict[str, Finding]:
     return found
 
 
-def test_a_bucket_is_tried_and_left_as_it_was(server: BucketServer) -> None:
-    found = found_of("s3://kv-cache/doctor", server.endpoint)
+def test_a_bucket_is_tried_and_left_as_it_was(bucket_server: BucketServer) -> None:
+    found = found_of("s3://kv-cache/doctor", bucket_server.endpoint)
     assert not wrong(list(found.values()))
     assert found["tiers.credentials"].found.endswith("an access key in the environment")
     assert set(found) == {
@@ -61,15 +54,14 @@ def test_a_bucket_is_tried_and_left_as_it_was(server: BucketServer) -> None:
         *("tiers.latency", "tiers.rate"),
     }
     assert "tokens a second (computing: at most 15000" in found["tiers.rate"].found
-    bucket: Any = open_store(TierConfig.at("s3://kv-cache", endpoint=server.endpoint))
-    names = [meta["path"] for page in obstore.list(bucket) for meta in page]
-    assert [name for name in names if name != "ready"] == []
+    bucket: Any = open_store(TierConfig.at("s3://kv-cache/doctor", endpoint=bucket_server.endpoint))
+    assert not [meta["path"] for page in obstore.list(bucket) for meta in page]
 
 
-def test_who_may_only_read(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.reader_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.reader_secret)
-    problem = found_of("s3://kv-cache/doctor", server.endpoint)["tiers.access"]
+def test_who_may_only_read(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket_server.reader_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket_server.reader_secret)
+    problem = found_of("s3://kv-cache/doctor", bucket_server.endpoint)["tiers.access"]
     assert problem.severity is Severity.ERROR
     assert "write: the store does not allow it (" in problem.found
     assert "delete: the store does not allow it (" in problem.found
@@ -78,12 +70,12 @@ def test_who_may_only_read(server: BucketServer, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/kv", "s3://kv-cache/x"])
 def test_what_cannot_be_used(
-    server: BucketServer, monkeypatch: pytest.MonkeyPatch, url: str
+    bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     secret = "hunter2-secret"
     if "no-such" not in url:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    found = found_of(url, server.endpoint)
+    found = found_of(url, bucket_server.endpoint)
     problem = found["tiers.bucket"]
     assert problem.severity is Severity.ERROR
     why = "there is no such bucket" if "no-such" in url else "the store does not allow it"

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from safe_offload.compat.wrapping import wrap
+
 _KEEPS_WEIGHTS: Final = frozenset(
     {
         *("check_health", "compute_weight_checksums", "get_cache_block_size_bytes"),
@@ -33,7 +35,6 @@ _KEEPS_WEIGHTS: Final = frozenset(
     }
 )
 """Methods of a worker that leave its weights alone. Any other may change them."""
-_WRAPPED_MARK: Final = "_safe_offload_watches"
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -91,17 +92,13 @@ class ModelLoads:
         """
         utils = sys.modules.get("vllm.model_executor.model_loader.utils")
         for model_class, _ in getattr(utils, "_MODEL_ARCH_BY_HASH", {}).values():
-            original = model_class.load_weights
-            if not hasattr(original, _WRAPPED_MARK):
-                model_class.load_weights = self._counted(original)
+            wrap(model_class, "load_weights", self._counted)
 
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count = next(self._numbers)
             return original(*args, **kwargs)
 
-        setattr(counted, _WRAPPED_MARK, True)
         return counted
 
 
@@ -117,23 +114,21 @@ def watch() -> None:
     from vllm.v1.engine.core import EngineCore
 
     for name, (argument, cause_of) in _CALLS.items():
-        original = getattr(EngineCore, name, None)
-        if original is None:
+        if hasattr(EngineCore, name):
+            wrap(EngineCore, name, functools.partial(_watched, argument, cause_of))
+        else:
             logger.warning(
                 "This vLLM has no EngineCore.%s, which is watched for changes of the weights. Fix: "
                 "reset the cache with the connector after each change (docs/guides/resets.md).",
                 name,
             )
-        elif not hasattr(original, _WRAPPED_MARK):
-            setattr(EngineCore, name, _watched(original, argument, cause_of))
 
 
 def _watched(
-    original: Callable[..., Any], argument: str, cause_of: Callable[[Any, Any], str | None]
+    argument: str, cause_of: Callable[[Any, Any], str | None], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a call that resets what is ours when it has ended, well or not."""
 
-    @functools.wraps(original)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         connectors = _connectors_of(self)
         subject = args[0] if args else kwargs.get(argument)
@@ -147,7 +142,6 @@ def _watched(
             if any(causes):
                 _try_to_forget_embeddings(self)
 
-    setattr(watched, _WRAPPED_MARK, True)
     return watched
 
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.worker_base import WorkerBase
 
-from safe_offload.start import whole_blocks
+from safe_offload.compat import whole_blocks
 from safe_offload.start.plugin import register
 from tests.simulator.vllm_setup import EngineShape, make_config
 
@@ -192,5 +192,5 @@ def test_workers_are_wrapped_once_and_a_failure_leaves_the_layout_to_vllm(monkey
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             raise RuntimeError("not as expected")
 
-    monkeypatch.setattr("tests.start.test_whole_blocks.CacheLayer", Broken)
+    monkeypatch.setattr("tests.compat.test_whole_blocks.CacheLayer", Broken)
     assert resolved(WISH, (backend("FLASH_ATTN"), keys())) == "LBNHC"

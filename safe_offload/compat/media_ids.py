@@ -8,14 +8,21 @@ each other that looks like one. From then on an id tells what it is.
 Source: vLLM 0.32.0, vllm/multimodal/processing/inputs.py, vllm/v1/engine/input_processor.py.
 """
 
-import functools
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from safe_offload.compat.wrapping import is_wrapped, wrap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CHOSEN: Final = "chosen:"
 _CONTENT: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-_WRAPPED: Final = "_safe_offload_tells_ids"
+_HASHES: Final = "get_mm_hashes"
+_REQUESTS: Final = "process_inputs"
 
 
 class ContentId(str):
@@ -32,7 +39,7 @@ def tells_content(identifier: str) -> bool:
 def wrap_hashes(inputs_class: Any) -> None:
     """Let vLLM's ProcessorInputs tell which ids it has made of content."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_mm_hashes(self: Any, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
             found: Mapping[str, list[str]] = original(self, *args, **kwargs)
             given = self.mm_uuid_items or {}
@@ -46,7 +53,7 @@ def wrap_hashes(inputs_class: Any) -> None:
 
         return get_mm_hashes
 
-    _wrap(inputs_class, "get_mm_hashes", wrap)
+    wrap(inputs_class, _HASHES, make)
 
 
 def wrap_requests(processor_class: Any) -> None:
@@ -55,7 +62,7 @@ def wrap_requests(processor_class: Any) -> None:
     Where encoders run elsewhere (`ec_transfer_config`), ids stay as both sides know them.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             is_alone = self.vllm_config.ec_transfer_config is None
@@ -69,19 +76,18 @@ def wrap_requests(processor_class: Any) -> None:
 
         return process_inputs
 
-    _wrap(processor_class, "process_inputs", wrap)
+    wrap(processor_class, _REQUESTS, make)
 
 
-def are_told(*classes: Any) -> bool:
-    """Return whether the classes of vLLM are wrapped in this process, and so where requests come.
+def tells_media_ids(vllm_config: VllmConfig) -> bool:
+    """Return whether ids of media in requests say what they are."""
+    if vllm_config.ec_transfer_config is not None:
+        return False
+    if not vllm_config.model_config.is_multimodal_model:
+        return False
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    All processes of an engine load the same plugins.
-    """
-    return all(_WRAPPED in vars(each) for each in classes)
-
-
-def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    if _WRAPPED not in vars(owner):
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(wrap(original)))
-        setattr(owner, _WRAPPED, True)
+    # In this process, and so where requests come: all processes of an engine load the same plugins.
+    methods = (ProcessorInputs, _HASHES), (InputProcessor, _REQUESTS)
+    return all(is_wrapped(*method) for method in methods)

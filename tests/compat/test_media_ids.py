@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,9 +11,8 @@ from PIL import Image
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
-from vllm.v1.engine.input_processor import InputProcessor
 
-from safe_offload import media_ids
+from safe_offload.compat import media_ids
 from safe_offload.start import plugin
 from tests.tiny_vision import make_image
 
@@ -23,7 +23,9 @@ FLAT = {"do_normalize": False}
 @pytest.fixture(autouse=True)
 def _wrapped() -> None:
     plugin.register()
-    assert media_ids.are_told(ProcessorInputs, InputProcessor)
+    model = SimpleNamespace(is_multimodal_model=True)
+    config: Any = SimpleNamespace(ec_transfer_config=None, model_config=model)
+    assert media_ids.tells_media_ids(config)
 
 
 class Answer:

@@ -1,6 +1,6 @@
 """How far host memory and tiers together could bring a request, by vLLM's own hit rules.
 
-A hit is what host memory has (`hits.py`). A reach is what it could become if everything were
+A hit is what host memory has (`hits.py`). A tiered hit is what it could become if everything were
 fetched that the tiers have. The same rules decide both, so that windows, states and chunks need
 none of ours.
 """
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from safe_offload.scheduler.cache.directory import Directory
 
-LEG_ENDS = (8, 4, 2)
-"""A leg ends at an eighth, a quarter, and half of the tokens."""
+STAGE_ENDS = (8, 4, 2)
+"""A stage ends at an eighth, a quarter, and half of the tokens."""
 MORE_BLOCKS_MAX = 1.5
-"""So many times the blocks of a reach may be fetched to have it in legs."""
+"""A hit is fetched in stages if that takes at most this many times its blocks."""
 
 Present = tuple[dict[bytes, int], ...]
 """For each KV cache group, the blocks that tiers have, by their hashes: which of them, from 1."""
 
 
-class FarBlock(NamedTuple):
+class TierBlock(NamedTuple):
     """A block that only tiers have.
 
     Attributes:
@@ -42,49 +42,46 @@ class FarBlock(NamedTuple):
     tier: int
 
 
-class Leg(NamedTuple):
-    """Blocks that bring a request further if all legs before have come.
+class Stage(NamedTuple):
+    """Blocks that bring a request to the next boundary if all stages before have come.
 
     Attributes:
         first_token: up to there a request can go without it.
-        far: the blocks.
     """
 
     first_token: int
-    far: list[FarBlock]
+    blocks: list[TierBlock]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class TieredHit:
     """A run of tokens that host memory and tiers have, after those that the GPU has.
 
     Attributes:
         num_tokens: length of the run.
-        far: blocks of it that only tiers have, in the order of their tokens.
+        blocks: of it that only tiers have, in the order of their tokens.
         slots: of its other blocks, those included that are being filled.
     """
 
     num_tokens: int
-    far: list[FarBlock]
+    blocks: list[TierBlock]
     slots: list[int]
 
 
 class _HostOrTiers:
-    """See `Finder`: the slot that has a block or is being filled with it; its hash if it is far."""
+    """See `Finder`: the slot that has a block or is being filled with it, or its hash."""
 
     def __init__(self, directory: Directory) -> None:
         self._tables = directory.tables
         self.present: Present = ()  # of the search that goes on
 
     def find(self, group_idx: int, block_hash: bytes) -> int | bytes | None:
-        """See `Finder.find`."""
         slot = self._tables[group_idx].get(block_hash)
         if slot is None and block_hash in self.present[group_idx]:
             return block_hash
         return slot
 
     def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int | bytes]:
-        """See `Finder.find_run`."""
         table, present = self._tables[group_idx], self.present[group_idx]
         run: list[int | bytes] = []
         for block_hash in hashes:
@@ -98,8 +95,8 @@ class _HostOrTiers:
         return run
 
 
-class Reaches:
-    """Finds reaches; it keeps nothing from one search to the next.
+class TieredHits:
+    """Finds tiered hits; it keeps nothing from one search to the next.
 
     Args:
         vllm_config: the engine's configuration.
@@ -112,8 +109,11 @@ class Reaches:
     ) -> None:
         self._hits = hits
         self._finder = _HostOrTiers(hits.directory)
-        pool = FoundAsBlocks(self._finder, hits.hash_block_size)
+        pool = FoundAsBlocks(self._finder, hits.geometry.hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
+
+    def __repr__(self) -> str:
+        return f"TieredHits({self._hits!r})"
 
     def find(
         self,
@@ -121,82 +121,81 @@ class Reaches:
         num_computed_tokens: int,
         end_max: int,
         present: Present,
-    ) -> Reach | None:
+    ) -> TieredHit | None:
         """Find the longest run of tokens from `num_computed_tokens` on; see `HostHits.find_hit`."""
         hits = self._hits
-        if num_computed_tokens % hits.alignment_tokens:
+        if num_computed_tokens % hits.geometry.alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // hits.hash_block_size :]
+        remaining = block_hashes[num_computed_tokens // hits.geometry.hash_block_size :]
         num_tokens_max = end_max - num_computed_tokens
         if not remaining or num_tokens_max <= 0:
             return None
         self._finder.present = present
         by_group: tuple[list[Any], ...]
-        if hits.is_plain:
-            run = self._finder.find_run(0, remaining[: num_tokens_max // hits.hash_block_size])
-            by_group, num_tokens = (run,), len(run) * hits.hash_block_size
+        if hits.geometry.is_plain:
+            run = self._finder.find_run(
+                0, remaining[: num_tokens_max // hits.geometry.hash_block_size]
+            )
+            by_group, num_tokens = (run,), len(run) * hits.geometry.hash_block_size
         else:
             by_group, num_tokens = self._coordinator.find_longest_cache_hit(
                 remaining, num_tokens_max
             )[:2]
         if not 0 < num_tokens <= num_tokens_max:
             return None
-        far: list[FarBlock] = []
+        in_tiers: list[TierBlock] = []
         slots: list[int] = []
         for group_idx, blocks in enumerate(by_group):
-            size, tiers = hits.group_block_sizes[group_idx], present[group_idx]
+            size, tiers = hits.geometry.group_block_sizes[group_idx], present[group_idx]
             for index, block in enumerate(blocks):
                 if isinstance(block, bytes):
                     first_token = num_computed_tokens + index * size
-                    far.append(FarBlock(first_token, group_idx, block, tiers[block]))
+                    in_tiers.append(TierBlock(first_token, group_idx, block, tiers[block]))
                 elif block != NO_SLOT:
                     slots.append(block)
         if len(by_group) > 1:
-            far.sort()
-        return Reach(num_tokens, far, slots)
+            in_tiers.sort()
+        return TieredHit(num_tokens, in_tiers, slots)
 
-    def legs(
+    def stages(
         self,
-        reach: Reach,
+        hit: TieredHit,
         block_hashes: Sequence[bytes],
         num_computed_tokens: int,
         first_token: int,
         present: Present,
-    ) -> list[Leg]:
-        """Cut a reach into legs, so that a part of it is of use when the rest is late.
+    ) -> list[Stage]:
+        """Cut a hit into stages, so that a part of it is of use when the rest is late.
 
-        A hit needs what lies in a window or is a state at its end. So each leg has what a hit needs
-        that ends where it ends, which the whole reach may not need.
+        A hit needs what lies in a window or is a state at its end. So each stage has what a hit
+        needs that ends where it ends, which the whole may not need.
 
         Args:
-            reach: found with the other arguments.
+            hit: found with the other arguments.
             block_hashes, num_computed_tokens, present: see `find`.
             first_token: up to there the request can go without any of it.
 
         Returns:
-            The reach in one leg, if legs took too many blocks more.
+            One stage, if more took too many blocks.
         """
-        end_token = num_computed_tokens + reach.num_tokens
-        legs: list[Leg] = []
+        end_token = num_computed_tokens + hit.num_tokens
+        stages: list[Stage] = []
         seen: set[tuple[int, bytes]] = set()
         last_end = first_token
-        for part in LEG_ENDS:
+        for part in STAGE_ENDS:
             end_max = first_token + (end_token - first_token) // part
             nearer = self.find(block_hashes, num_computed_tokens, end_max, present)
             if nearer is not None and num_computed_tokens + nearer.num_tokens > last_end:
-                legs.append(Leg(last_end, _unseen(nearer.far, seen)))
+                stages.append(Stage(last_end, _unseen(nearer.blocks, seen)))
                 last_end = num_computed_tokens + nearer.num_tokens
-        legs.append(Leg(last_end, _unseen(reach.far, seen)))
-        if len(seen) > MORE_BLOCKS_MAX * len(reach.far):
-            return [Leg(first_token, reach.far)]
-        return [leg for leg in legs if leg.far]
-
-    def __repr__(self) -> str:
-        return f"Reaches({self._hits!r})"
+        stages.append(Stage(last_end, _unseen(hit.blocks, seen)))
+        if len(seen) > MORE_BLOCKS_MAX * len(hit.blocks):
+            return [Stage(first_token, hit.blocks)]
+        return [stage for stage in stages if stage.blocks]
 
 
-def _unseen(far: list[FarBlock], seen: set[tuple[int, bytes]]) -> list[FarBlock]:
+def _unseen(blocks: list[TierBlock], seen: set[tuple[int, bytes]]) -> list[TierBlock]:
     """Return the blocks that are not in `seen`, and put them there."""
-    new = [block for block in far if (block.group_idx, block.block_hash) not in seen]
+    new = [block for block in blocks if (block.group_idx, block.block_hash) not in seen]
     seen.update((block.group_idx, block.block_hash) for block in new)
     return new

@@ -13,7 +13,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from safe_offload.start.live_weights import Adapters, watch
+from safe_offload.compat.live_weights import Adapters, watch
 
 CALLS = ("collective_rpc", "add_lora", "remove_lora", "sleep")
 

@@ -1,0 +1,31 @@
+"""The base classes of a connector and of its messages, and what is a fixed word of vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_HIT_SOURCE: Any = CacheHitSource.HOST
+except ImportError:  # vLLM 0.31 does not tell the tiers of a hit apart
+    HOST_HIT_SOURCE = None
+
+__all__ = [
+    "HOST_HIT_SOURCE",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+]

@@ -1,0 +1,113 @@
+"""vLLM's cache coordinator, which knows how far a prefix hits, for a cache of another size."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def make_coordinator(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    scheduler_block_size: int,
+    hash_block_size: int,
+) -> Any:
+    """Return vLLM's cache coordinator for a cache of another size.
+
+    Its hits may end inside a block, as vLLM's own do.
+    Source: vLLM 0.31 to 0.33, HybridKVCacheCoordinator.enable_partial_hash_hits.
+    """
+    speculative = vllm_config.speculative_config
+    wanted = {
+        "kv_cache_config": kv_cache_config,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_in_flight_tokens": getattr(vllm_config, "max_in_flight_tokens", 0),
+        "use_eagle": speculative is not None and _drops_eagle_block(speculative),
+        "enable_caching": True,
+        "enable_kv_cache_events": False,
+        "dcp_world_size": vllm_config.parallel_config.decode_context_parallel_size,
+        "pcp_world_size": 1,
+        "scheduler_block_size": scheduler_block_size,
+        "hash_block_size": hash_block_size,
+        "num_prefill_lookahead": getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
+    }
+    accepted = inspect.signature(get_kv_cache_coordinator).parameters
+    return get_kv_cache_coordinator(**{k: v for k, v in wanted.items() if k in accepted})
+
+
+def _drops_eagle_block(speculative_config: Any) -> bool:
+    for name in ("use_eagle_block_drop", "use_eagle"):
+        method = getattr(speculative_config, name, None)
+        if method is not None:
+            return bool(method())
+    return False
+
+
+def replace_full_attention(coordinator: Any, manager_class: type[FullAttentionManager]) -> None:
+    """Let `manager_class` find the hits of full attention groups in place of vLLM's own class.
+
+    Nothing changes if the two take different arguments, or if there is only one group.
+    """
+    known, passed = (
+        list(inspect.signature(its.find_longest_cache_hit).parameters)
+        for its in (manager_class, FullAttentionManager)
+    )
+    groups: list[Any] = getattr(coordinator, "attention_groups", [])
+    for idx, group in enumerate(groups):
+        if known == passed and getattr(group, "manager_cls", None) is FullAttentionManager:
+            groups[idx] = group._replace(manager_cls=manager_class)
+
+
+def full_attention_group(coordinator: Any, hash_block_size: int) -> int | None:
+    """Return a group whose leading blocks bound every hit, if there is one.
+
+    A request has one hash for each block of it.
+    """
+    for group_idx, manager in enumerate(coordinator.single_type_managers):
+        if (
+            type(manager) is FullAttentionManager
+            and manager.block_size == hash_block_size
+            and not coordinator.eagle_group_ids
+        ):
+            return group_idx
+    return None
+
+
+def has_plain_hits(coordinator: Any, hash_block_size: int) -> bool:
+    """Return whether a hit is simply as many leading blocks as there are.
+
+    Source: vLLM 0.32.0, FullAttentionManager.find_longest_cache_hit, with none of its exceptions.
+    """
+    groups = coordinator.kv_cache_config.kv_cache_groups
+    return (
+        len(groups) == 1
+        and full_attention_group(coordinator, hash_block_size) == 0
+        and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        and getattr(coordinator.single_type_managers[0], "dcp_world_size", 1) == 1
+    )
+
+
+def ends_inside_blocks(coordinator: Any) -> bool:
+    """Return whether hits may end inside a block, where vLLM's own cache ends them."""
+    return bool(getattr(coordinator, "enable_partial_hash_hits", False))
+
+
+def retention_interval(coordinator: Any) -> int | None:
+    """Return every how many tokens vLLM's prefix cache keeps sliding windows and Mamba states.
+
+    It also keeps what a hit at the end of a prompt needs; 0 means only that. None means that it
+    keeps all of them, or that there are none.
+    """
+    kinds = (SlidingWindowSpec, MambaSpec)
+    managers = coordinator.single_type_managers
+    if not any(isinstance(manager.kv_cache_spec, kinds) for manager in managers):
+        return None
+    return getattr(coordinator, "retention_interval", None)

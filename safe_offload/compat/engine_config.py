@@ -1,0 +1,143 @@
+"""What an engine's configuration says: ranks, steps, hashes, and what cannot be used with us."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core import kv_cache_utils
+
+from safe_offload.compat import specs
+from safe_offload.config.tiers import HASH_SEED_VARIABLE, hash_problem
+from safe_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise a ConfigError where memory would be taken for nothing, or blocks be mistaken."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            'distributed_executor_backend is "external_launcher" with '
+            f"{parallel.world_size} ranks: each of them has a scheduler of its own, which would "
+            "wait for the others' host memory forever. Fix: let vLLM start the ranks "
+            '(distributed_executor_backend "mp" or "ray"), or remove kv_transfer_config.'
+        )
+    attention = getattr(vllm_config, "attention_config", None)
+    groups = kv_cache_config.kv_cache_groups
+    if getattr(attention, "hisparse_config", None) is not None or any(
+        getattr(group, "host_resident", False) for group in groups
+    ):
+        # Its managers count blocks of a pool of their own (vLLM 0.32.0, HiSparseSourceManager).
+        raise ConfigError(
+            "HiSparse keeps KV cache on the host itself, in blocks that are not the GPU's, and "
+            "cannot be combined with SafeCPUOffloadConnector. Fix: use HiSparseConnector alone, or "
+            "remove it and hisparse_config."
+        )
+
+
+def can_be_of_use(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, tell: bool) -> bool:
+    """Return whether anything could be hit; `tell` logs why not, which one process should."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        if tell:
+            logger.warning(
+                "Prefix caching is off, and without it SafeCPUOffloadConnector does nothing. "
+                "Remove --no-enable-prefix-caching to use it."
+            )
+        return False
+    has_late_counts = (
+        vllm_config.parallel_config.pipeline_parallel_size > 1
+        and vllm_config.speculative_config is not None
+    )
+    if has_late_counts and specs.state_group_ids(kv_cache_config):
+        # A boundary's state is written when it is known how many drafts were accepted. Earlier
+        # stages learn that some steps later, after the store. Source: vLLM 0.32.0, v1/worker/gpu,
+        # MambaHybridModelState.postprocess_state and PPHandler.
+        if tell:
+            logger.warning(
+                "With pipeline parallelism and draft tokens, the Mamba states of earlier stages "
+                "are not ready in time to be stored, so SafeCPUOffloadConnector does nothing. "
+                "Remove --speculative-config or --pipeline-parallel-size to use it."
+            )
+        return False
+    return True
+
+
+def require_shared_hashes(vllm_config: VllmConfig) -> None:
+    """Raise a ConfigError if no other process would find blocks in a tier."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    problem = hash_problem(algorithm, has_seed=has_hash_seed(algorithm))
+    if problem is not None:
+        what, fix = problem
+        raise ConfigError(
+            f'prefix_caching_hash_algo is "{algorithm}", which {what}: what is in "tiers" would '
+            f"not be found by another engine, or after a restart. Fix: {fix}."
+        )
+
+
+def has_hash_seed(algorithm: str) -> bool:
+    """Return whether the hashes of all processes begin with the same seed.
+
+    Source: vLLM 0.32.0, v1/core/kv_cache_utils.py, resolve_none_hash_seed; 0.31 has no default.
+    """
+    has_default = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    is_default = has_default and algorithm.startswith("sha256")
+    return is_default or HASH_SEED_VARIABLE in os.environ
+
+
+def uses_v2_model_runner(vllm_config: VllmConfig) -> bool:
+    """Return whether workers run vLLM's Model Runner V2; True, the safe answer, if unknown."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def num_decode_tokens_max(vllm_config: VllmConfig) -> int:
+    """Return how many tokens a request may compute in a step once its prompt is computed."""
+    speculative = vllm_config.speculative_config
+    return 1 + (int(speculative.num_speculative_tokens or 0) if speculative is not None else 0)
+
+
+def num_steps_in_flight(vllm_config: VllmConfig) -> int:
+    """Return how many steps a busy engine has in flight.
+
+    Source: vLLM 0.32.0, `max_concurrent_batches` of v1/executor.
+    """
+    num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    if not getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        return num_stages
+    return num_stages + 1 if num_stages == 1 or uses_v2_model_runner(vllm_config) else num_stages
+
+
+def ranks_per_copy(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many consecutive ranks hold the same KV cache on one machine.
+
+    Only the executor "mp" says which ranks are on one machine: `local_world_size` in a row.
+    Source: vLLM 0.32.0, v1/executor/multiproc_executor.py.
+    """
+    parallel = vllm_config.parallel_config
+    num_same = specs.num_replicas(kv_cache_config)
+    if (
+        num_same == 1
+        or parallel.distributed_executor_backend != "mp"
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        return 1
+    return math.gcd(num_same, int(parallel.local_world_size))
+
+
+def are_workers_here(parallel: Any) -> bool:
+    """Return whether the engine's workers take memory of this machine: Ray's may be elsewhere."""
+    is_here = parallel.distributed_executor_backend in ("mp", "uni")
+    return is_here and int(parallel.data_parallel_size_local) > 0
+
+
+def num_ranks_on_host(parallel: Any) -> int:
+    """Return how many workers take memory of this machine, of all data-parallel engines on it."""
+    num_ranks = getattr(parallel, "local_world_size", parallel.world_size)
+    return int(num_ranks) * max(1, int(parallel.data_parallel_size_local))

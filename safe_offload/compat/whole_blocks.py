@@ -1,0 +1,107 @@
+"""Asking vLLM for a KV cache in which a block lies in one piece, not in one for each layer.
+
+vLLM names a layout by its dimensions, the outermost first: in LBNHC each layer (L) has a region in
+which its blocks (B) follow one another, in BLNHC all layers of a block lie side by side. Workers
+tell which ones their attention backends can read, the preferred first, and vLLM takes the first
+that all of them can read. So the wish goes there. A connector may also name a layout itself
+(`get_required_kvcache_layout`), but it is asked without being told which ones there are: vLLM warns
+of one that cannot be had, and MultiConnector refuses two.
+
+Source: vLLM 0.31 to 0.33, v1/attention/backends/utils.py, resolve_kv_cache_layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from safe_offload.compat.wrapping import wrap
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.transfer_config import ours_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_GO_BY_STRIDES: Final = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def wrap_worker(worker_class: Any) -> None:
+    """Let vLLM's workers name layouts with blocks in one piece first, if a setting asks for it."""
+
+    def make(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+        def get_supported_kv_cache_layouts(self: Any) -> list[str]:
+            layouts = original(self)
+            try:
+                return _in_order(self.vllm_config, layouts)
+            except Exception:
+                logger.debug("The KV cache layout is left to vLLM", exc_info=True)
+                return layouts
+
+        return get_supported_kv_cache_layouts
+
+    wrap(worker_class, "get_supported_kv_cache_layouts", make)
+
+
+def _in_order(vllm_config: Any, layouts: list[str]) -> list[str]:
+    extras = [w.get("kv_connector_extra_config") for w in ours_of(vllm_config.kv_transfer_config)]
+    configs = [OffloadConfig.from_extra_config(extra, world_size=1) for extra in extras]
+    if not any(config.enable_cross_layers_blocks for config in configs):
+        return layouts
+    if not _reads_whole_blocks(vllm_config):
+        return layouts
+    return sorted(layouts, key=lambda layout: not layout.startswith("BL"))
+
+
+def _reads_whole_blocks(vllm_config: VllmConfig) -> bool:
+    """Return whether the attention of a loaded model takes blocks that lie in one piece.
+
+    A backend that names no layouts claims all, and yet some cannot read these (CPU_MLA, AMX_MLA and
+    ROCM_AITER_MLA of vLLM 0.32.0 view the blocks of a layer as one array): of such backends only
+    those are believed that were found to go by strides. States lie beside each other in any layout.
+    No block may be one that vLLM splits for a kernel, which it refuses to do with these. All pages
+    are of one size, or else the layout would change which layers form a KV cache group.
+    """
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.worker.utils import select_common_block_size
+
+    takes_specs = len(inspect.signature(select_common_block_size).parameters) > 2  # not in 0.31
+
+    def reads(backend: Any, spec: Any) -> bool:
+        names = backend.supported_kv_cache_layouts()
+        if names is None and not (backend.is_ssm() or backend.get_name() in _GO_BY_STRIDES):
+            return False
+        if not isinstance(spec, AttentionSpec):
+            return True
+        specs = ([spec],) if takes_specs else ()
+        return bool(select_common_block_size(spec.block_size, [backend], *specs) == spec.block_size)
+
+    layers: Any = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    with set_current_vllm_config(vllm_config):
+        pairs = [
+            (one.get_attn_backend(), one.get_kv_cache_spec(vllm_config)) for one in layers.values()
+        ]
+        page_sizes = {spec.page_size_bytes for _, spec in pairs if spec is not None}
+        return len(page_sizes) == 1 and all(itertools.starmap(reads, pairs))
+
+
+def kv_cache_layout(vllm_config: VllmConfig) -> str:
+    """Return vLLM's name for the order of the KV cache; empty while it is not known."""
+    return getattr(vllm_config.cache_config, "kv_cache_layout", None) or ""
+
+
+def settle_kv_cache_layout(vllm_config: VllmConfig) -> None:
+    """Give an engine that is not started a KV cache layout, where vLLM asks for one.
+
+    The bytes of a block are the same in all of them. Source: vLLM 0.31 to 0.33, EngineCore, which
+    asks its workers.
+    """
+    cache_config = vllm_config.cache_config
+    if getattr(cache_config, "kv_cache_layout", "") is None:
+        cache_config.kv_cache_layout = "LBNHC"

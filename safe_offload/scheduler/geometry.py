@@ -1,0 +1,79 @@
+"""How a model's KV cache is cut into groups and blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+from safe_offload.compat import cache_hits, specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class Geometry:
+    """Sizes of blocks and groups; nothing here changes.
+
+    Args:
+        coordinator: of vLLM, over any pool.
+
+    Attributes:
+        hash_block_size: tokens of one hash of `Request.block_hashes`.
+        alignment_tokens: hits start at a multiple of this.
+        group_ids: KV cache groups that are stored.
+        group_block_sizes: tokens of a block, for each group.
+        is_plain: there is nothing but one group of full attention.
+        has_states: there are Mamba states.
+        ends_inside_blocks: hits may end inside a block.
+        retention_interval: see `cache_hits.retention_interval`.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinator: Any
+    ) -> None:
+        block_size, self.hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
+        chunk_sizes = [
+            group.kv_cache_spec.attention_chunk_size
+            for group in kv_cache_config.kv_cache_groups
+            if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec)
+        ]
+        # A chunked-local group counts its chunks from the first token, so a search that starts
+        # after the GPU's hit is right only at a chunk boundary.
+        self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
+        self.group_ids = specs.cacheable_group_ids(kv_cache_config)
+        self._managers = coordinator.single_type_managers
+        self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
+        self.is_plain = cache_hits.has_plain_hits(coordinator, self.hash_block_size)
+        self.has_states = bool(specs.state_group_ids(kv_cache_config))
+        self.ends_inside_blocks = cache_hits.ends_inside_blocks(coordinator)
+        self.retention_interval = cache_hits.retention_interval(coordinator)
+
+    def hashes_of(self, request: Request, group_idx: int) -> Sequence[bytes]:
+        """Return the hash of each block of a request, as large as the blocks of a group are."""
+        block_size = self.group_block_sizes[group_idx]
+        hashes: Sequence[bytes] = request.block_hashes
+        if block_size != self.hash_block_size:
+            hashes = BlockHashListWithBlockSize(hashes, self.hash_block_size, block_size)
+        return hashes
+
+    def num_blocks_spanned(self, num_tokens: int) -> int:
+        """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
+        return sum([-(-num_tokens // size) for size in self.group_block_sizes])
+
+    def num_blocks_held(self, num_tokens: int) -> int:
+        """Return how many of these a request needs to go on; a window has slid past the others."""
+        num_held = 0
+        for manager in self._managers:
+            num_skipped = int(manager.get_num_skipped_tokens(num_tokens))
+            num_held += -(-num_tokens // manager.block_size) - num_skipped // manager.block_size
+        return num_held
+
+    def num_blocks_in_step(self, num_tokens: int) -> int:
+        """Return the most blocks that `num_tokens` tokens of one step may need, over all groups."""
+        return sum(-(-num_tokens // size) + 1 for size in self.group_block_sizes)

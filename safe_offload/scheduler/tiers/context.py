@@ -1,0 +1,46 @@
+"""What the parts of the tiers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safe_offload.config.tiers import TierConfig
+    from safe_offload.observe.counters import Counters
+    from safe_offload.scheduler.blocks import GpuBlocks
+    from safe_offload.scheduler.cache.leases import LeaseBook
+    from safe_offload.scheduler.loads.cost import Costs
+    from safe_offload.scheduler.loads.hits import HostHits
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The rest of the scheduler side as tiers see it, and what is configured.
+
+    Attributes:
+        hits: what the host has.
+        gpu: what vLLM's own cache has.
+        leases: where slots come from and are protected.
+        transfer_ids: never gives the same twice.
+        costs: of computing and loading.
+        counters: what happens is counted here.
+        configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
+        num_ranks: worker processes that report.
+        slot_bytes: of one slot, on all ranks together.
+        new_word: see `Generation`.
+        tells_media_ids: see `PrivateBlocks`.
+    """
+
+    hits: HostHits
+    gpu: GpuBlocks
+    leases: LeaseBook
+    transfer_ids: Iterator[int]
+    costs: Costs
+    counters: Counters
+    configs: tuple[TierConfig, ...]
+    num_ranks: int
+    slot_bytes: int
+    new_word: Callable[[], str]
+    tells_media_ids: bool
