@@ -23,6 +23,14 @@ GetModel = Callable[[ModelKind], Path]
 GetReport = Callable[[str], Report]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder: they run real engines, and take as long as they take."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     """The folder of a tiny model, written when it is first asked for."""

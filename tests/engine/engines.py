@@ -10,12 +10,11 @@ An engine computes with one thread, so that two of them can run beside each othe
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
-import runpy
 import signal
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
+from tests.engine.children import engine
 from tests.fresh_process import ENVIRONMENT, start_engine
 from tests.network import enter
 
-CHILDREN = Path(__file__).with_name("children")
 CHILD_TIMEOUT_S = 1000
 """Of what would never end: a busy machine is no failure."""
 ABORT_TIMEOUT_S = 10
@@ -37,9 +36,8 @@ NUM_ANSWER_TOKENS = 8
 CHUNK_TOKENS = 512
 """Tokens of a step: a prompt takes several."""
 
-# Turns that are no prompts; children/engine.py knows them by the same names.
-RESET_GPU_CACHE = "reset the GPU's prefix cache"
-EMPTY_FOLDER = "empty a folder"
+RESET_GPU_CACHE, EMPTY_FOLDER = engine.RESET_GPU_CACHE, engine.EMPTY_FOLDER
+"""Turns that are no prompts."""
 
 LONG_WAIT_S = 600
 """Of transfers, and of calls of tiers: none is cut short where a machine is busy."""
@@ -268,14 +266,14 @@ def tier_at(url: Path | str, **more: Any) -> dict[str, Any]:
 def run(
     folder: Path,
     *jobs: Job,
-    child: str = "turns.py",
+    child: str = "turns",
     environment: dict[str, str] | None = None,
 ) -> list[Report]:
     """Run the jobs, two at a time, each in a child process.
 
     Args:
         folder: for what the children write.
-        child: script in `children/`.
+        child: module in `children/`, whose `scenario` runs.
         environment: on top of `ENVIRONMENT`.
 
     Raises:
@@ -292,11 +290,10 @@ def run(
 
 def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) -> Report:
     folder.mkdir(parents=True)
-    job_path, report_path, log_path = (folder / n for n in ("job.json", "report.json", "log"))
-    job_path.write_text(json.dumps(asdict(job)))
+    report_path, log_path = folder / "report.json", folder / "log"
     environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not job.in_process))}
     process = start_engine(
-        _run_child, child, job_path, report_path, log=log_path, environment=environment
+        _run_child, child, asdict(job), report_path, log=log_path, environment=environment
     )
     try:
         process.join(CHILD_TIMEOUT_S)
@@ -317,12 +314,12 @@ def _run_one(folder: Path, job: Job, child: str, environment: dict[str, str]) ->
     return Report(json.loads(report_path.read_text()), text)
 
 
-def _run_child(child: str, job_path: Path, report_path: Path) -> None:
-    if network := json.loads(job_path.read_text())["options"].get("network"):
+def _run_child(child: str, job: dict[str, Any], report_path: Path) -> None:
+    if network := job["options"].get("network"):
         enter(network)
-    sys.path.insert(0, str(CHILDREN))
-    sys.argv[1:] = [str(job_path), str(report_path)]
-    runpy.run_path(str(CHILDREN / child), run_name="__main__")
+    engine.prepare(job)
+    scenario = importlib.import_module(f"tests.engine.children.{child}").scenario
+    report_path.write_text(json.dumps(scenario(job)))
 
 
 def _signal_group(group_id: int, number: signal.Signals) -> None:

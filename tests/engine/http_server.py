@@ -65,7 +65,7 @@ class HttpServer:
         self._folder = folder
         self._environment = dict(environment or {})
         self._log_path = folder / "server.log"
-        self._port_holder, self._port = _hold_port()
+        self._port_holder, self._port = hold_port()
         self._run, self._start = (_run_command, start) if is_command else (_run_fork, start_engine)
         self._arguments = [
             *("--model", str(model), "--served-model-name", "model"),
@@ -251,12 +251,12 @@ def make_body(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
 
 def find_free_port() -> int:
     """Return a port that was free a moment ago."""
-    holder, port = _hold_port()
+    holder, port = hold_port()
     holder.close()
     return port
 
 
-def _hold_port() -> tuple[socket.socket, int]:
+def hold_port() -> tuple[socket.socket, int]:
     """Return a port that no other socket is given while this one is open; vLLM may bind it, too."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

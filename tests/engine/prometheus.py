@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.engine.http_server import HANG_S, find_free_port
+from tests.engine.http_server import HANG_S, hold_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
 
@@ -75,7 +75,8 @@ def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prometheus.yml").write_text(text)
     shutil.copy(EXAMPLES / "alerts.yaml", folder)
-    address = f"127.0.0.1:{find_free_port()}"
+    holder, port = hold_port()
+    address = f"127.0.0.1:{port}"
     command = [
         program,
         f"--config.file={folder / 'prometheus.yml'}",
@@ -88,7 +89,8 @@ def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
         yield Prometheus(f"http://{address}")
     finally:
         process.terminate()
-        process.wait(30.0)
+        process.wait(HANG_S)
+        holder.close()
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:

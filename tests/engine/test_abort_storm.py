@@ -33,8 +33,6 @@ from tests.engine.clients import (
 from tests.engine.engines import connector
 from tests.engine.http_server import HANG_S, HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 SEED = int(os.environ.get("STORM_SEED", "1"))
 
 NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "160"))

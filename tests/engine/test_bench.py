@@ -16,7 +16,7 @@ from safe_offload.commands.bench.engine_watch import PROBE
 from safe_offload.commands.bench.tiny_models import HEAD_DIM, NUM_KV_HEADS
 from tests.engine.engines import ENVIRONMENT
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("forked_engines")]
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 BLOCK_SIZE, LONGEST_TOKENS, ANSWER_TOKENS = 32, 1500, 8
 BLOCK_BYTES = 2 * BLOCK_SIZE * 2 * NUM_KV_HEADS * HEAD_DIM * 4

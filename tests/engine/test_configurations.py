@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.engine.conftest import GetModel, GetReport
 from tests.engine.engines import (
     ABC_TWICE,
@@ -17,8 +15,6 @@ from tests.engine.engines import (
     num_hit_tokens,
     run,
 )
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_without_prefix_caching_the_engine_serves_and_says_so_once(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_BLOCKS, NUM_SLOTS = 60, 70
 """Both too small for the prompts of the storm: requests are preempted, and slots evicted."""
@@ -29,7 +25,7 @@ def test_replaying_the_events_gives_what_the_host_holds(tmp_path: Path) -> None:
         max_num_seqs=8,
         kv_transfer_config=connector(NUM_SLOTS),
     )
-    (report,) = run(tmp_path, job, child="kv_events.py")
+    (report,) = run(tmp_path, job, child="kv_events")
     found = report.data
     for what, num_held, num_told_wrongly, num_not_told in found["moments"]:
         assert (num_told_wrongly, num_not_told) == (0, 0), (what, num_held)

@@ -28,8 +28,6 @@ from tests.engine.clients import (
 from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_REQUESTS = int(os.environ.get("FAULTY_REQUESTS", "150"))
 NUM_PROMPTS = 40
 NUM_ANSWER_TOKENS = 24

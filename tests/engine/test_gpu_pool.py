@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tests.engine.conftest import GetModel
 from tests.engine.engines import (
     NUM_PROMPT_TOKENS,
@@ -17,8 +15,6 @@ from tests.engine.engines import (
     num_hit_tokens,
     run,
 )
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
 
@@ -44,7 +40,7 @@ def test_a_finished_request_leaves_every_block_free_while_its_stores_are_in_flig
     bytes: B and C take the request's blocks, and it comes back from the host with the same tokens.
     """
     job = replace(make_held_job(model, "told"), turns=("A", "B", "C", "A"))
-    (report,) = run(tmp_path, job, child="held_stores.py")
+    (report,) = run(tmp_path, job, child="held_stores")
     held = report.data["held"]
     audit = held["audit"]
     assert audit["gauges"]["stores_in_flight"] > 0
@@ -66,7 +62,7 @@ def test_a_store_that_runs_as_late_as_its_fence_allows_stores_the_right_bytes(
 
     Without the fence it would read what the next prompt wrote there (docs/guarantees.md: K3).
     """
-    (report,) = run(tmp_path, make_held_job(model, "fenced"), child="held_stores.py")
+    (report,) = run(tmp_path, make_held_job(model, "fenced"), child="held_stores")
     assert report.data["opened_by_fence"] == report.count("fenced_stores") > 0
     report.check_second_round_hits(NUM_HIT_TOKENS)
     assert report.tokens == plain_llama.tokens

@@ -23,8 +23,6 @@ from tests.engine.engines import (
     tier_at,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
 BOTH = ("LBHNC", "BLHNC")
 NUM_RANGES = {"llama": 2, "gemma3": 2, "deepseek": 2}
 """Layers of the widest KV cache group."""

@@ -25,8 +25,6 @@ from tests.engine.conftest import GetModel
 from tests.engine.engines import connector, make_prompts
 from tests.engine.http_server import HANG_S, HttpServer, make_body
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_TOKENS = 321
 NUM_HIT_TOKENS = 320
 NUM_STREAMS, NUM_STREAMED = 3, 700

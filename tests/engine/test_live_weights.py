@@ -24,8 +24,6 @@ from safe_offload.commands.bench.tiny_models import (
 from tests.engine.conftest import GetModel
 from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run, tier_at
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_TOKENS = 641
 NUM_HIT = num_hit_tokens(NUM_TOKENS)
 RANK = 8
@@ -54,7 +52,7 @@ def make(model: Path, folders: list[Path], **arguments: Any) -> tuple[Job, Job]:
 
 def answers_of(folder: Path, jobs: tuple[Job, Job]) -> tuple[Answers, Answers]:
     """The answers of both engines."""
-    ours, plain = run(folder, *jobs, child="live_weights.py")
+    ours, plain = run(folder, *jobs, child="live_weights")
     ours.check_well()
     return ours.data["told"], plain.data["told"]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors import safe_open
 
 from tests.engine.conftest import GetModel
@@ -26,8 +25,6 @@ from tests.engine.engines import (
     tier_at,
 )
 from tests.tiny_vision import IMAGE_ID, write_tiny_vision_model
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641

@@ -14,8 +14,6 @@ import pytest
 from tests.engine.conftest import GetModel
 from tests.engine.engines import Report, connector, make_job, make_prompts, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_SLOTS = 8192
 SLOT_BYTES = 32 * 1024  # 32 tokens, 2 layers, keys and values, 2 heads of 32 floats
 POOL_BYTES = NUM_SLOTS * SLOT_BYTES
@@ -42,7 +40,7 @@ def measured(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Measu
     for config in (connector(NUM_SLOTS, check_invariants=False), None):
         job = make_job(model("llama"), kv_transfer_config=config)
         jobs.append(replace(job, prompts=prompts, turns=tuple(prompts), num_answer_tokens=2))
-    return Measured(*run(tmp_path_factory.mktemp("memory"), *jobs, child="memory.py"))
+    return Measured(*run(tmp_path_factory.mktemp("memory"), *jobs, child="memory"))
 
 
 def test_resident_memory_grows_by_the_host_pool_and_at_most_five_percent(

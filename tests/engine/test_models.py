@@ -18,8 +18,6 @@ from tests.engine.engines import (
     run,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
 def test_prompts_come_back_from_the_host_with_the_same_tokens(

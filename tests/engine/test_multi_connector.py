@@ -27,8 +27,6 @@ from tests.engine.engines import (
     tier_at,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
 
 

@@ -16,8 +16,6 @@ from tests.engine.test_tiers import check_found_again, job
 from tests.network import Machines
 from tests.valkey_server import Certificates, Server, redis_binary
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_TOKENS = 2000
 NUM_BLOCKS = 3 * (num_hit_tokens(NUM_TOKENS) // 32)
 """Of three prompts: what can be hit of each."""

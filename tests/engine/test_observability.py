@@ -25,14 +25,10 @@ from tests.engine.prometheus import (
 )
 from tests.observe.reference_page import rows
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        None in (find_program("prometheus"), find_program("promtool")),
-        reason="no prometheus or promtool: `make servers`, or put them on the PATH",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    None in (find_program("prometheus"), find_program("promtool")),
+    reason="no prometheus or promtool: `make servers`, or put them on the PATH",
+)
 
 NAMES = "ABCDEFGH"
 PROMPTS = make_prompts(321, NAMES)

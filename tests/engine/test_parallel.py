@@ -21,8 +21,6 @@ from tests.engine.engines import (
     tier_at,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 NUM_TOKENS = 641
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 PIPELINE_PARALLEL = {

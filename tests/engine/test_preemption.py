@@ -18,11 +18,7 @@ from tests.benchmarks import preemption
 from tests.benchmarks.preemption import ENGINES, Workload, run_watched
 from tests.engine.conftest import GetModel
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(3600),
-    pytest.mark.usefixtures("forked_engines"),
-]
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 START_TIMEOUT_S = RUN_TIMEOUT_S = 1000.0
 """Of what would never end: a busy machine is no failure."""

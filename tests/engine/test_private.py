@@ -6,12 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.engines import Job, connector, make_job, make_prompts, run, tier_at
 from tests.tiny_vision import IMAGE_ID, NUM_IMAGE_TOKENS, write_tiny_vision_model
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 NUM_TOKENS, NUM_BEFORE, BLOCK_SIZE = 129, 40, 32
 FLAT = {"do_normalize": False}

@@ -5,13 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from safe_offload.worker.memory.host_memory import available_host_bytes
 from tests.engine.conftest import GetModel
 from tests.engine.http_server import HttpServer
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def ending(model: Path, folder: Path, size: str, *arguments: str) -> list[str]:

@@ -6,14 +6,10 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.engine.clients import ask_baseline
 from tests.engine.conftest import GetModel
 from tests.engine.engines import make_prompts
 from tests.engine.http_server import HttpServer
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 FAULTS = {"fail": 0.0, "stall": 0.0, "seed": 1, "corrupt": True}
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_breakdown import BASELINE
 from tests.benchmarks import serve
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.serve_workload import GROWING, ONE_OFF
-
-pytestmark = pytest.mark.engine
 
 SIZES = "--users 3 --turns 2 --context-tokens 400 --turn-tokens 100 --answer-tokens 4 --rounds 1"
 CONFIG = {

@@ -27,8 +27,6 @@ from tests.engine.engines import (
 )
 from tests.engine.http_server import HttpServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
-
 HASHES = "sha256_cbor"
 NUM_TOKENS = 641
 ABC = ("A", "B", "C")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 RESET_GPU_CACHE = "reset the GPU's prefix cache"
@@ -14,16 +10,12 @@ EMPTY_FOLDER = "empty a folder"
 MAX_IDLE_STEPS = 1_000_000
 
 
-def main(scenario: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Read the job, run it, write the report."""
-    job_path, report_path = map(Path, sys.argv[1:])
-    job = json.loads(job_path.read_text())
+def prepare(job: dict[str, Any]) -> None:
+    """Change in vLLM what the job needs to be changed."""
     if job["force_prefix_caching"]:
         force_prefix_caching()
     if layouts := job["options"].get("layouts"):
         declare_layouts(layouts)
-    report = scenario(job)
-    report_path.write_text(json.dumps(report))
 
 
 def force_prefix_caching() -> None:

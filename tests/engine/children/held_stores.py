@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-import engine
+from tests.engine.children import engine
 
 WAIT_S = 600
 COPY_S = 0.05
@@ -117,7 +117,3 @@ def run(job: dict[str, Any], gates: Gates) -> dict[str, Any]:
     report["audit"] = engine.audit(llm)
     report["metrics"] = engine.connector_metrics(llm)
     return report
-
-
-if __name__ == "__main__":
-    engine.main(scenario)

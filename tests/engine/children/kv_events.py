@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import engine
 import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from tests.engine.children import engine
 
 SEED = 17
 NUM_PROMPTS = 16
@@ -209,7 +210,3 @@ def run(job: dict[str, Any], endpoint: str, replay_endpoint: str) -> dict[str, A
         "metrics": engine.connector_metrics(llm),
         "audit": engine.audit(llm),
     }
-
-
-if __name__ == "__main__":
-    engine.main(scenario)

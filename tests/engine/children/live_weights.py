@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine
+from tests.engine.children import engine
 
 BACKEND = "disk"
 """Of vLLM's weight transfer: what `update_weights` names is read from there."""
@@ -166,7 +166,3 @@ def change_adapters(llm: Any, asker: Asker, folders: list[str]) -> None:
     put(0)
     add(LoRARequest("adapter", 2, str(place)))
     ask("added under another number", 2)
-
-
-if __name__ == "__main__":
-    engine.main(scenario)

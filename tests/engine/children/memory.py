@@ -10,8 +10,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-import engine
 import psutil
+
+from tests.engine.children import engine
 
 # Objects of the interpreter and of vLLM that are there without the connector.
 NOT_OURS = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -125,7 +126,3 @@ def our_threads() -> list[str]:
     """Names of the connector's threads."""
     names = (thread.name for thread in threading.enumerate())
     return sorted(name for name in names if name.startswith("safe-offload"))
-
-
-if __name__ == "__main__":
-    engine.main(scenario)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import engine
 import psutil
+
+from tests.engine.children import engine
 
 END_TIMEOUT_S = 600
 
@@ -81,7 +82,3 @@ def shared_memory(processes: Any) -> dict[str, list[int]]:
             elif fields[0] == "Pss:" and inode is not None:
                 found.setdefault(inode, []).append(int(fields[1]) * 1024)
     return found
-
-
-if __name__ == "__main__":
-    engine.main(scenario)
