@@ -153,7 +153,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
-        # Only a worker may pull in the copying code (docs/architecture.md: two processes).
+        # Only a worker may pull in the copying code (tests/test_layering.py).
         from safe_offload.tiers.namespace.namespace import meaning_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
