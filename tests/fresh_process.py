@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -39,6 +40,8 @@ ENVIRONMENT = {
 
 SCRIPT_TIMEOUT_S = 1000.0
 
+_starting = threading.Lock()
+"""Held while a thread starts a process: multiprocessing's own functions are replaced meanwhile."""
 _engine_server = forkserver.ForkServer()
 _engine_server.set_forkserver_preload(["tests.engine.preloaded"])
 
@@ -55,10 +58,11 @@ def start(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
     process: Any = context.Process(target=_run, args=(function, arguments, log, dict(environment)))
-    process.start()
+    with _starting:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            forkserver.ensure_running()
+        process.start()
     return process
 
 
@@ -68,7 +72,7 @@ def start_engine(
     """Do as `start` does; vLLM is imported, and the processes that it starts are forks, too."""
     context = multiprocessing.get_context("forkserver")
     process: Any = context.Process(target=_run, args=(function, arguments, log, dict(environment)))
-    with engine_server():
+    with _starting, _forks_of_engines():
         process.start()
     return process
 
@@ -76,14 +80,20 @@ def start_engine(
 @contextlib.contextmanager
 def engine_server() -> Iterator[None]:
     """Let whatever multiprocessing starts, by any method, be such a process."""
-    with mock.patch.dict(os.environ, ENVIRONMENT):
-        _engine_server.ensure_running()
     context = multiprocessing.get_context("forkserver")
-    connect = _engine_server.connect_to_new_process
     with (
-        mock.patch.object(forkserver, "connect_to_new_process", connect),
+        _forks_of_engines(),
         mock.patch.object(multiprocessing, "get_context", return_value=context),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _forks_of_engines() -> Iterator[None]:
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        _engine_server.ensure_running()
+    connect = _engine_server.connect_to_new_process
+    with mock.patch.object(forkserver, "connect_to_new_process", connect):
         yield
 
 

@@ -118,7 +118,9 @@ class Tiers:
     @property
     def has_to_plan(self) -> bool:
         """Whether something has happened of which the next plan may have to tell."""
-        return self._has_changed or self._probes.is_waiting or bool(self.lookups.wanting)
+        if self._has_changed or self.lookups.wanting:
+            return True
+        return self._probes.is_waiting
 
     def plan(self, now_s: float) -> TierMessages:
         """Return what this step tells the workers; `NO_MESSAGES` itself for nothing."""
