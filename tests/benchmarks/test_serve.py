@@ -79,9 +79,9 @@ class Server:
         self._thread.start()
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(250)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(250)
         self._loop.close()
 
     async def _models(self, _: web.Request) -> web.Response:

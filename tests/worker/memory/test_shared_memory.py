@@ -29,7 +29,7 @@ from safe_offload.worker.memory.shared_memory import Share, address_of, checksum
 LAYOUT = HostLayout.in_one_slab(Geometry((Segment(64, 0, 64),), num_blocks=8), num_slots=100)
 SIZE_BYTES = LAYOUT.size_bytes + -LAYOUT.size_bytes % PAGE_BYTES + 8 * LAYOUT.num_slots
 NAME = "memfd:safe-offload"
-PATIENCE_S = 20.0
+PATIENCE_S = 250.0
 
 
 def transfer(transfer_id: int, blocks: Iterable[int], slots: Iterable[int]) -> Transfer:
