@@ -35,7 +35,7 @@ RETRANSMISSION_S = 0.2
 RETRANSMISSIONS_MAX = 5
 SEGMENTS_HELD = 64
 """In each direction of a connection; then the sender has to wait."""
-TIMEOUT_S = 30.0
+TIMEOUT_S = 250.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Sequence
+from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from tests.gpu.report import Facts, Part, Result, ask_torch, find_facts, find_gp
 from tests.worker.waiting import wait_until
 
 GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="")
+HANGING_S = 0.01
 NO_GPU = Facts({"GPU": "none"}, no_gpu="No GPU: torch 2.13.0 sees none")
 
 TESTS = """
@@ -28,7 +33,7 @@ def test_left_out(): pass
 """
 
 
-def python(name: str, code: str, timeout_s: float = 60.0, **options: object) -> Part:
+def python(name: str, code: str, timeout_s: float = 600.0, **options: object) -> Part:
     """A part that is a piece of Python."""
     return Part(name, (sys.executable, "-c", code), timeout_s, **options)
 
@@ -39,12 +44,29 @@ def report_of(parts: list[Part], facts: Facts, folder: Path) -> tuple[list[str],
     return [result.verdict for result in results], (folder / report.REPORT).read_text()
 
 
-def test_every_part_runs_whatever_became_of_the_ones_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "STOP_S", 0.5)
+class SlowToHang(subprocess.Popen[bytes]):
+    """Its time is not up before the last word of its command is in its log."""
+
+    def __init__(self, command: Sequence[str], *, stdout: BufferedWriter, **options: Any) -> None:
+        super().__init__(command, stdout=stdout, **options)
+        self.log = Path(stdout.name)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == HANGING_S:
+            wait_until(lambda: "so far" in self.log.read_text())
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def slow_to_hang(monkeypatch):
+    monkeypatch.setattr(report.subprocess, "Popen", SlowToHang)
+
+
+def test_every_part_runs_whatever_became_of_the_ones_before(tmp_path, slow_to_hang):
     parts = [
         python("good", "print('all is well')"),
         python("bad", "import sys; print('the reason'); sys.exit(3)"),
-        python("hanging", "import time; print('so far', flush=True); time.sleep(1000)", 4.0),
+        python("hanging", "import time; print('so far', flush=True); time.sleep(1000)", HANGING_S),
         python("dead", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         Part("missing", ("/nowhere/python",), 1.0),
         python("last", f"print(open({str(tmp_path / report.REPORT)!r}).read())"),
@@ -53,7 +75,7 @@ def test_every_part_runs_whatever_became_of_the_ones_before(tmp_path, monkeypatc
     assert verdicts == [
         "passed",
         "FAILED (exit status 3)",
-        "FAILED (did not end within 4 s)",
+        "FAILED (did not end within 0.01 s)",
         "FAILED (ended by SIGSEGV)",
         "FAILED (could not be started: [Errno 2] No such file or directory: '/nowhere/python')",
         "passed",
@@ -64,16 +86,17 @@ def test_every_part_runs_whatever_became_of_the_ones_before(tmp_path, monkeypatc
     assert "| last | not run (its turn has not come) |" in (tmp_path / "last.log").read_text()
 
 
-def test_what_a_hanging_part_has_started_ends_with_it(tmp_path, monkeypatch):
+def test_what_a_hanging_part_has_started_ends_with_it(tmp_path, slow_to_hang):
     """Engines run in a session of their own, and some do not listen."""
-    monkeypatch.setattr(report, "STOP_S", 0.5)
     grandchild = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     grandchild += "print('grandchild', __import__('os').getpid(), flush=True); time.sleep(1000)"
     child = "import subprocess, sys, time\n"
-    child += "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)\n"
-    child += "try:\n    time.sleep(1000)\nfinally:\n    print('engines are down')"
+    child += "started = subprocess.Popen([sys.executable, '-c', sys.argv[1]],"
+    child += "start_new_session=True, stdout=subprocess.PIPE, text=True)\n"
+    child += "try:\n    print(started.stdout.readline(), 'so far', flush=True)\n"
+    child += "    time.sleep(1000)\nfinally:\n    print('engines are down')"
     command = (sys.executable, "-c", child, grandchild)
-    _, text = report_of([Part("hanging", command, 4.0)], GPU, tmp_path)
+    _, text = report_of([Part("hanging", command, HANGING_S)], GPU, tmp_path)
     assert "engines are down" in text, "it was asked to end first"
     pid = int(re.search(r"grandchild (\d+)", (tmp_path / "hanging.log").read_text()).group(1))
     wait_until(lambda: report.start_time_of(pid) is None)
@@ -92,7 +115,7 @@ def test_a_report_says_which_tests_failed_and_which_were_skipped_and_why(tmp_pat
     file.write_text(TESTS)
     command = (sys.executable, "-m", "pytest", "-v", "-rs", f"--rootdir={tmp_path}",
                "-c", os.devnull, "-p", "no:cacheprovider", str(file))  # fmt: skip
-    parts = [Part("tests", command, 60.0), Part("none", (*command, "-k", "left_out"), 60.0)]
+    parts = [Part("tests", command, 600.0), Part("none", (*command, "-k", "left_out"), 600.0)]
     verdicts, text = report_of(parts, GPU, tmp_path)
     assert verdicts == ["FAILED (exit status 1)", "not run (every test was skipped)"]
     assert "| tests | FAILED (exit status 1) | 1 failed, 1 passed, 1 skipped |" in text
@@ -177,7 +200,7 @@ def test_only_the_end_of_a_huge_log_is_read(tmp_path, monkeypatch):
     ],
 )
 def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeypatch):
-    monkeypatch.setattr(report, "PROBE_TIMEOUT_S", 0.5 if "sleep" in code else 60)
+    monkeypatch.setattr(report, "PROBE_TIMEOUT_S", 0.5 if "sleep" in code else 600)
     _, problem = ask_torch((sys.executable, "-c", code))
     assert problem.startswith("No GPU")
     assert words in problem

@@ -450,10 +450,10 @@ def _table(rows: Iterable[Row]) -> Any:
 def _show(console: Any, watch: Watch, interval_s: float) -> None:
     from rich.live import Live
 
-    with (
-        _keyboard() as keyboard,
-        Live(frame(watch), console=console, screen=True, auto_refresh=False) as live,
-    ):
+    with _keyboard() as keyboard, contextlib.ExitStack() as stack:
+        live = Live(frame(watch), console=console, screen=True, auto_refresh=False)
+        stack.callback(live.stop)  # also of one that is interrupted while it starts
+        live.start(refresh=True)
         while not _is_ended(keyboard, interval_s):
             watch.read()
             live.update(frame(watch), refresh=True)

@@ -49,7 +49,7 @@ NUM_SLOTS = 1_200
 ANSWER_TOKENS = 3
 PAUSE_S = 0.02
 """Between an answer and the next request."""
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)

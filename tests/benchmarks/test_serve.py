@@ -59,10 +59,17 @@ def test_the_servers_differ_in_connector_or_pool(tmp_path: Path) -> None:
 
 
 class Server:
-    """Speaks what vLLM's server speaks; answers with the last tokens of the prompt, spoiled."""
+    """Speaks what vLLM's server speaks; answers with the last tokens of the prompt, spoiled.
 
-    def __init__(self, spoil: Callable[[list[int]], list[int]] = list) -> None:
+    Args:
+        num_together: the first answers wait for this many prompts.
+    """
+
+    def __init__(
+        self, spoil: Callable[[list[int]], list[int]] = list, num_together: int = 1
+    ) -> None:
         self._spoil = spoil
+        self._num_together, self._are_together = num_together, asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self.prompts: list[list[int]] = []
         self.num_at_once = self.num_at_once_max = 0
@@ -79,9 +86,9 @@ class Server:
         self._thread.start()
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(250)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(250)
         self._loop.close()
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -100,7 +107,9 @@ class Server:
         self.prompts.append(body["prompt"])
         self.num_at_once += 1
         self.num_at_once_max = max(self.num_at_once_max, self.num_at_once)
-        await asyncio.sleep(0.005)  # until others have come, too
+        if self.num_at_once == self._num_together:
+            self._are_together.set()
+        await asyncio.wait_for(self._are_together.wait(), 250)
         self.num_at_once -= 1
         response = web.StreamResponse()
         await response.prepare(request)
@@ -116,8 +125,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     monkeypatch.setattr(engine_process, "SPIN_S", 0.0)
     servers: list[Server] = []
 
-    def start_one(*args: Callable[[list[int]], list[int]]) -> Server:
-        servers.append(Server(*args))
+    def start_one(*args: Callable[[list[int]], list[int]], **options: int) -> Server:
+        servers.append(Server(*args, **options))
         return servers[-1]
 
     yield start_one
@@ -127,11 +136,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
 
 def ask(server: Server) -> Served:
     users = make_prompts(GROWING, SIZES, "0/1")
-    return asyncio.run(serve_users(server.url, users, SIZES.answer_tokens, 60.0))
+    return asyncio.run(serve_users(server.url, users, SIZES.answer_tokens, 600.0))
 
 
 def test_users_ask_at_once_and_each_waits_for_its_answer(start: Callable[..., Server]) -> None:
-    server = start()
+    server = start(num_together=SIZES.users)
     served = ask(server)
     assert server.num_at_once_max == SIZES.users
     for user, prompts in enumerate(make_prompts(GROWING, SIZES, "0/1")):

@@ -21,7 +21,7 @@ from safe_offload.errors import SafeOffloadError
 from safe_offload.tiers.base import Buffers
 from safe_offload.worker.loop_thread import new_event_loop
 
-CONNECT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 300.0
 _REQUEST = struct.Struct("!cQQ")  # whether bytes are to be sent, pieces, bytes of each
 _SEND, _TAKE = b"s", b"t"
 

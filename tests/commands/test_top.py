@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rich.live import Live
 
 from safe_offload.commands import top
 from safe_offload.commands.cli import main
@@ -320,6 +321,19 @@ def test_the_live_view_ends_when_the_user_interrupts(server, capsys, monkeypatch
     assert main(["top", server.url, "--interval", "7"]) == 0
     assert intervals == [7, 7, 7]
     assert "Is it worth it?" in capsys.readouterr().out
+
+
+def test_an_interrupt_of_the_first_frame_leaves_the_terminal_as_it_was(server, capsys, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Live, "refresh", interrupt)
+    assert main(["top", server.url]) == 0
+    out = capsys.readouterr().out
+    for on, off in (("\x1b[?1049h", "\x1b[?1049l"), ("\x1b[?25l", "\x1b[?25h")):  # screen, cursor
+        assert 0 <= out.index(on) < out.index(off)
 
 
 ON_ITS_TERMINAL = """

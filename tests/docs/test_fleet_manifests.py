@@ -433,7 +433,7 @@ def replace_scheme(config: TierConfig, scheme: str) -> Location:
 
 def client(socket: Path, **login: str) -> redis.Redis:
     retry = Retry(NoBackoff(), 0)  # a wrong password stays wrong
-    return redis.Redis(unix_socket_path=str(socket), socket_timeout=30, retry=retry, **login)
+    return redis.Redis(unix_socket_path=str(socket), socket_timeout=250, retry=retry, **login)
 
 
 @pytest.fixture

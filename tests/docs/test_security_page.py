@@ -50,7 +50,10 @@ class ServerOfThePage(Server):
 
     def client(self, user: str = "admin") -> Redis:
         return Redis(
-            unix_socket_path=str(self.socket), username=user, password="PASSWORD", socket_timeout=10
+            unix_socket_path=str(self.socket),
+            username=user,
+            password="PASSWORD",
+            socket_timeout=250,
         )
 
     def tier(self, user: str, database: int = 0, **values: Any) -> ValkeyTier:

@@ -27,7 +27,7 @@ def _in_another_process() -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
+        timeout=900,
     )
     return done.stdout
 

@@ -20,7 +20,7 @@ from safe_offload.tiers.naming import HEADER_BYTES, namespace
 
 FACTS = {"model": "a", "rank": 0}
 SPACE = namespace(FACTS)
-PATIENCE_S = 60
+PATIENCE_S = 250
 BAD = (Result.CORRUPT, Result.FOREIGN)
 
 SHAPES = {

@@ -15,7 +15,7 @@ from tests.tiers.contract import FACTS, name_of
 from tests.valkey_server import Server
 
 NUM_OBJECTS, OBJECT_BYTES = 100, 64 << 10
-PATIENCE_S = 30.0
+PATIENCE_S = 250.0
 MARK = b"\xaa" * OBJECT_BYTES
 WEATHERS = {
     "stall": Weather(is_stalled=True),

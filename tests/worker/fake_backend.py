@@ -21,7 +21,7 @@ from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason, MemoryFacts, MemoryKind, Transfer
 from safe_offload.worker.copies.base import Completion, Copy, CopyPath
 
-PATIENCE_S = 20.0
+PATIENCE_S = 250.0
 SLOT_BYTES = 100
 ONE_COPY = SLOT_BYTES
 """A bound that lets one copy of one block run at a time."""

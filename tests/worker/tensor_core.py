@@ -26,7 +26,7 @@ from tests.simulator.vllm_setup import EngineShape
 
 NUM_LAYERS = 5
 WORD_BYTES = 8
-PATIENCE_S = 30.0
+PATIENCE_S = 250.0
 Report = Callable[[str], None]
 
 

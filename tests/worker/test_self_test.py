@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from safe_offload.worker.copies.rows import Bytes, TorchRows
 from safe_offload.worker.copies.threads import DirectionThreads
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.self_test import SelfTest
-from safe_offload.worker.transfers import Transfers
+from safe_offload.worker.transfers import Copied, Transfers
 from tests.worker.copies.contract import GEOMETRIES, NUM_SLOTS, _layers_outermost
 from tests.worker.copies.fake_device import CALLS, FakeGpu, FakeRows
 from tests.worker.driven import DrivenTransfers
@@ -225,29 +225,30 @@ def test_nothing_is_used_beside_a_timed_copy_that_has_not_ended(make, gpu, caplo
     """It may still write to blocks, which are vLLM's when the test is over."""
     bench = make(gpu, path=None)
     use, released, has_passed = bench.backend.use, threading.Event(), threading.Event()
-    late_s = 0.0
+    submit, late_s = bench.transfers.submit, 0.0
 
     def use_and_hang(paths: tuple[CopyPath, ...], timed: Sequence[Any] = ()) -> None:
         if len(paths) == len(CopyPath):
             has_passed.set()
             for lane in bench.backend.lanes.values():
                 lane.stream.enqueue(lambda: released.wait(PATIENCE_S))
-        elif has_passed.is_set():
-            threading.Timer(0.05, pass_deadline).start()
         use(paths, timed)
 
-    def pass_deadline() -> None:
+    def submit_and_pass_deadline(*copy: Any) -> None:
         nonlocal late_s
-        late_s = 2 * PATIENCE_S
+        submit(*copy)
+        if has_passed.is_set():
+            late_s = 2 * PATIENCE_S
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s, sleep=time.sleep)
     monkeypatch.setattr(self_test, "time", clock)
     monkeypatch.setattr(self_test, "TIMING_S", 10 * PATIENCE_S)
     monkeypatch.setattr(bench.backend, "use", use_and_hang)
+    monkeypatch.setattr(bench.transfers, "submit", submit_and_pass_deadline)
     with caplog.at_level("INFO"):
         assert not bench.test.run(timeout_s=PATIENCE_S)
     released.set()
-    assert "are chosen without being timed: TIMED_OUT" in caplog.text
+    assert "are chosen without being timed: TIMED_OUT: the copy did not end" in caplog.text
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 1), (2, 2), (3, 40), (40, 3)])
@@ -301,6 +302,8 @@ def path_of(bench: Bench, direction: Direction, blocks: Sequence[int]) -> CopyPa
 
 
 SLOW_S = 0.05
+SLOWER_S = 10_000.0
+"""Of a way that is slow: busy machines take longer than SLOW_S for a copy now and then."""
 MANY = list(range(1, 21, 2))
 
 
@@ -315,10 +318,20 @@ def test_the_way_that_is_faster_on_this_machine_is_taken(
     bench = make(gpu, path=None)
     before = bench.storage.clone()
     gpu.call_delays_s[CALLS[slow]] = SLOW_S
+    take_copied, taken = bench.transfers.take_copied, []
+
+    def take_slower() -> list[Copied]:
+        if bench.backend.paths != (slow,):
+            return take_copied()
+        taken.extend(take_copied())
+        return [replace(taken[-1], copying_s=taken[-1].copying_s + SLOWER_S)]
+
+    monkeypatch.setattr(bench.transfers, "take_copied", take_slower)
     with caplog.at_level("INFO"):
         assert bench.test.run()
     gpu.compute.synchronize()
     assert torch.equal(bench.storage, before), "the blocks hold what was in them"
+    assert any(copied.copying_s + copied.queued_s >= SLOW_S for copied in taken)
     assert f"{direction.value} by {slow.value} " in caplog.text
     assert path_of(bench, direction, MANY) is fast
 

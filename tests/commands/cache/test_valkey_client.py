@@ -15,7 +15,7 @@ from safe_offload.errors import ConfigError
 from tests.tiers.valkey.scripted_server import Peer, ScriptedServer
 from tests.valkey_server import LOCALHOST, Certificates
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 250.0
 SECRET = "correct-horse"
 
 

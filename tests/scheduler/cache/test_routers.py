@@ -7,6 +7,8 @@ its index are written down from its source.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import re
 import shutil
@@ -32,7 +34,9 @@ from tests.simulator.groups import BLOCK_TOKENS
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "kv-events.md"
 POD, MODEL = "10.0.0.7:8000", "Qwen/Qwen3-32B"
 PROMPT_TOKENS = 5 * BLOCK_TOKENS
-WAIT_S = 60.0
+WAIT_S = 600.0
+PORTS_TRIED_MAX = 20
+"""Another process may take a port that was free a moment ago."""
 
 
 class Router(Protocol):
@@ -54,10 +58,16 @@ def recipe(router: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def published(rig: Rig, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Have vLLM publish as configured, but on free ports; what a router connects to."""
-    ports = find_free_port(), find_free_port()
-    own = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
     assert config["endpoint"] == "tcp://*:5557"
-    publisher = EventPublisherFactory.create(KVEventsConfig(**config | own), 0)
+    for attempt in itertools.count(1):
+        ports = find_free_port(), find_free_port()
+        own = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
+        try:
+            publisher = EventPublisherFactory.create(KVEventsConfig(**config | own), 0)
+            break
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or attempt == PORTS_TRIED_MAX:
+                raise
     rig.scheduler.kv_event_publisher = publisher
     try:
         yield f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"
@@ -107,25 +117,43 @@ class Dynamo:
 
 
 @contextlib.contextmanager
+def indexer(program: str, rig: Rig, log: Path) -> Iterator[Dynamo | None]:
+    """Start it on a free port; None if another process has taken this port."""
+    router = Dynamo(find_free_port())
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(
+            [program, "--port", str(router._port)], stdout=file, stderr=file
+        ) as process,
+    ):
+        try:
+            wait_for(lambda: process.poll() is not None or router.is_up(), rig)
+            is_running = process.poll() is None
+            assert is_running or "already in use" in log.read_text(), log.read_text()
+            yield router if is_running else None
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
 def dynamo(rig: Rig, folder: Path) -> Iterator[Dynamo]:
     program = dynamo_indexer()
     if program is None:
         pytest.skip("no dynamo-indexer: `make servers`")
-    router = Dynamo(find_free_port())
     with (
         published(rig, recipe("Dynamo")) as (endpoint, replay_endpoint),
-        (folder / "log").open("wb") as log,
-        subprocess.Popen([program, "--port", str(router._port)], stdout=log, stderr=log) as process,
+        contextlib.ExitStack() as running,
     ):
-        try:
-            wait_for(router.is_up, rig)
-            engine = {"instance_id": 1, "model_name": MODEL, "block_size": BLOCK_TOKENS}
-            router.post(
-                "/register", engine | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
-            )
-            yield router
-        finally:
-            process.kill()
+        for attempt in range(PORTS_TRIED_MAX):
+            router = running.enter_context(indexer(program, rig, folder / f"log-{attempt}"))
+            if router is not None:
+                break
+        assert router is not None
+        engine = {"instance_id": 1, "model_name": MODEL, "block_size": BLOCK_TOKENS}
+        router.post(
+            "/register", engine | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+        )
+        yield router
 
 
 # ---- llm-d -------------------------------------------------------------------------------------

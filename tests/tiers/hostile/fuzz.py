@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -262,7 +262,11 @@ class Fuzz:
     async def _be_served(self, when: str) -> None:
         """Every tier comes to write and read all objects of a server that answers well."""
         for circuit in self._circuits:
-            for _ in range(RECOVERY_ROUNDS):
+            usual = circuit.config
+            for attempt in range(RECOVERY_ROUNDS):
+                # The machine may be busier than when `_find_timeout_s` ran.
+                timeout_s = min(usual.timeout_s * 2**attempt, PATIENCE_S)
+                circuit.config = replace(usual, timeout_s=timeout_s)
                 await self._spill_these(circuit, self._names)
                 results = await self._fetch_these(circuit, self._names)
                 found = await circuit.probe(self._names)
@@ -275,6 +279,7 @@ class Fuzz:
             else:
                 counts = Counter(result.value for result in results)
                 self._findings.add(f"{when}: a good server is not used: {dict(counts)}, {circuit}")
+            circuit.config = usual
         for circuit in self._circuits:
             circuit.take_calls()
 

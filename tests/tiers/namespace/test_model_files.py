@@ -638,7 +638,7 @@ def holding(kept: Path, model: Path) -> Iterator[Any]:
     is_reading = context.Event()
     holder = context.Process(target=_hold, args=(kept, model, is_reading))
     holder.start()
-    assert is_reading.wait(60)
+    assert is_reading.wait(250)
     try:
         yield holder
     finally:
@@ -651,10 +651,10 @@ def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept):
     place = ModelPlace(str(model))
     with holding(kept, model) as holder, ThreadPoolExecutor() as pool:
         reading = pool.submit(digests(kept).digest, place, asked.set)
-        assert asked.wait(60)  # it waits
+        assert asked.wait(250)  # it waits
         assert not reading.done()
         os.kill(holder.pid, signal.SIGKILL)
-        assert reading.result(60).read_bytes == size_of(model)
+        assert reading.result(250).read_bytes == size_of(model)
 
 
 def test_waiting_for_another_rank_can_be_cancelled(model, kept):

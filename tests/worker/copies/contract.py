@@ -26,7 +26,7 @@ from safe_offload.layout import Geometry, HostLayout, Segment, make_geometry
 from safe_offload.protocol import FailureReason
 from safe_offload.worker.copies.base import Backend, Copy, Direction
 
-PATIENCE_S = 20.0
+PATIENCE_S = 250.0
 Bytes = npt.NDArray[np.uint8]
 Pairs = tuple[list[int], list[int]]
 
