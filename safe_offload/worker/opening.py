@@ -17,7 +17,7 @@ from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.namespace.namespace import Meaning
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
@@ -164,30 +164,30 @@ class Opening:
         )
         return transfers, tiers
 
-    def _open_tiers(self, geometry: Geometry, meaning: Meaning) -> list[Circuit]:
+    def _open_tiers(self, geometry: Geometry, meaning: Meaning) -> list[GuardedTier]:
         """Make the tiers, each with a namespace that follows from all that its bytes mean."""
-        circuits = []
+        guarded_tiers = []
         for config in self.config.tiers:
             facts = meaning.facts_of(config)
             tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
-            circuit = Circuit(
+            guarded = GuardedTier(
                 tier,
                 config,
                 namespace_of,
                 slot_bytes=geometry.slot_bytes,
                 write_bytes_per_s=rate and rate / self.config.world_size,
             )
-            circuits.append(circuit)
+            guarded_tiers.append(guarded)
             limit = config.capacity_bytes
             logger.info(
                 "Tier %d of rank %d is %s: %s.",
-                len(circuits),
+                len(guarded_tiers),
                 self.rank,
                 tier.label,
                 "no limit of ours" if limit is None else f"at most {format_bytes(limit)}",
             )
-        return circuits
+        return guarded_tiers
 
     def _take_host_memory(
         self, geometry: Geometry, device: torch.device

@@ -24,7 +24,7 @@ from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
 from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
+from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
 from safe_offload.tiers.inquiry import Inquiry
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
 from safe_offload.worker.copies.base import Backend
@@ -133,7 +133,7 @@ class TierRunner:
     vLLM calls its hooks on.
 
     Args:
-        circuits: the tiers, at most 255.
+        guarded_tiers: the tiers, at most 255.
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
@@ -147,7 +147,7 @@ class TierRunner:
     def __init__(  # noqa: PLR0913
         self,
         rank: int,
-        circuits: Sequence[Circuit],
+        guarded_tiers: Sequence[GuardedTier],
         slots: Slots,
         loop: Loop,
         *,
@@ -155,8 +155,8 @@ class TierRunner:
         verifier: Verifier | None = None,
         meaning: Meaning | None = None,
     ) -> None:
-        assert 0 < len(circuits) < 256
-        self.circuits = tuple(circuits)
+        assert 0 < len(guarded_tiers) < 256
+        self.guarded_tiers = tuple(guarded_tiers)
         self.doubts: tuple[str, ...] = ()
         self._meaning = meaning
         self._rank = rank
@@ -179,7 +179,7 @@ class TierRunner:
             self._is_known.set()
 
     def __repr__(self) -> str:
-        return f"<TierRunner of {self.circuits}: {list(self._pending.values())}>"
+        return f"<TierRunner of {self.guarded_tiers}: {list(self._pending.values())}>"
 
     # ---- on vLLM's thread ----------------------------------------------------------------------
 
@@ -220,9 +220,9 @@ class TierRunner:
 
     def count_into(self, counters: Counters) -> None:
         """Count what the tiers did since the last call."""
-        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
-            counters[series.evicted_objects] += circuit.take_evicted()
-            for call in circuit.take_calls():
+        for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
+            counters[series.evicted_objects] += guarded.take_evicted()
+            for call in guarded.take_calls():
                 if call.seconds or LEFT_ALONE not in call.results:
                     counters.observe(series.seconds[call.operation.value], call.seconds)
                 _count(call, series, counters)
@@ -230,11 +230,11 @@ class TierRunner:
     def gauges(self) -> dict[str, float]:
         """Return how the tiers stand now."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
-        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
-            gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
-            gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
-            gauges[series.is_out["read"]] = circuit.is_out
-            gauges[series.is_out["write"]] = circuit.is_out_for_writing
+        for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
+            gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
+            gauges[series.capacity_bytes] = guarded.config.capacity_bytes or 0
+            gauges[series.is_out["read"]] = guarded.is_out
+            gauges[series.is_out["write"]] = guarded.is_out_for_writing
         return {str(name): float(value) for name, value in gauges.items()}
 
     def statistics(self) -> tuple[Pending, ...]:
@@ -273,14 +273,14 @@ class TierRunner:
         try:
             async with self._group:
                 if self._meaning is not None:
-                    for circuit in self.circuits:
-                        self._late_probes.add(self._group.create_task(circuit.try_out()))
+                    for guarded in self.guarded_tiers:
+                        self._late_probes.add(self._group.create_task(guarded.try_out()))
                 await self._closing.wait()
                 answering = [pending.task for pending in self._pending.values() if pending.task]
                 for task in (*answering, *self._late_probes):
                     task.cancel()
         finally:
-            await asyncio.gather(*(circuit.close() for circuit in self.circuits))
+            await asyncio.gather(*(guarded.close() for guarded in self.guarded_tiers))
 
     def close(self) -> None:
         """Give up what has not been begun, and let `run` end when the rest has."""
@@ -290,7 +290,7 @@ class TierRunner:
     def end(self) -> bool:
         """Note that the loop has ended; return whether the memory may be freed: no tier uses it."""
         self._has_ended = True
-        if any(circuit.num_running for circuit in self.circuits):
+        if any(guarded.num_running for guarded in self.guarded_tiers):
             return False  # the loop died twice over: while it waited for them
         self._slots.let_go()
         return True
@@ -329,12 +329,12 @@ class TierRunner:
     def _know(self, meaning: Meaning, learned: Learned) -> None:
         meaning.take(learned)
         # What tiers must have alike says whether their namespaces may be others' too.
-        self.doubts = meaning.doubts_of(self.circuits[0].config)
+        self.doubts = meaning.doubts_of(self.guarded_tiers[0].config)
         self._is_known.set()
         logger.info(
             "Tiers of rank %d are used from now on, in namespace %s (%s).",
             self._rank,
-            ", ".join(circuit.namespace("").hex() for circuit in self.circuits),
+            ", ".join(guarded.namespace("").hex() for guarded in self.guarded_tiers),
             learned.told,
         )
 
@@ -344,7 +344,7 @@ class TierRunner:
             timeout_s = None
             if pending.operation is not Operation.SPILL:
                 passed_s = asyncio.get_running_loop().time() - self._begin_s
-                timeout_s = max(c.config.wait_s for c in self.circuits) - passed_s
+                timeout_s = max(c.config.wait_s for c in self.guarded_tiers) - passed_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_known.wait(), timeout_s)
         return self._is_known.is_set() and bool(pending.word or not self.doubts)
@@ -361,7 +361,7 @@ class TierRunner:
 
     async def _probe(self, pending: Pending) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
-        inquiry = Inquiry(self.circuits, keys, pending.word, self._late_probes)
+        inquiry = Inquiry(self.guarded_tiers, keys, pending.word, self._late_probes)
         await inquiry.run()
         pending.tiers = bytes(inquiry.tiers)
 
@@ -373,11 +373,11 @@ class TierRunner:
         reads = [
             self._read(pending, number, places)
             for number, places in sorted(by_origin.items())
-            if 0 < number <= len(self.circuits)
+            if 0 < number <= len(self.guarded_tiers)
         ]
         came = await _together(reads) if len(reads) > 1 else [await read for read in reads]
         done = [place for places in came for place in places]
-        for number in range(1, len(self.circuits) + 1):
+        for number in range(1, len(self.guarded_tiers) + 1):
             missing = sorted(set(pending.places).difference(done))
             untried = [place for place in missing if origins[place] != number]
             if untried and not _is_cancelled():
@@ -389,15 +389,15 @@ class TierRunner:
 
     async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
         """Read objects from one tier; return the places of those that came."""
-        circuit = self.circuits[number - 1]
-        results = await circuit.fetch(*self._named(pending, circuit, places)) or ()
+        guarded = self.guarded_tiers[number - 1]
+        results = await guarded.fetch(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [result is Result.DONE for result in results]))
 
     def _named(
-        self, pending: Pending, circuit: Circuit, places: Sequence[int]
+        self, pending: Pending, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Buffers]]:
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        return circuit.names(pending.keys_at(places), pending.word), slots
+        return guarded.names(pending.keys_at(places), pending.word), slots
 
     async def _spill(self, pending: Pending) -> None:
         places = pending.missing
@@ -406,18 +406,20 @@ class TierRunner:
         if not places:
             return
         writes = []
-        for number, circuit in enumerate(self.circuits, start=1):
-            beyond = number if circuit.config.keep else len(self.circuits)
+        for number, guarded in enumerate(self.guarded_tiers, start=1):
+            beyond = number if guarded.config.keep else len(self.guarded_tiers)
             origins = pending.origins
             wanted = [place for place in places if not origins[place] or origins[place] > beyond]
             if wanted:
-                writes.append(self._write(pending, circuit, wanted))
+                writes.append(self._write(pending, guarded, wanted))
         taken = [place for written in await _together(writes) for place in written]
         pending.missing = sorted(set(pending.places).difference(taken))
 
-    async def _write(self, pending: Pending, circuit: Circuit, places: Sequence[int]) -> list[int]:
+    async def _write(
+        self, pending: Pending, guarded: GuardedTier, places: Sequence[int]
+    ) -> list[int]:
         """Write objects to one tier; return the places of those that it has then."""
-        results = await circuit.spill(*self._named(pending, circuit, places)) or ()
+        results = await guarded.spill(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
 
     async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:

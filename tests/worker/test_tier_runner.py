@@ -25,13 +25,13 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import (
+from safe_offload.tiers.guarded_tier import (
     FAILURES_MAX,
     GRACE_S,
     LEFT_ALONE,
     PAUSE_S,
     PAUSE_S_MAX,
-    Circuit,
+    GuardedTier,
     Operation,
 )
 from safe_offload.tiers.inquiry import HEAD_START_S, WAIT_SHARE
@@ -98,8 +98,8 @@ class Rig:
         self.tier = self.tiers[0]
         self.memory = Memory()
         self.loop = HandLoop()
-        self.circuits = [
-            Circuit(
+        self.guarded_tiers = [
+            GuardedTier(
                 tier,
                 replace(config, keep=tier in keeping),
                 namespace,
@@ -111,7 +111,7 @@ class Rig:
         ]
         self.runner = TierRunner(
             RANK,
-            self.circuits,
+            self.guarded_tiers,
             self.memory,
             self.loop,
             share=options.get("share", Share()),
@@ -137,7 +137,7 @@ class Rig:
             assert len(set(ids)) == len(ids), "answered twice"
 
     def is_left_alone(self, kind: str) -> bool:
-        return f"({kind}), open>" in repr(self.circuits[0])
+        return f"({kind}), open>" in repr(self.guarded_tiers[0])
 
     def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
@@ -750,10 +750,10 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
     caplog.set_level("INFO")
     rig = make_rig()
     rig.fail(kind, FAILURES_MAX - 1)
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
     rig.fail(kind, 1)
-    assert rig.circuits[0].is_out is (kind != "spill")
-    assert rig.circuits[0].is_out_for_writing is (kind == "spill")
+    assert rig.guarded_tiers[0].is_out is (kind != "spill")
+    assert rig.guarded_tiers[0].is_out_for_writing is (kind == "spill")
     before = list(rig.tier.calls)
     rig.tier.objects = {name(A): content(1)}
     if kind == "probe":
@@ -767,8 +767,8 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
         assert rig.probe(2, A) == bytes([1])
     else:
         assert getattr(rig, kind)(2, [0], A) == ()
-    assert not rig.circuits[0].is_out
-    assert not rig.circuits[0].is_out_for_writing
+    assert not rig.guarded_tiers[0].is_out
+    assert not rig.guarded_tiers[0].is_out_for_writing
     assert caplog.text.count("left alone") == 1
     assert caplog.text.count("works again") == 1
 
@@ -796,7 +796,7 @@ def test_a_tier_that_cannot_work_says_so_before_the_first_request(make_rig, capl
     assert (near.calls, far.calls) == (["probe 1"] * FAILURES_MAX, ["probe 1"])
     assert "Tier near (probe) has failed" in caplog.text
     assert "nobody is there" in caplog.text
-    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
+    assert [guarded.is_out for guarded in rig.guarded_tiers] == [True, False]
 
 
 def test_success_in_between_keeps_it_in_use(make_rig):
@@ -804,7 +804,7 @@ def test_success_in_between_keeps_it_in_use(make_rig):
     for _ in range(3):
         rig.fail("probe", FAILURES_MAX - 1)
         assert rig.probe(next(NUMBERS), A) == bytes([0])
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 def test_probes_that_work_do_not_hide_fetches_that_fail(make_rig):
@@ -813,7 +813,7 @@ def test_probes_that_work_do_not_hide_fetches_that_fail(make_rig):
     for _ in range(FAILURES_MAX):
         assert rig.probe(next(NUMBERS), A) == bytes([1])
         rig.fail("fetch", 1)
-    assert rig.circuits[0].is_out
+    assert rig.guarded_tiers[0].is_out
     assert rig.probe(1, A) == bytes([0]), "what cannot be read is not there"
     rig.loop.pass_time(PAUSE_S)
     assert rig.probe(2, A) == bytes([1])
@@ -825,7 +825,7 @@ def test_what_cannot_be_written_can_still_be_read(make_rig):
     rig.fail("spill")
     assert rig.probe(1, A) == bytes([1])
     assert rig.fetch(2, [0], A) == ()
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 def test_a_full_tier_is_not_one_that_fails(make_rig):
@@ -833,7 +833,7 @@ def test_a_full_tier_is_not_one_that_fails(make_rig):
     for _ in range(FAILURES_MAX + 1):
         rig.tier.answers["spill"] = [[Result.FULL]]
         assert rig.spill(next(NUMBERS), [0], A) == (0,)
-    assert not rig.circuits[0].is_out_for_writing
+    assert not rig.guarded_tiers[0].is_out_for_writing
 
 
 def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
@@ -847,7 +847,7 @@ def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
         rig.loop.pass_time(TIMEOUT_S)
         rig.tier.release()
         assert rig.outcome(number) == (1,)
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 @pytest.mark.parametrize("ignores_cancel", [False, True])
@@ -916,7 +916,7 @@ def test_another_tier_goes_on_while_one_is_left_alone(make_rig):
     assert rig.probe(1, A) == bytes([2])
     rig.fail("fetch")
     assert rig.fetch(2, [0], A) == ()
-    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
+    assert [guarded.is_out for guarded in rig.guarded_tiers] == [True, False]
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -1028,14 +1028,14 @@ def test_copies_go_on_beside_tiers_that_hang(make_rig):
 
 def test_calls_are_kept_with_what_they_did(make_rig):
     rig = make_rig()
-    circuit = rig.circuits[0]
+    guarded = rig.guarded_tiers[0]
     rig.spill(1, [0, 1], A, B)
     rig.tier.holds = {"fetch"}
     rig.fetch(2, [2, 3], A, C)
     rig.loop.pass_time(0.5)
     rig.tier.release()
     rig.drain()
-    spill, fetch = circuit.take_calls()
+    spill, fetch = guarded.take_calls()
     assert (spill.operation, spill.results, spill.size_bytes) == (
         Operation.SPILL,
         {"done": 2},
@@ -1045,9 +1045,9 @@ def test_calls_are_kept_with_what_they_did(make_rig):
     assert fetch.results == {"done": 1, "absent": 1}
     rig.tier.holds = set()
     rig.fail("fetch")
-    circuit.take_calls()
+    guarded.take_calls()
     rig.fetch(3, [4], A)
-    assert [call.results for call in circuit.take_calls()] == [{LEFT_ALONE: 1}]
+    assert [call.results for call in guarded.take_calls()] == [{LEFT_ALONE: 1}]
     counters = Counters()
     rig.runner.count_into(counters)
     rig.fetch(4, [4], A)

@@ -12,7 +12,7 @@ import pytest
 
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.valkey.names import description_key, key_of
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
@@ -272,8 +272,8 @@ async def test_connections_are_bounded_and_closed(server: Server, make: Make) ->
 # ---- servers that hang and die ------------------------------------------------------------------
 
 
-def circuit_of(tier: ValkeyTier, url: str, **values: Any) -> Circuit:
-    return Circuit(
+def guarded_tier_of(tier: ValkeyTier, url: str, **values: Any) -> GuardedTier:
+    return GuardedTier(
         tier, url_config(url, **values), lambda word: SPACE, slot_bytes=4096, chance=lambda: 0.5
     )
 
@@ -283,17 +283,17 @@ async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(
 ) -> None:
     url = f"redis://{server.host_port}"
     tier = make(url, timeout_s=0.3)
-    circuit, names, slots = circuit_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
-    await circuit.spill(names, slots)
+    guarded, names, slots = guarded_tier_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
+    await guarded.spill(names, slots)
     server.stop()
     try:
-        calls = [circuit.fetch(names, slots), circuit.spill(names_of(16)[8:], slots_of(8, MIB))]
+        calls = [guarded.fetch(names, slots), guarded.spill(names_of(16)[8:], slots_of(8, MIB))]
         async with asyncio.timeout(10):
-            assert await circuit.probe(names) is None
+            assert await guarded.probe(names) is None
             for results in await asyncio.gather(*calls):
                 assert results is not None
                 assert Result.DONE not in results
-        assert circuit.num_running == 0
+        assert guarded.num_running == 0
     finally:
         server.go_on()
     assert await tier.fetch(names, slots) == [Result.DONE] * 8, "it goes on with new connections"
@@ -353,14 +353,14 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, 
     is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
     url = f"redis://{pair.servers[0].host_port}"
     tier = make(url)
-    circuit = circuit_of(tier, url, timeout_s=2 * STALL_S)
-    assert await circuit.spill(names, slots) == [Result.DONE] * 60
+    guarded = guarded_tier_of(tier, url, timeout_s=2 * STALL_S)
+    assert await guarded.spill(names, slots) == [Result.DONE] * 60
     hung.stop()
     try:
-        assert await circuit.probe(names) is None, "it has to be found out once"
-        assert await circuit.probe(names) == [not is_hung for is_hung in is_on_hung]
+        assert await guarded.probe(names) is None, "it has to be found out once"
+        assert await guarded.probe(names) == [not is_hung for is_hung in is_on_hung]
         expected = [Result.FAILED if is_hung else Result.DONE for is_hung in is_on_hung]
-        assert await circuit.fetch(names, slots) == expected
+        assert await guarded.fetch(names, slots) == expected
     finally:
         hung.go_on()
 

@@ -142,7 +142,7 @@ class Call:
 LEFT_ALONE = "left_alone"
 
 
-class Circuit:
+class GuardedTier:
     """A tier with its deadlines and breakers; it belongs to the loop's thread but for `take_…`.
 
     Args:
@@ -185,7 +185,7 @@ class Circuit:
         self._calls: deque[Call] = deque(maxlen=CALLS_MAX)
 
     def __repr__(self) -> str:
-        return f"<Circuit of {self.tier.label}: {list(self._breakers.values())}>"
+        return f"<GuardedTier of {self.tier.label}: {list(self._breakers.values())}>"
 
     @property
     def is_out(self) -> bool:
