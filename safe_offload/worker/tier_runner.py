@@ -25,8 +25,8 @@ from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters
 from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
-from safe_offload.tiers.inquiry import Inquiry
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.tiered_probe import TieredProbe
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -184,7 +184,7 @@ class TierRunner:
     # ---- on vLLM's thread ----------------------------------------------------------------------
 
     def probe(self, probe: Probe) -> None:
-        """Ask the tiers, see `Inquiry`."""
+        """Ask the tiers, see `TieredProbe`."""
         self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
 
     def fetch(self, fetch: TierTransfer) -> None:
@@ -361,9 +361,9 @@ class TierRunner:
 
     async def _probe(self, pending: Pending) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
-        inquiry = Inquiry(self.guarded_tiers, keys, pending.word, self._late_probes)
-        await inquiry.run()
-        pending.tiers = bytes(inquiry.tiers)
+        tiered_probe = TieredProbe(self.guarded_tiers, keys, pending.word, self._late_probes)
+        await tiered_probe.run()
+        pending.tiers = bytes(tiered_probe.tiers)
 
     async def _fetch(self, pending: Pending) -> None:
         missing, origins = pending.missing, pending.origins

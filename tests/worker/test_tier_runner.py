@@ -34,8 +34,8 @@ from safe_offload.tiers.guarded_tier import (
     GuardedTier,
     Operation,
 )
-from safe_offload.tiers.inquiry import HEAD_START_S, WAIT_SHARE
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.tier_runner import TierRunner

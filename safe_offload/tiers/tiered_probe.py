@@ -21,7 +21,7 @@ WAIT_SHARE = 2
 time left to fetch it."""
 
 
-class Inquiry:
+class TieredProbe:
     """Finds out which blocks are in which tier; it belongs to the loop's thread.
 
     Args:
@@ -51,7 +51,7 @@ class Inquiry:
         self.tiers = bytearray(len(keys))
 
     def __repr__(self) -> str:
-        return f"<Inquiry for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
+        return f"<TieredProbe for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
 
     async def run(self) -> None:
         """Ask; return when all is found, or nothing more is worth waiting for."""
