@@ -276,7 +276,7 @@ class Planner(SchedulerSide):
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
         self.policy.preempt(state)
-        self.stores.let_go_prefix(state)
+        self.stores.release_prefix(state)
 
     def owe_failure(self, request: Request) -> None:
         """vLLM waits for a load that could not be planned: tell it to recompute."""
@@ -543,7 +543,7 @@ class Planner(SchedulerSide):
         self.hits.slots.forget_all()
         for state in self.book:
             self.loads.reset(state)
-            self.stores.let_go_prefix(state)
+            self.stores.release_prefix(state)
         self.loads.fail_all()
         self.stores.reset()
         self.tiers.reset(is_vouched_for=cause is None)

@@ -81,7 +81,7 @@ class TieredProbe:
                 task.cancel()
             raise
         finally:
-            self._let_go()
+            self._release()
 
     def _missing(self) -> list[int]:
         return [place for place, number in enumerate(self.tiers) if not number]
@@ -116,7 +116,7 @@ class TieredProbe:
             wait_s = min(wait_s, 2 * min(beyond))
         return self._begin_s + wait_s
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Cancel the tasks of tiers that are not needed, and let the others go on.
 
         They are judged at their own deadlines, or a tier that hangs would not be noticed.

@@ -46,9 +46,9 @@ class Slots(Protocol):
         """See `Backend.num_usable_slots`."""
 
     def buffers(self, slot_id: int) -> Buffers:
-        """Return the bytes of a slot. Not called after `let_go`."""
+        """Return the bytes of a slot. Not called after `release`."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold the memory no longer: it is about to be freed."""
 
 
@@ -71,8 +71,8 @@ class HostSlots:
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
 
-    def let_go(self) -> None:
-        """See `Slots.let_go`."""
+    def release(self) -> None:
+        """See `Slots.release`."""
         self._memory = None
 
 
@@ -292,7 +292,7 @@ class TierRunner:
         self._has_ended = True
         if any(guarded.num_running for guarded in self.guarded_tiers):
             return False  # the loop died twice over: while it waited for them
-        self._slots.let_go()
+        self._slots.release()
         return True
 
     def _spawn(self, pending: Pending) -> None:

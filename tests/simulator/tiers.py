@@ -177,18 +177,18 @@ class SimSlots:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._has_let_go = False
+        self._is_released = False
 
     @property
     def num_usable_slots(self) -> int:
         return self._device.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        assert not self._has_let_go
+        assert not self._is_released
         return cast("Buffers", (SlotView(self._device, slot_id),))
 
-    def let_go(self) -> None:
-        self._has_let_go = True
+    def release(self) -> None:
+        self._is_released = True
 
 
 @dataclass(slots=True, eq=False)

@@ -59,16 +59,16 @@ class Memory:
 
     def __init__(self) -> None:
         self.bytes = bytearray(NUM_SLOTS * SLOT_BYTES)
-        self.is_let_go = False
+        self.is_released = False
 
     def buffers(self, slot_id: int) -> Buffers:
-        assert not self.is_let_go
+        assert not self.is_released
         at = slot_id * SLOT_BYTES
         view = memoryview(self.bytes)
         return view[at : at + 2], view[at + 2 : at + SLOT_BYTES]
 
-    def let_go(self) -> None:
-        self.is_let_go = True
+    def release(self) -> None:
+        self.is_released = True
 
     def __getitem__(self, slot_id: int) -> bytes:
         return bytes(self.bytes[slot_id * SLOT_BYTES : (slot_id + 1) * SLOT_BYTES])
@@ -215,7 +215,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         rig.drain()
         assert not rig.runner.statistics()
         assert rig.backend.is_closed
-        assert rig.memory.is_let_go
+        assert rig.memory.is_released
 
 
 # ---- before it is known what blocks mean ---------------------------------------------------------

@@ -506,7 +506,7 @@ def test_what_a_preempted_request_fetches_is_hit(make_tiers):
     rig.counts.clear()
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     for state in rig.planner.book:
-        rig.planner.stores.let_go_prefix(state)
+        rig.planner.stores.release_prefix(state)
     rig.planner.hits.slots.forget_all()
     rig.drain()
     rig.check_tokens("a", 12)
