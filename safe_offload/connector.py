@@ -154,7 +154,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (docs/architecture.md: two processes).
-        from safe_offload.tiers.namespace.namespace import meaning_of
+        from safe_offload.tiers.namespace.namespace import namespace_facts_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
 
@@ -167,7 +167,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank=parallel.rank,
             num_ranks_on_host=1 if are_counted else engine_config.num_ranks_on_host(parallel),
             is_child=parallel.distributed_executor_backend == "mp",
-            meaning_of=functools.partial(meaning_of, self._vllm_config, self._kv_cache_config),
+            namespace_facts_of=functools.partial(
+                namespace_facts_of, self._vllm_config, self._kv_cache_config
+            ),
         )
         return WorkerBridge(opening)
 

@@ -25,7 +25,7 @@ from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters
 from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import TieredProbe
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop
@@ -137,8 +137,8 @@ class TierRunner:
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
-        meaning: of the blocks, where it has to be learned. Nothing is asked or written before;
-            spills wait for it, and probes for as long as a request might wait for a tier.
+        namespace_facts: where they have to be learned. Nothing is asked or written before; spills
+            wait for them, and probes for as long as a request might wait for a tier.
 
     Attributes:
         doubts: why the tiers serve only messages with a word of this engine's own.
@@ -153,12 +153,12 @@ class TierRunner:
         *,
         share: Share = ALONE,
         verifier: Verifier | None = None,
-        meaning: Meaning | None = None,
+        namespace_facts: NamespaceFacts | None = None,
     ) -> None:
         assert 0 < len(guarded_tiers) < 256
         self.guarded_tiers = tuple(guarded_tiers)
         self.doubts: tuple[str, ...] = ()
-        self._meaning = meaning
+        self._namespace_facts = namespace_facts
         self._rank = rank
         self._slots = slots
         self._loop = loop
@@ -175,7 +175,7 @@ class TierRunner:
         self._is_over = threading.Event()
         self._begin_s = 0.0
         self._has_ended = False
-        if meaning is None:
+        if namespace_facts is None:
             self._is_known.set()
 
     def __repr__(self) -> str:
@@ -266,13 +266,13 @@ class TierRunner:
 
     async def run(self) -> None:
         """Run until `close`, and until the tiers have let go of all slots."""
-        if self._meaning is not None:
+        if self._namespace_facts is not None:
             self._begin_s = asyncio.get_running_loop().time()
-            learn = functools.partial(self._learn, self._meaning)
+            learn = functools.partial(self._learn, self._namespace_facts)
             threading.Thread(target=learn, name="safe-offload-learn", daemon=True).start()
         try:
             async with self._group:
-                if self._meaning is not None:
+                if self._namespace_facts is not None:
                     for guarded in self.guarded_tiers:
                         self._late_probes.add(self._group.create_task(guarded.try_out()))
                 await self._closing.wait()
@@ -317,19 +317,19 @@ class TierRunner:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _learn(self, meaning: Meaning) -> None:
+    def _learn(self, namespace_facts: NamespaceFacts) -> None:
         try:
-            learned = meaning.learn(self._is_over.is_set)
+            learned = namespace_facts.learn(self._is_over.is_set)
         except Exception as error:  # whatever is wrong with somebody's files
             logger.exception("What the model's files hold could not be learned")
             learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
         if learned is not None:
-            self._loop.call(self._know, meaning, learned)
+            self._loop.call(self._know, namespace_facts, learned)
 
-    def _know(self, meaning: Meaning, learned: Learned) -> None:
-        meaning.take(learned)
+    def _know(self, namespace_facts: NamespaceFacts, learned: Learned) -> None:
+        namespace_facts.take(learned)
         # What tiers must have alike says whether their namespaces may be others' too.
-        self.doubts = meaning.doubts_of(self.guarded_tiers[0].config)
+        self.doubts = namespace_facts.doubts_of(self.guarded_tiers[0].config)
         self._is_known.set()
         logger.info(
             "Tiers of rank %d are used from now on, in namespace %s (%s).",

@@ -26,7 +26,7 @@ from safe_offload.protocol import (
 )
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.guarded_tier import FAILURES_MAX
-from safe_offload.tiers.namespace.namespace import Doubt, Meaning
+from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
@@ -48,7 +48,10 @@ class TieredWorker(Worker):
         self.doubts: tuple[str, ...] = options.pop("doubts", ())
         extra = {"tiers": TIERS, **options.pop("extra", {})}
         super().__init__(
-            extra=extra, open_tier=self._open_tier, meaning_of=self._meaning_of, **options
+            extra=extra,
+            open_tier=self._open_tier,
+            namespace_facts_of=self._namespace_facts_of,
+            **options,
         )
 
     def _open_tier(self, config, slot_bytes, facts):
@@ -57,9 +60,9 @@ class TieredWorker(Worker):
         tier = self.tiers[config.location.path] = HandTier(config.location.path)
         return tier, lambda word: repr((sorted(facts.items()), word)).encode()
 
-    def _meaning_of(self, geometry, copy_rank):
+    def _namespace_facts_of(self, geometry, copy_rank):
         facts = {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}
-        return Meaning(facts, tuple(map(Doubt, self.doubts)))
+        return NamespaceFacts(facts, tuple(map(Doubt, self.doubts)))
 
     @property
     def near(self) -> HandTier:
@@ -123,7 +126,7 @@ def test_a_block_goes_through_the_host_to_a_tier_and_back(make_worker, layout):
     assert worker.read_block(8)[0] == 50
 
 
-def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
+def test_each_tier_has_what_makes_its_namespace(make_worker):
     tiers = [
         {"url": "file:///near", "namespace": "mine", "model_version": "7"},
         {"url": "file:///far", "model_version": "8"},

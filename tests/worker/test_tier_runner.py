@@ -34,7 +34,7 @@ from safe_offload.tiers.guarded_tier import (
     GuardedTier,
     Operation,
 )
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share
@@ -116,7 +116,7 @@ class Rig:
             self.loop,
             share=options.get("share", Share()),
             verifier=options.get("verifier"),
-            meaning=options.get("meaning"),
+            namespace_facts=options.get("namespace_facts"),
         )
         self.backend = ClosingBackend(self.tiers)
         self.transfers = Transfers(self.backend, self.loop, 1 << 20, tiers=self.runner)
@@ -218,10 +218,10 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         assert rig.memory.is_released
 
 
-# ---- before it is known what blocks mean ---------------------------------------------------------
+# ---- before the namespace is known ---------------------------------------------------------------
 
 
-class HandMeaning(Meaning):
+class HandFacts(NamespaceFacts):
     """Is learned when the test says so."""
 
     def __init__(self, *doubts: Doubt) -> None:
@@ -241,9 +241,9 @@ class HandMeaning(Meaning):
         rig.drain()
 
 
-def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(make_rig):
-    meaning = HandMeaning()
-    rig = make_rig(meaning=meaning)
+def test_before_the_namespace_is_known_nothing_is_asked_and_what_is_spilled_waits(make_rig):
+    namespace_facts = HandFacts()
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.memory[4] = content(1)
     assert rig.spill(1, [4], A) is None
     assert rig.probe(2, A) is None
@@ -254,27 +254,27 @@ def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(
     rig.loop.pass_time(1000)
     assert rig.outcome(1) is None
     assert rig.tier.calls == ["probe 1"], "whether it can be reached"
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.outcome(1) == ()
     assert rig.probe(5, A) == bytes([1])
-    assert meaning.facts == {"files": "1"}
+    assert namespace_facts.facts == {"files": "1"}
 
 
-def test_a_probe_goes_on_as_soon_as_the_meaning_is_known(make_rig):
-    meaning = HandMeaning()
-    rig = make_rig(meaning=meaning)
+def test_a_probe_goes_on_as_soon_as_the_namespace_is_known(make_rig):
+    namespace_facts = HandFacts()
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.tier.objects[name(A)] = content(1)
     assert rig.probe(1, A) is None
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.presence(1) == bytes([1])
 
 
 def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(make_rig):
-    meaning = HandMeaning(Doubt("who knows"))
-    rig = make_rig(meaning=meaning)
+    namespace_facts = HandFacts(Doubt("who knows"))
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.tier.objects[name(A)] = content(1)
     assert rig.spill(1, [4], B) is None
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.runner.doubts == ("who knows",)
     assert rig.outcome(1) == (0,)
     assert rig.probe(2, A) == bytes(1)
@@ -284,15 +284,15 @@ def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(m
 
 
 def test_files_that_cannot_be_read_are_a_doubt(make_rig, caplog):
-    meaning = HandMeaning()
-    meaning.learn = lambda _: 1 / 0  # type: ignore[method-assign]
-    rig = make_rig(meaning=meaning)
+    namespace_facts = HandFacts()
+    namespace_facts.learn = lambda _: 1 / 0  # type: ignore[method-assign]
+    rig = make_rig(namespace_facts=namespace_facts)
     wait_until(lambda: (rig.drain(), rig.runner.doubts)[1])
     assert "its files could not be read" in rig.runner.doubts[0]
 
 
-def test_shutdown_does_not_wait_for_the_meaning(make_rig):
-    rig = make_rig(meaning=HandMeaning())
+def test_shutdown_does_not_wait_for_the_namespace(make_rig):
+    rig = make_rig(namespace_facts=HandFacts())
     assert rig.spill(1, [4], A) is None
     assert rig.probe(2, A) is None
     rig.close()
@@ -792,7 +792,7 @@ def test_a_tier_that_hangs_is_out_during_its_trials_too(make_rig):
 def test_a_tier_that_cannot_work_says_so_before_the_first_request(make_rig, caplog):
     near, far = HandTier("near"), HandTier("far")
     near.answers["probe"] = [OSError("nobody is there")] * 100
-    rig = make_rig(near, far, meaning=Meaning({}, ()))
+    rig = make_rig(near, far, namespace_facts=NamespaceFacts({}, ()))
     assert (near.calls, far.calls) == (["probe 1"] * FAILURES_MAX, ["probe 1"])
     assert "Tier near (probe) has failed" in caplog.text
     assert "nobody is there" in caplog.text
