@@ -7,7 +7,7 @@ That vLLM has hashed a block proves nothing about its bytes: it hashes the block
 schedules the step. But every block that a request *scheduled in this step* has hashed is computed
 once the forward of this step has run, and a store after the forward is ordered after it. So a block
 of a prompt is stored in the very step that computes it; a step later a sliding window may have
-passed it. Blocks of an answer are looked for together, every few steps (`agenda.py`), and in the
+passed it. Blocks of an answer are looked for together, every few steps (`schedule.py`), and in the
 table that a preempted request had (`snapshots.py`).
 """
 
@@ -29,7 +29,7 @@ from safe_offload.scheduler.blocks import (
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -72,7 +72,7 @@ class EagerStores(StorePolicy):
         num_decode_tokens_max: int,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, kept))
+        super().__init__(hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, kept))
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes
@@ -133,7 +133,7 @@ class EagerStores(StorePolicy):
         """See `StorePolicy`."""
         if loading:
             self._look_at(loading)
-        due = self.agenda.due(output.num_scheduled_tokens)
+        due = self.schedule.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
         if self._geometry.has_states:
@@ -143,7 +143,7 @@ class EagerStores(StorePolicy):
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
-        decoding, snapshots = self.agenda.decoding, self._snapshots
+        decoding, snapshots = self.schedule.decoding, self._snapshots
         by_state, loaded = self.progress, self._stores.loaded
         plain = []
         for state in states:

@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -41,7 +41,7 @@ class LazyStores(StorePolicy):
 
     Args:
         hits, gpu, stores: see `StorePolicy`.
-        num_decode_tokens_max: see `Agenda`.
+        num_decode_tokens_max: see `StoreSchedule`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
 
@@ -54,7 +54,9 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, is_lazy=True))
+        super().__init__(
+            hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, is_lazy=True)
+        )
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
@@ -113,7 +115,7 @@ class LazyStores(StorePolicy):
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
             request, taken = state.request, self._snapshots.pop(state, [])
-            if state in self.agenda.decoding:
+            if state in self.schedule.decoding:
                 num_computed = request.num_tokens - 1
             else:
                 num_computed = self._camera.num_tokens_computed(request, taken)
@@ -142,8 +144,8 @@ class LazyStores(StorePolicy):
         What was given away is looked for in every step, one that computes nothing too: it may
         allocate blocks for a load.
         """
-        for state in (*loading, *self.agenda.due(output.num_scheduled_tokens)):
-            taken, is_decoding = self._snapshots.get(state), state in self.agenda.decoding
+        for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
+            taken, is_decoding = self._snapshots.get(state), state in self.schedule.decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
                 self._snapshots[state] = self._camera.take(state, is_decoding=is_decoding)
         for blocks in self._given_away():

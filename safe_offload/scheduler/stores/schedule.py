@@ -22,7 +22,7 @@ STEPS_BETWEEN_LOOKS = 16
 """At requests that decode. More saves little; less, and most steps have a store of their own."""
 
 
-class Agenda:
+class StoreSchedule:
     """Running requests by the step in which they are to be looked at.
 
     Looking late loses nothing but time: what a request has computed is found when it is looked at
@@ -65,7 +65,7 @@ class Agenda:
         """Who had computed all when it was looked at last; the policies take out who has ended."""
 
     def __repr__(self) -> str:
-        return f"Agenda(step {self._step}, {len(self._next)} in the next)"
+        return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
 
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""
