@@ -26,7 +26,7 @@ from safe_offload.protocol import (
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
-from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.no_tiers import NoTiers
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks

@@ -76,7 +76,7 @@ class Wait:
         self.stuck_at = -1
 
 
-class Sharing:
+class SharedLoads:
     """Decides which request waits for which load; it has no state of its own.
 
     Args:

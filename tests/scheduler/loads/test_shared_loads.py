@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.simulator.groups import BLOCK_TOKENS
