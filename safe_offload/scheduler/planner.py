@@ -244,7 +244,7 @@ class Planner(SchedulerSide):
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
             if self.options.is_lazy and (num_computed_tokens or num_tokens):
-                self.policy.expect(num_computed_tokens + num_tokens)
+                self.policy.look_ahead(num_computed_tokens + num_tokens)
             self.tiers.matched(state)
         return num_tokens
 

@@ -66,8 +66,8 @@ class LazyStores(StorePolicy):
         """A block at half the distance; the walk begins again when it has left its place."""
         self._last: Place | None = None
         """The last block that the walk has seen."""
-        self._expected: Place | None = None
-        """The last block that `expect` has seen since the last plan."""
+        self._last_ahead: Place | None = None
+        """The last block that `look_ahead` has seen since the last plan."""
         self._avoided: dict[int, bytes] = {}
         """By block id, a hash whose tokens were never computed."""
 
@@ -76,20 +76,20 @@ class LazyStores(StorePolicy):
 
     # ---- the life of a request -----------------------------------------------------------------
 
-    def expect(self, num_tokens: int) -> None:
+    def look_ahead(self, num_tokens: int) -> None:
         """See `StorePolicy`; remembers what the request may take, beside what the step takes.
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
         num_blocks = self._geometry.num_blocks_spanned(num_tokens)
-        if self._expected is not None and self._expected.stands():
-            seen = self._expected.block
+        if self._last_ahead is not None and self._last_ahead.stands():
+            seen = self._last_ahead.block
         else:
             num_blocks += self._num_step_blocks
             seen = self._last.block if self._last is not None and self._last.stands() else None
         blocks = self._gpu.free_blocks(num_blocks, seen)
         if blocks:
-            self._expected = Place.of(blocks[-1])
+            self._last_ahead = Place.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
     def finish(self, state: RequestState) -> None:
@@ -157,7 +157,7 @@ class LazyStores(StorePolicy):
 
     def _given_away(self) -> list[BlockSet]:
         """Return what was watched, and was given away in this step; the rest is in the queue."""
-        watched, self._watched, self._expected = self._watched, [], None
+        watched, self._watched, self._last_ahead = self._watched, [], None
         found = []
         for blocks, witnesses in watched:
             is_lost = list(map(is_not, hashes_of(blocks), witnesses))
@@ -202,5 +202,5 @@ class LazyStores(StorePolicy):
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
         super().pass_over(states)
-        self._watched, self._expected = [], None
+        self._watched, self._last_ahead = [], None
         self._begin_again()

@@ -41,7 +41,7 @@ class StorePolicy:
         self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
 
-    def expect(self, num_tokens: int) -> None:
+    def look_ahead(self, num_tokens: int) -> None:
         """A request may be scheduled that has a hit of so many tokens, on the GPU or here."""
 
     def run(self, state: RequestState) -> None:
