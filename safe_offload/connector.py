@@ -233,12 +233,12 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             self._contain("update_state_after_alloc", error)
             if num_external_tokens > 0:
-                self._owe_failure(request)
+                self._announce_failure(request)
 
     @contained(lambda: None)
-    def _owe_failure(self, request: Request) -> None:
+    def _announce_failure(self, request: Request) -> None:
         """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
-        self.scheduler.owe_failure(request)
+        self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See KVConnectorBase_V1."""

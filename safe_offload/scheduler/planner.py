@@ -278,9 +278,9 @@ class Planner(SchedulerSide):
         self.policy.preempt(state)
         self.stores.release_prefix(state)
 
-    def owe_failure(self, request: Request) -> None:
+    def announce_failure(self, request: Request) -> None:
         """vLLM waits for a load that could not be planned: tell it to recompute."""
-        self.loads.owe_failure(self.on_new_request(request))
+        self.loads.announce_failure(self.on_new_request(request))
 
     def request_finished(self, request: Request) -> None:
         """Store what is still unstored, give up all leases but those in flight.

@@ -109,7 +109,7 @@ class RequestState:
             self.move(Phase.WAITING)
         self.num_loads -= 1  # last: while it counts, an error before ends in a failure
 
-    def owe_failure(self) -> bool:
+    def announce_failure(self) -> bool:
         """vLLM waits for a load that was not planned; return whether nothing announces that yet."""
         self.is_announced = False
         is_new = not self.num_loads

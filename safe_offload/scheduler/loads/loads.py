@@ -308,9 +308,9 @@ class Loads:
         for load in (*self.ledger.new, *self.ledger.in_flight.values()):
             load.fail()
 
-    def owe_failure(self, state: RequestState) -> None:
+    def announce_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
-        if state.owe_failure():
+        if state.announce_failure():
             self.unannounced.append(state)
 
     # ---- plans and reports ---------------------------------------------------------------------
