@@ -79,7 +79,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        tells_media_ids, new_word: see `TierContext`.
+        tells_media_ids, new_generation: see `TierContext`.
     """
 
     num_ranks: int
@@ -96,7 +96,7 @@ class PlannerOptions:
     waits_when_idle: bool = True
     tiers: tuple[TierConfig, ...] = ()
     tells_media_ids: bool = False
-    new_word: Callable[[], str] = secrets.token_hex
+    new_generation: Callable[[], str] = secrets.token_hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,11 @@ class Planner(SchedulerSide):
         if tiered_hits is not None and options.tiers:
             what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
             context = TierContext(
-                *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
+                *what,
+                num_ranks,
+                options.slot_bytes,
+                options.new_generation,
+                options.tells_media_ids,
             )
             self.tiers = Tiers(tiered_hits, context)
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)

@@ -147,7 +147,7 @@ class GuardedTier:
 
     Args:
         tier: is closed by `close`.
-        namespace_of: from the word of a message to the namespace of this rank's objects.
+        namespace_of: from the generation of a message to the namespace of this rank's objects.
         slot_bytes: of an object.
         write_bytes_per_s: of this rank; None for no limit.
         chance: from 0 to 1, for the lengths of pauses.
@@ -198,15 +198,15 @@ class GuardedTier:
         """Return whether the tier is left alone by writes."""
         return self._breakers[Operation.SPILL].state is not State.CLOSED
 
-    def namespace(self, word: str) -> bytes:
-        """Return the namespace for the word of a message."""
-        if word not in self._namespaces:
-            self._namespaces[word] = self._namespace_of(word)
-        return self._namespaces[word]
+    def namespace(self, generation: str) -> bytes:
+        """Return the namespace for the generation of a message."""
+        if generation not in self._namespaces:
+            self._namespaces[generation] = self._namespace_of(generation)
+        return self._namespaces[generation]
 
-    def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
+    def names(self, keys: Sequence[tuple[int, bytes]], generation: str) -> list[Name]:
         """Return the names of blocks by group and hash."""
-        namespace = self.namespace(word)
+        namespace = self.namespace(generation)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 
     def take_calls(self) -> list[Call]:

@@ -27,7 +27,7 @@ class TieredProbe:
     Args:
         guarded_tiers: the tiers, nearest first.
         keys: group and hash of each block.
-        word: see `Probe`.
+        generation: see `Probe`.
         late: gets the tasks that go on when this has ended; they take themselves out.
 
     Attributes:
@@ -38,12 +38,12 @@ class TieredProbe:
         self,
         guarded_tiers: Sequence[GuardedTier],
         keys: Sequence[tuple[int, bytes]],
-        word: str,
+        generation: str,
         late: set[asyncio.Task[None]],
     ) -> None:
         self._guarded_tiers = guarded_tiers
         self._keys = keys
-        self._word = word
+        self._generation = generation
         self._late = late
         self._asking: dict[asyncio.Task[None], int] = {}
         self._answered_s: dict[int, float] = {}
@@ -88,7 +88,7 @@ class TieredProbe:
 
     async def _ask(self, number: int) -> None:
         guarded, places = self._guarded_tiers[number - 1], self._missing()
-        names = guarded.names([self._keys[place] for place in places], self._word)
+        names = guarded.names([self._keys[place] for place in places], self._generation)
         found = await guarded.probe(names)
         if found is None:
             return

@@ -95,7 +95,7 @@ class Pending:
     operation: Operation
     number: int
     keys: Keys
-    word: str
+    generation: str
     origins: bytes = b""
     slot_ids: Sequence[int] = ()
     places: Sequence[int] = ()
@@ -141,7 +141,7 @@ class TierRunner:
             wait for them, and probes for as long as a request might wait for a tier.
 
     Attributes:
-        doubts: why the tiers serve only messages with a word of this engine's own.
+        doubts: why the tiers serve only messages with a generation of this engine's own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -185,7 +185,7 @@ class TierRunner:
 
     def probe(self, probe: Probe) -> None:
         """Ask the tiers, see `TieredProbe`."""
-        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
+        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.generation))
 
     def fetch(self, fetch: TierTransfer) -> None:
         """Read each key from its origin; what is not there, from the nearest tier that has it."""
@@ -245,7 +245,7 @@ class TierRunner:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
         more = transfer.origins, transfer.slot_ids, places
-        return Pending(operation, number, keys, transfer.word, *more)
+        return Pending(operation, number, keys, transfer.generation, *more)
 
     def _take(self, pending: Pending) -> None:
         key = pending.operation, pending.number
@@ -347,7 +347,7 @@ class TierRunner:
                 timeout_s = max(c.config.wait_s for c in self.guarded_tiers) - passed_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_known.wait(), timeout_s)
-        return self._is_known.is_set() and bool(pending.word or not self.doubts)
+        return self._is_known.is_set() and bool(pending.generation or not self.doubts)
 
     async def _work(self, pending: Pending) -> None:
         pending.missing = list(pending.places)
@@ -361,7 +361,7 @@ class TierRunner:
 
     async def _probe(self, pending: Pending) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
-        tiered_probe = TieredProbe(self.guarded_tiers, keys, pending.word, self._late_probes)
+        tiered_probe = TieredProbe(self.guarded_tiers, keys, pending.generation, self._late_probes)
         await tiered_probe.run()
         pending.tiers = bytes(tiered_probe.tiers)
 
@@ -397,7 +397,7 @@ class TierRunner:
         self, pending: Pending, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Buffers]]:
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        return guarded.names(pending.keys_at(places), pending.word), slots
+        return guarded.names(pending.keys_at(places), pending.generation), slots
 
     async def _spill(self, pending: Pending) -> None:
         places = pending.missing

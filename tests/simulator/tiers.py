@@ -151,9 +151,9 @@ class ObjectStore:
             stored.epoch = 0 if name.namespace == namespace_of(name.namespace[0], "") else -1
 
 
-def namespace_of(rank: int, word: str) -> bytes:
-    """The namespace of a rank, or of the first of those that hold the same, and a word."""
-    return bytes([rank]) + word.encode()
+def namespace_of(rank: int, generation: str) -> bytes:
+    """The namespace of a rank, or of the first of those that hold the same, and a generation."""
+    return bytes([rank]) + generation.encode()
 
 
 class SlotView:

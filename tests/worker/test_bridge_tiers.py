@@ -58,7 +58,7 @@ class TieredWorker(Worker):
         assert slot_bytes == SLOT_BYTES
         self.facts.append(facts)
         tier = self.tiers[config.location.path] = HandTier(config.location.path)
-        return tier, lambda word: repr((sorted(facts.items()), word)).encode()
+        return tier, lambda generation: repr((sorted(facts.items()), generation)).encode()
 
     def _namespace_facts_of(self, geometry, copy_rank):
         facts = {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}
@@ -145,13 +145,13 @@ def test_each_tier_has_what_makes_its_namespace(make_worker):
 
 @pytest.mark.parametrize("version", ["", "7"])
 def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, version):
-    """The scheduler side is told, and puts a word into its messages; without one all is left."""
+    """The scheduler side is told, and gives its messages a generation; without one all is left."""
     tiers = [{"url": f"file:///{name}", "model_version": version} for name in ("near", "far")]
     worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",)).register()
     worker.step(StepPlan(spills=moved(1, [0], A)))
     assert worker.answered(1) == {1: () if version else (0,)}
     assert len(worker.near.objects) == (1 if version else 0)
-    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], word="own"),)))
+    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], generation="own"),)))
     assert worker.answered(2) == {2: ()}
     told = [facts.doubts for report in worker.reports for facts in report.host_facts]
     assert told[-1] == (() if version else ("who knows",))

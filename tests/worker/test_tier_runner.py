@@ -139,9 +139,9 @@ class Rig:
     def is_left_alone(self, kind: str) -> bool:
         return f"({kind}), open>" in repr(self.guarded_tiers[0])
 
-    def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
+    def probe(self, number: int, *hashes: bytes, generation: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
-        self.runner.probe(Probe(number, keys(*hashes), word))
+        self.runner.probe(Probe(number, keys(*hashes), generation))
         return self.presence(number)
 
     def presence(self, number: int) -> bytes | None:
@@ -155,9 +155,16 @@ class Rig:
         return self.outcome(number)
 
     def spill(
-        self, number: int, slot_ids: list[int], *hashes: bytes, word: str = "", origins: bytes = b""
+        self,
+        number: int,
+        slot_ids: list[int],
+        *hashes: bytes,
+        generation: str = "",
+        origins: bytes = b"",
     ) -> Any:
-        self.runner.spill(TierTransfer(number, keys(*hashes), ids_of(slot_ids), word, origins))
+        self.runner.spill(
+            TierTransfer(number, keys(*hashes), ids_of(slot_ids), generation, origins)
+        )
         return self.outcome(number)
 
     def outcome(self, number: int) -> Any:
@@ -182,16 +189,16 @@ class Rig:
 NUMBERS = itertools.count(10_000)
 
 
-def namespace(word: str) -> bytes:
-    return b"namespace" + word.encode()
+def namespace(generation: str) -> bytes:
+    return b"namespace" + generation.encode()
 
 
 def keys(*hashes: bytes) -> Keys:
     return Keys(bytes(len(hashes)), hashes)
 
 
-def name(block_hash: bytes, word: str = "") -> Name:
-    return Name(namespace(word), 0, block_hash)
+def name(block_hash: bytes, generation: str = "") -> Name:
+    return Name(namespace(generation), 0, block_hash)
 
 
 def content(word: int) -> bytes:
@@ -269,7 +276,7 @@ def test_a_probe_goes_on_as_soon_as_the_namespace_is_known(make_rig):
     assert rig.presence(1) == bytes([1])
 
 
-def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(make_rig):
+def test_in_doubt_only_what_has_a_generation_of_the_engines_own_is_asked_and_written(make_rig):
     namespace_facts = HandFacts(Doubt("who knows"))
     rig = make_rig(namespace_facts=namespace_facts)
     rig.tier.objects[name(A)] = content(1)
@@ -279,7 +286,7 @@ def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(m
     assert rig.outcome(1) == (0,)
     assert rig.probe(2, A) == bytes(1)
     assert rig.fetch(3, [4], A) == (0,)
-    assert rig.spill(4, [5], B, word="own") == ()
+    assert rig.spill(4, [5], B, generation="own") == ()
     assert list(rig.tier.objects) == [name(A), name(B, "own")]
 
 
@@ -331,11 +338,11 @@ def test_two_groups_do_not_share_an_object(make_rig):
     assert {found.group_idx for found in rig.tier.objects} == {0, 1}
 
 
-def test_another_word_is_another_namespace(make_rig):
+def test_another_generation_is_another_namespace(make_rig):
     rig = make_rig()
-    rig.spill(1, [0], A, word="after a reset")
+    rig.spill(1, [0], A, generation="after a reset")
     assert rig.probe(2, A) == bytes([0])
-    assert rig.probe(3, A, word="after a reset") == bytes([1])
+    assert rig.probe(3, A, generation="after a reset") == bytes([1])
 
 
 def test_the_nearest_tier_that_has_it_is_named_and_read(make_rig):

@@ -236,7 +236,7 @@ class Fuzz:
         return GuardedTier(
             tier,
             config,
-            lambda word: namespace(FACTS, word),
+            lambda generation: namespace(FACTS, generation),
             slot_bytes=SLOT_BYTES,
             chance=lambda: PAUSE_FACTOR,
         )

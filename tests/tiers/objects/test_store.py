@@ -291,7 +291,9 @@ async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(
     bucket: ScriptedBucket,
 ) -> None:
     config = config_of(bucket, timeout_s=0.2)
-    guarded = GuardedTier(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     bucket.script = lambda request: None
     names = [name_of(index) for index in range(50)]
     for call in (guarded.fetch, guarded.spill):
@@ -322,7 +324,9 @@ async def test_no_secret_is_shown(
     bucket.script = echo
     caplog.set_level(logging.DEBUG)
     config = config_of(bucket, url)
-    guarded = GuardedTier(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     names = [name_of(1)]
     assert await guarded.fetch(names, [slot_of((4096,))]) == [Result.FAILED]
     assert await guarded.spill(names, [slot_of((4096,))]) == [Result.FAILED]

@@ -157,7 +157,9 @@ async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(
     server: BucketServer, config: TierConfig
 ) -> None:
     config = replace(config, timeout_s=0.3)
-    guarded = GuardedTier(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     names = [name_of(number) for number in range(100)]
     slots = [filled((4096,), number) for number in range(100)]
     spilled = await guarded.spill(names[:20], slots[:20])

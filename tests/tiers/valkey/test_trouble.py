@@ -274,7 +274,11 @@ async def test_connections_are_bounded_and_closed(server: Server, make: Make) ->
 
 def guarded_tier_of(tier: ValkeyTier, url: str, **values: Any) -> GuardedTier:
     return GuardedTier(
-        tier, url_config(url, **values), lambda word: SPACE, slot_bytes=4096, chance=lambda: 0.5
+        tier,
+        url_config(url, **values),
+        lambda generation: SPACE,
+        slot_bytes=4096,
+        chance=lambda: 0.5,
     )
 
 
