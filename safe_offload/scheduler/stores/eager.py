@@ -317,17 +317,17 @@ class EagerStores(StorePolicy):
             The host slots that hold the others.
         """
         group_idx = missing.group_idx
-        witnesses: list[Any] = hashes_of(blocks)
-        is_whole = all(witnesses)
+        hash_objects: list[Any] = hashes_of(blocks)
+        is_whole = all(hash_objects)
         if not is_whole:  # a window slid past some, or no hit can ever need them
-            if not any(witnesses):
+            if not any(hash_objects):
                 return []
-            blocks = needed(blocks, witnesses, None)
-            witnesses = needed(witnesses, witnesses, None)
+            blocks = needed(blocks, hash_objects, None)
+            hash_objects = needed(hash_objects, hash_objects, None)
         if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
             hashes = request.block_hashes[first : first + len(blocks)]
         else:
-            hashes = [get_block_hash(witness) for witness in witnesses]
+            hashes = [get_block_hash(hash_object) for hash_object in hash_objects]
         kept: list[Any] = list(map(self._directory.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
@@ -335,12 +335,12 @@ class EagerStores(StorePolicy):
                 return self._directory.filled(kept)
             is_missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, is_missing))
-            witnesses = list(compress(witnesses, is_missing))
+            hash_objects = list(compress(hash_objects, is_missing))
             hashes = list(compress(hashes, is_missing))
             kept = [slot for slot in kept if slot is not None]
         else:
             kept = []
-        missing.add(blocks, witnesses, hashes)
+        missing.add(blocks, hash_objects, hashes)
         if self._gpu.has_more_hashes:
             missing.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
         return self._directory.filled(kept) if kept else kept

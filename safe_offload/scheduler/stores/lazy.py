@@ -132,9 +132,9 @@ class LazyStores(StorePolicy):
         """
         length = len(next(iter(hashes), b""))
         for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
-            witness = block_hash_of(block)
-            if witness is not None and get_block_hash(witness)[-length:] in hashes:
-                self._avoided[block.block_id] = witness
+            hash_object = block_hash_of(block)
+            if hash_object is not None and get_block_hash(hash_object)[-length:] in hashes:
+                self._avoided[block.block_id] = hash_object
 
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
@@ -159,10 +159,10 @@ class LazyStores(StorePolicy):
         """Return what was watched, and was given away in this step; the rest is in the queue."""
         watched, self._watched, self._last_ahead = self._watched, [], None
         found = []
-        for blocks, witnesses in watched:
-            is_lost = list(map(is_not, hashes_of(blocks), witnesses))
+        for blocks, hash_objects in watched:
+            is_lost = list(map(is_not, hashes_of(blocks), hash_objects))
             if any(is_lost):
-                lost = list(compress(blocks, is_lost)), list(compress(witnesses, is_lost))
+                lost = list(compress(blocks, is_lost)), list(compress(hash_objects, is_lost))
                 found += self._missing(*lost)
         return found
 
@@ -185,13 +185,13 @@ class LazyStores(StorePolicy):
         return self._missing(blocks, hashes_of(blocks))
 
     def _missing(
-        self, blocks: Sequence[KVCacheBlock], witnesses: Sequence[bytes | None]
+        self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
         if self._avoided:
             avoided = map(self._avoided.get, [block.block_id for block in blocks])
-            pairs = zip(witnesses, avoided, strict=True)
-            witnesses = [None if w is known else w for w, known in pairs]
-        return missing_blocks(blocks, witnesses, self._gpu, self._hits.directory.tables)
+            pairs = zip(hash_objects, avoided, strict=True)
+            hash_objects = [None if h is known else h for h, known in pairs]
+        return missing_blocks(blocks, hash_objects, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:
         """Look at everything again, in the next step."""

@@ -126,14 +126,14 @@ class Outdated:
         own: set[bytes] = set()
         length = 0
         for block in (*present, *table.watched):
-            witness = block_hash_of(block)
-            if witness is None or block.block_id in anew_ids:
+            hash_object = block_hash_of(block)
+            if hash_object is None or block.block_id in anew_ids:
                 continue
             is_kept = block.block_id in kept_ids
             if not (is_kept or own):
                 own.update(state.request.block_hashes)
-                length = len(next(iter(own), witness))
-            if is_kept or get_block_hash(witness)[-length:] in own:
+                length = len(next(iter(own), hash_object))
+            if is_kept or get_block_hash(hash_object)[-length:] in own:
                 yield block, is_kept
 
     def _num_hashed(self, table: _Table, request: Request) -> int:
