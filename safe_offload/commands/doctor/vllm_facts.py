@@ -73,7 +73,7 @@ class VllmFacts:
 
 
 @dataclass(slots=True)
-class Probe:
+class VllmProbe:
     """The process that asks vLLM; it begins at once, so that other checks run beside it."""
 
     arguments: Sequence[str]  # of `vllm serve`

@@ -21,7 +21,7 @@ from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
 from safe_offload.commands.doctor.machine import Machine, Node, read_machine
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, Probe, VllmFacts
+from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, VllmFacts, VllmProbe
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
@@ -168,7 +168,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> An
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
-    return Probe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
+    return VllmProbe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
 
 
 @pytest.mark.slow
