@@ -132,7 +132,7 @@ def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[Offloa
 
 
 def _memory_findings(
-    machine: Machine, pools: Sequence[memory.Pool], trials: Sequence[Trial], *, is_gpu: bool
+    machine: Machine, pools: Sequence[memory.HostPool], trials: Sequence[Trial], *, is_gpu: bool
 ) -> list[Finding]:
     nodes = {trial.name: trial.node for trial in trials} if is_gpu else {}
     found = guarded("memory", memory.check_pool, machine, pools)
