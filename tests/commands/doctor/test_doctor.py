@@ -20,7 +20,7 @@ from safe_offload.commands.bench.tiny_models import write_tiny_model
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
-from safe_offload.commands.doctor.machine import Machine, Node, read_machine
+from safe_offload.commands.doctor.machine import Machine, NumaNode, read_machine
 from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, VllmFacts, VllmProbe
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
@@ -60,7 +60,7 @@ MACHINE = Machine(
     available_bytes=64 * GIB,
     machine_available_bytes=64 * GIB,
     huge_pages="madvise",
-    nodes={0: Node(32 * GIB, frozenset({0, 1})), 1: Node(32 * GIB, frozenset({2, 3}))},
+    nodes={0: NumaNode(32 * GIB, frozenset({0, 1})), 1: NumaNode(32 * GIB, frozenset({2, 3}))},
     allowed_nodes=frozenset({0, 1}),
     cores=frozenset({0, 1, 2, 3}),
 )
@@ -401,7 +401,7 @@ def test_without_a_model_it_says_what_is_not_known(examine):
     [
         ({"cores": frozenset({0, 1})}, "may not use the cores"),
         ({"allowed_nodes": frozenset({0})}, "may not use the memory"),
-        ({"nodes": {1: Node(GIB, frozenset({2, 3}))}}, "free there"),
+        ({"nodes": {1: NumaNode(GIB, frozenset({2, 3}))}}, "free there"),
     ],
 )
 def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, message):
