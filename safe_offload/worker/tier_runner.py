@@ -77,7 +77,7 @@ class HostSlots:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Pending:
+class PendingMessage:
     """A message that has been taken and not answered.
 
     The loop's thread changes it; vLLM's settles it if the loop has ended.
@@ -165,9 +165,9 @@ class TierRunner:
         self._share = share
         self._verifier = verifier
         # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
-        self._pending: dict[tuple[Operation, int], Pending] = {}
+        self._pending: dict[tuple[Operation, int], PendingMessage] = {}
         # On the loop's thread, but for the other end of the queue.
-        self._settled: deque[Pending] = deque()
+        self._settled: deque[PendingMessage] = deque()
         self._late_probes: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
@@ -185,7 +185,7 @@ class TierRunner:
 
     def probe(self, probe: Probe) -> None:
         """Ask the tiers, see `TieredProbe`."""
-        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.generation))
+        self._take(PendingMessage(Operation.PROBE, probe.probe_id, probe.keys, probe.generation))
 
     def fetch(self, fetch: TierTransfer) -> None:
         """Read each key from its origin; what is not there, from the nearest tier that has it."""
@@ -237,17 +237,17 @@ class TierRunner:
             gauges[series.is_out["write"]] = guarded.is_out_for_writing
         return {str(name): float(value) for name, value in gauges.items()}
 
-    def statistics(self) -> tuple[Pending, ...]:
+    def statistics(self) -> tuple[PendingMessage, ...]:
         """Return what has not been drained."""
         return tuple(self._pending.values())
 
-    def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
+    def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
         more = transfer.origins, transfer.slot_ids, places
-        return Pending(operation, number, keys, transfer.generation, *more)
+        return PendingMessage(operation, number, keys, transfer.generation, *more)
 
-    def _take(self, pending: Pending) -> None:
+    def _take(self, pending: PendingMessage) -> None:
         key = pending.operation, pending.number
         assert key not in self._pending
         self._pending[key] = pending
@@ -295,7 +295,7 @@ class TierRunner:
         self._slots.release()
         return True
 
-    def _spawn(self, pending: Pending) -> None:
+    def _spawn(self, pending: PendingMessage) -> None:
         if not self._closing.is_set():
             answering = self._answer(pending)
             try:
@@ -305,7 +305,7 @@ class TierRunner:
                 answering.close()
         self._settle(pending, FailureReason.NOT_RUNNING)
 
-    async def _answer(self, pending: Pending) -> None:
+    async def _answer(self, pending: PendingMessage) -> None:
         """Answer one message; no exception leaves this frame."""
         failure: FailureReason | None = None
         try:
@@ -338,7 +338,7 @@ class TierRunner:
             learned.told,
         )
 
-    async def _may_be_asked(self, pending: Pending) -> bool:
+    async def _may_be_asked(self, pending: PendingMessage) -> bool:
         """Return whether the tiers have a namespace for a message; wait for it if that is due."""
         if not self._is_known.is_set():
             timeout_s = None
@@ -349,7 +349,7 @@ class TierRunner:
                 await asyncio.wait_for(self._is_known.wait(), timeout_s)
         return self._is_known.is_set() and bool(pending.generation or not self.doubts)
 
-    async def _work(self, pending: Pending) -> None:
+    async def _work(self, pending: PendingMessage) -> None:
         pending.missing = list(pending.places)
         if await self._may_be_asked(pending):
             works = {
@@ -359,13 +359,13 @@ class TierRunner:
             }
             await works[pending.operation](pending)
 
-    async def _probe(self, pending: Pending) -> None:
+    async def _probe(self, pending: PendingMessage) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
         tiered_probe = TieredProbe(self.guarded_tiers, keys, pending.generation, self._late_probes)
         await tiered_probe.run()
         pending.tiers = bytes(tiered_probe.tiers)
 
-    async def _fetch(self, pending: Pending) -> None:
+    async def _fetch(self, pending: PendingMessage) -> None:
         missing, origins = pending.missing, pending.origins
         by_origin: dict[int, list[int]] = {}
         for place in missing:
@@ -387,19 +387,19 @@ class TierRunner:
             await self._verifier.note(np.array(slot_ids, dtype=np.int64))
         pending.missing = sorted(set(pending.places).difference(done))
 
-    async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
+    async def _read(self, pending: PendingMessage, number: int, places: Sequence[int]) -> list[int]:
         """Read objects from one tier; return the places of those that came."""
         guarded = self.guarded_tiers[number - 1]
         results = await guarded.fetch(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [result is Result.DONE for result in results]))
 
     def _named(
-        self, pending: Pending, guarded: GuardedTier, places: Sequence[int]
+        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Buffers]]:
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
         return guarded.names(pending.keys_at(places), pending.generation), slots
 
-    async def _spill(self, pending: Pending) -> None:
+    async def _spill(self, pending: PendingMessage) -> None:
         places = pending.missing
         if self._verifier is not None:
             places = await self._unchanged(pending, self._verifier)
@@ -416,13 +416,13 @@ class TierRunner:
         pending.missing = sorted(set(pending.places).difference(taken))
 
     async def _write(
-        self, pending: Pending, guarded: GuardedTier, places: Sequence[int]
+        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
     ) -> list[int]:
         """Write objects to one tier; return the places of those that it has then."""
         results = await guarded.spill(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
 
-    async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
+    async def _unchanged(self, pending: PendingMessage, verifier: Verifier) -> list[int]:
         """Return the places of a spill whose slots hold what was stored in them."""
         slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
         bad = await verifier.changed(slot_ids)
@@ -430,7 +430,7 @@ class TierRunner:
             logger.warning("Slots %s are not what was stored in them, and are not spilled.", bad)
         return [place for place in pending.places if pending.slot_ids[place] not in bad]
 
-    def _settle(self, pending: Pending, failure: FailureReason | None = None) -> None:
+    def _settle(self, pending: PendingMessage, failure: FailureReason | None = None) -> None:
         assert not pending.is_settled
         pending.failure = failure
         pending.is_settled = True
