@@ -25,7 +25,7 @@ __all__ = [
     "BlockSet",
     "GpuBlocks",
     "Home",
-    "Place",
+    "QueuePlace",
     "block_hash_of",
     "find_more_keys",
     "get_block_hash",
@@ -72,7 +72,7 @@ class Home:
 
 
 @dataclass(slots=True)
-class Place:
+class QueuePlace:
     """A block in the queue of free blocks, with its neighbour, to see that it is still there."""
 
     block: KVCacheBlock
@@ -80,7 +80,7 @@ class Place:
     block_hash: bytes | None
 
     @classmethod
-    def of(cls, block: KVCacheBlock) -> Place:
+    def of(cls, block: KVCacheBlock) -> QueuePlace:
         """Return where a free block is now."""
         return cls(block, block.prev_free_block, block_hash_of(block))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.blocks import (
     BlockSet,
-    Place,
+    QueuePlace,
     block_hash_of,
     get_block_hash,
     hashes_of,
@@ -62,11 +62,11 @@ class LazyStores(StorePolicy):
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
         """What may be lost before the next plan, with the hash objects of then."""
         self._num_seen = 0
-        self._middle: Place | None = None
+        self._middle: QueuePlace | None = None
         """A block at half the distance; the walk begins again when it has left its place."""
-        self._last: Place | None = None
+        self._last: QueuePlace | None = None
         """The last block that the walk has seen."""
-        self._last_ahead: Place | None = None
+        self._last_ahead: QueuePlace | None = None
         """The last block that `look_ahead` has seen since the last plan."""
         self._avoided: dict[int, bytes] = {}
         """By block id, a hash whose tokens were never computed."""
@@ -89,7 +89,7 @@ class LazyStores(StorePolicy):
             seen = self._last.block if self._last is not None and self._last.stands() else None
         blocks = self._gpu.free_blocks(num_blocks, seen)
         if blocks:
-            self._last_ahead = Place.of(blocks[-1])
+            self._last_ahead = QueuePlace.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
     def finish(self, state: RequestState) -> None:
@@ -173,7 +173,7 @@ class LazyStores(StorePolicy):
             blocks = self._gpu.free_blocks(self._num_ahead)
             self._num_seen = 0
             half = min(len(blocks), self._num_step_blocks)
-            self._middle = Place.of(blocks[half - 1]) if blocks else None
+            self._middle = QueuePlace.of(blocks[half - 1]) if blocks else None
         elif self._num_seen < self._num_ahead:
             blocks = self._gpu.free_blocks(self._num_ahead - self._num_seen, last.block)
         else:
@@ -181,7 +181,7 @@ class LazyStores(StorePolicy):
         if not blocks:
             return []
         self._num_seen += len(blocks)
-        self._last = Place.of(blocks[-1])
+        self._last = QueuePlace.of(blocks[-1])
         return self._missing(blocks, hashes_of(blocks))
 
     def _missing(
