@@ -44,7 +44,7 @@ class Operation(enum.Enum):
     SPILL = "spill"
 
 
-class State(enum.Enum):
+class BreakerState(enum.Enum):
     """Of a circuit breaker: in between it is half open."""
 
     CLOSED = "closed"
@@ -58,10 +58,10 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.CLOSED: {State.OPEN},
-    State.OPEN: {State.READY, State.CLOSED},
-    State.READY: {State.TRYING, State.CLOSED},
-    State.TRYING: {State.OPEN, State.CLOSED, State.READY},
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.READY, BreakerState.CLOSED},
+    BreakerState.READY: {BreakerState.TRYING, BreakerState.CLOSED},
+    BreakerState.TRYING: {BreakerState.OPEN, BreakerState.CLOSED, BreakerState.READY},
 }
 
 
@@ -71,7 +71,7 @@ class Breaker:
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self._name = name
         self._chance = chance
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self._num_failures = 0
         self._pause_s = PAUSE_S
 
@@ -80,46 +80,46 @@ class Breaker:
 
     def admits(self) -> bool:
         """Return whether a call may be made; if so, one of the three below must follow."""
-        if self.state is State.READY:
-            self._become(State.TRYING)
+        if self.state is BreakerState.READY:
+            self._become(BreakerState.TRYING)
             return True
-        return self.state is State.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def withdraw(self) -> None:
         """Let the next call be the trial, if the one that was has been given up."""
-        if self.state is State.TRYING:
-            self._become(State.READY)
+        if self.state is BreakerState.TRYING:
+            self._become(BreakerState.READY)
 
     def succeed(self) -> None:
         """A call has worked."""
         self._num_failures = 0
-        if self.state is not State.CLOSED:
-            self._become(State.CLOSED)
+        if self.state is not BreakerState.CLOSED:
+            self._become(BreakerState.CLOSED)
             self._pause_s = PAUSE_S
             logger.info("%s works again.", self._name)
 
     def fail(self, problem: str) -> None:
         """A call has failed."""
         self._num_failures += 1
-        if self.state is State.CLOSED and self._num_failures >= FAILURES_MAX:
+        if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
             logger.warning(
                 "%s has failed %d times in a row, last because %s. It is left alone and tried "
                 "again in about %g s, then after longer pauses. Requests are served without it "
                 "meanwhile.",
                 *(self._name, self._num_failures, problem, self._pause_s),
             )
-        elif self.state is not State.TRYING:
+        elif self.state is not BreakerState.TRYING:
             return
-        self._become(State.OPEN)
+        self._become(BreakerState.OPEN)
         pause_s = self._pause_s * (0.5 + self._chance())
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asyncio.get_running_loop().call_later(pause_s, self._end_pause)
 
     def _end_pause(self) -> None:
-        if self.state is State.OPEN:
-            self._become(State.READY)
+        if self.state is BreakerState.OPEN:
+            self._become(BreakerState.READY)
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: BreakerState) -> None:
         assert state in _NEXT[self.state], (self.state, state)
         self.state = state
 
@@ -191,12 +191,12 @@ class GuardedTier:
     def is_out(self) -> bool:
         """Return whether the tier is left alone by reads."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
-        return any(breaker.state is not State.CLOSED for breaker in reading)
+        return any(breaker.state is not BreakerState.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
         """Return whether the tier is left alone by writes."""
-        return self._breakers[Operation.SPILL].state is not State.CLOSED
+        return self._breakers[Operation.SPILL].state is not BreakerState.CLOSED
 
     def namespace(self, generation: str) -> bytes:
         """Return the namespace for the generation of a message."""
@@ -221,7 +221,7 @@ class GuardedTier:
     async def try_out(self) -> None:
         """Probe until there is an answer, or the log says that the tier cannot work."""
         name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
-        while self._breakers[Operation.PROBE].state is State.CLOSED:
+        while self._breakers[Operation.PROBE].state is BreakerState.CLOSED:
             if await self.probe([name]) is not None:
                 return
 
@@ -231,8 +231,8 @@ class GuardedTier:
         Cancelled, it counts as neither success nor failure.
         """
         breaker = self._breakers[Operation.PROBE]
-        is_trial = breaker.state is State.READY
-        if self._breakers[Operation.FETCH].state is State.OPEN or not breaker.admits():
+        is_trial = breaker.state is BreakerState.READY
+        if self._breakers[Operation.FETCH].state is BreakerState.OPEN or not breaker.admits():
             self._note(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
             return None
         loop = asyncio.get_running_loop()
