@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from safe_offload.tiers.valkey.commands import SLOTS, words_of
 from safe_offload.tiers.valkey.login import Address, Login, LoginError, command, refused
-from safe_offload.tiers.valkey.replies import Problem, Tree
+from safe_offload.tiers.valkey.replies import ErrorReply, Tree
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
 NUM_SLOTS: Final = 16_384
@@ -277,7 +277,7 @@ class Servers:
         self._home.close()
 
     def _learn(self, asked: Node, reply: Tree) -> None:
-        if isinstance(reply, Problem):  # "cluster support disabled", or CLUSTER is unknown
+        if isinstance(reply, ErrorReply):  # "cluster support disabled", or CLUSTER is unknown
             if reply.code == "NOAUTH":
                 raise refused(reply, asked.address)
             if reply.code in ("LOADING", "CLUSTERDOWN"):
