@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from safe_offload.commands.doctor.findings import Finding, info, ok, refusal, warning
 from safe_offload.commands.doctor.machine import Machine
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts
+from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
@@ -29,7 +29,7 @@ class HostPool:
 
 
 def pools_of(
-    configs: Sequence[OffloadConfig], engine: EngineFacts | None, model: ModelFacts | None
+    configs: Sequence[OffloadConfig], engine: EngineConfigFacts | None, model: ModelFacts | None
 ) -> list[HostPool]:
     """Return the pool of each connector, as far as engine and model are known."""
     num_ranks = 1 if engine is None else engine.num_local_ranks

@@ -21,7 +21,12 @@ from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
 from safe_offload.commands.doctor.machine import Machine, NumaNode, read_machine
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, VllmFacts, VllmProbe
+from safe_offload.commands.doctor.vllm_facts import (
+    EngineConfigFacts,
+    ModelFacts,
+    VllmFacts,
+    VllmProbe,
+)
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
@@ -29,7 +34,7 @@ from safe_offload.worker.copies import cpu
 NAME = "SafeCPUOffloadConnector"
 CPU = torch.device("cpu")
 
-ENGINE = EngineFacts(
+ENGINE = EngineConfigFacts(
     prefix_caching=True,
     hash_algorithm="sha256",
     transfer_config={"kv_connector": NAME},
