@@ -28,7 +28,7 @@ from safe_offload.observe.counters import Count, Counters
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.geometry import Geometry
+    from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
@@ -83,7 +83,7 @@ class SharedLoads:
         wait_max_s: of one request, over its whole life.
     """
 
-    def __init__(self, geometry: Geometry, wait_max_s: float, counters: Counters) -> None:
+    def __init__(self, geometry: GroupGeometry, wait_max_s: float, counters: Counters) -> None:
         self._geometry = geometry
         self._wait_max_s = wait_max_s
         self._counters = counters

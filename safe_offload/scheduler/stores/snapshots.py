@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.geometry import Geometry
+    from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.requests import RequestState
 
 _NO_WITNESS = b"given away"
@@ -101,7 +101,7 @@ class Snapshot:
 class Camera:
     """Takes snapshots, and finds in them what is not stored; it has no state."""
 
-    def __init__(self, geometry: Geometry, gpu: GpuBlocks) -> None:
+    def __init__(self, geometry: GroupGeometry, gpu: GpuBlocks) -> None:
         self._geometry = geometry
         self._gpu = gpu
         # The tables of other groups do not tell which tokens a block holds.
