@@ -117,7 +117,7 @@ class RequestState:
         return is_new
 
     def mend(self, num_loads: int) -> None:
-        """After an internal error: so many of its loads are left."""
+        """After an internal error: `num_loads` of its loads are left."""
         self.num_loads = num_loads
 
     def announced(self) -> None:

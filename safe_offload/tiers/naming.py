@@ -80,7 +80,7 @@ def is_after_reset(described: bytes) -> bool:
 def _read_description(described: bytes) -> dict[str, Any]:
     try:
         read = json.loads(described)
-    except (ValueError, RecursionError):  # anybody may have written it
+    except (ValueError, RecursionError):  # anyone may have written it
         return {}
     return read if isinstance(read, dict) else {}
 

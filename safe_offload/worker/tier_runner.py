@@ -320,7 +320,7 @@ class TierRunner:
     def _learn(self, namespace_facts: NamespaceFacts) -> None:
         try:
             learned = namespace_facts.learn(self._is_over.is_set)
-        except Exception as error:  # whatever is wrong with somebody's files
+        except Exception as error:  # whatever is wrong with the files
             logger.exception("What the model's files hold could not be learned")
             learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
         if learned is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
 
 FAILED_LOADS_MAX = 3
-"""A request is offered no more hits once so many of its loads have failed."""
+"""Loads of a request that may fail before it is offered no more hits."""
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class Loads:
         """Whether a load is expected to bring what a request needs before it could be computed.
 
         Args:
-            num_tokens_max: the request has a use for so many after those that the GPU has.
+            num_tokens_max: the most that the request has a use for after those that the GPU has.
         """
         num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)

@@ -22,7 +22,7 @@ class _Table:
     """A block table of such a request.
 
     Attributes:
-        num_seen: so many of its first blocks had their hashes taken, and get none again.
+        num_seen: of its first blocks, those whose hashes were taken; they get none again.
         watched: those after them, at the last look. They may leave the table with a new hash.
     """
 
@@ -43,7 +43,7 @@ class Outdated:
 
     Args:
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
-            anybody has a hash for as long as there are such requests.
+            any request has a hash for as long as there are such requests.
 
     Attributes:
         tables: of these requests; read only outside.

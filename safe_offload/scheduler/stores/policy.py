@@ -42,7 +42,7 @@ class StorePolicy:
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
 
     def look_ahead(self, num_tokens: int) -> None:
-        """A request may be scheduled that has a hit of so many tokens, on the GPU or here."""
+        """A request may be scheduled that has a hit of `num_tokens`, on the GPU or here."""
 
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""

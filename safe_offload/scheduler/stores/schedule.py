@@ -2,7 +2,7 @@
 
 A request that computes its prompt fills blocks in every step; one that decodes fills one in many
 steps, and it is known when at the earliest. Its blocks stay where they are for as long as it runs,
-so there is no hurry: those that decode are looked at together, every so many steps, and what they
+so there is no hurry: those that decode are looked at together, once in several steps, and what they
 have filled goes into one store. If one ends or is preempted before, it is looked at then.
 """
 

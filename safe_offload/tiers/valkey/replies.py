@@ -97,7 +97,7 @@ class Want:
         return None
 
     def took(self, count: int) -> None:
-        """So many bytes have come to where they belong."""
+        """`count` bytes have come to where they belong."""
         raise AssertionError("it has no memory of its own")
 
     def read(self, data: bytearray, start: int, end: int) -> int:
