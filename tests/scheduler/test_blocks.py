@@ -1,4 +1,4 @@
-"""Block sets: a block that was given away is seen, whoever took it, and parts stay in step."""
+"""Block sets: a block that was given away is seen, whatever took it, and parts stay in step."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class TierOptions:
 
     Attributes:
         ticks_max: how late an operation may end.
-        num_objects_max: it evicts what was used least recently beyond so many; 0: never.
-        latency_ticks: nothing happens to an operation before about so many.
+        num_objects_max: it evicts what was used least recently beyond this many; 0: never.
+        latency_ticks: nothing happens to an operation before about this many.
         is_local: each engine has one of its own.
     """
 

@@ -1,4 +1,4 @@
-"""A write that is refused does not empty the cache, whoever has the room."""
+"""A write that is refused does not empty the cache, whichever process has the room."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def test_nobody_shares_if_one_rank_cannot_map_the_memory(make_ranks, monkeypatch
 @pytest.mark.parametrize("num_messages", [0, 1], ids=["before its terms", "before it has mapped"])
 def test_nobody_shares_if_a_rank_dies_on_the_way(make_ranks, num_messages):
     ranks = make_ranks(3)
-    # Who comes when the first rank has given up finds nobody, and waits as long as it may.
+    # Who comes when the first rank has given up finds none, and waits as long as it may.
     futures = [ranks.start(0, timeout_s=3.0), ranks.start(1, timeout_s=3.0)]
     with new_socket() as dying:
         while True:
