@@ -154,7 +154,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (tests/test_layering.py).
-        from safe_offload.tiers.namespace.namespace import meaning_of
+        from safe_offload.tiers.namespace.namespace import namespace_facts_of
         from safe_offload.worker.bridge import WorkerBridge
         from safe_offload.worker.opening import Opening
 
@@ -167,7 +167,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             rank=parallel.rank,
             num_ranks_on_host=1 if are_counted else engine_config.num_ranks_on_host(parallel),
             is_child=parallel.distributed_executor_backend == "mp",
-            meaning_of=functools.partial(meaning_of, self._vllm_config, self._kv_cache_config),
+            namespace_facts_of=functools.partial(
+                namespace_facts_of, self._vllm_config, self._kv_cache_config
+            ),
         )
         return WorkerBridge(opening)
 
@@ -231,12 +233,12 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             self._contain("update_state_after_alloc", error)
             if num_external_tokens > 0:
-                self._owe_failure(request)
+                self._announce_failure(request)
 
     @contained(lambda: None)
-    def _owe_failure(self, request: Request) -> None:
+    def _announce_failure(self, request: Request) -> None:
         """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
-        self.scheduler.owe_failure(request)
+        self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See KVConnectorBase_V1."""

@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Every byte of a block, once: disjoint segments of so many GPU blocks."""
+    """Every byte of a block, once: disjoint segments of `num_blocks` GPU blocks."""
 
     segments: tuple[Segment, ...]
     num_blocks: int

@@ -113,12 +113,12 @@ class Probe:
 
     Attributes:
         probe_id: unique over the life of the engine, growing.
-        word: a part of the namespace, new after a reset; empty before the first.
+        generation: a part of the namespace, new after a reset; empty before the first.
     """
 
     probe_id: int
     keys: Keys
-    word: str = ""
+    generation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TierTransfer:
     Attributes:
         transfer_id: as of a `Transfer`; the two never share one.
         slot_ids: leased; one for each key.
-        word: as of a `Probe`.
+        generation: as of a `Probe`.
         origins: for each key n if the n-th tier has it, as far as is known, counted from 1; 0 if
             none is known to. Empty: all are 0. A fetch looks there first. A spill goes to all
             tiers if it is 0, else to those nearer than it that keep (`TierConfig.keep`).
@@ -137,7 +137,7 @@ class TierTransfer:
     transfer_id: int
     keys: Keys
     slot_ids: array[int]
-    word: str = ""
+    generation: str = ""
     origins: bytes = b""
 
     def __post_init__(self) -> None:

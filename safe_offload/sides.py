@@ -61,7 +61,7 @@ class SchedulerSide(Side):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was given blocks."""
 
-    def owe_failure(self, request: Any) -> None:
+    def announce_failure(self, request: Any) -> None:
         """A load that vLLM waits for was not planned."""
 
     def build_connector_meta(self, scheduler_output: Any, now_s: float) -> StepPlan:

@@ -55,7 +55,7 @@ def test_the_cores_come_back_after_an_error(make_cores):
 
 @pytest.mark.parametrize("parent", [{2}, {1}, {0, 1, 3}], ids=["the same", "another", "others"])
 def test_cores_that_do_not_hold_the_own_ones_are_not_taken(make_cores, parent):
-    """Somebody has bound this process to cores that its parent does not have."""
+    """This process has been bound to cores that its parent does not have."""
     cores = make_cores(own={2}, parent=parent)
     with on_other_cores():
         assert cores.of[OWN] == {2}

@@ -60,7 +60,7 @@ class Setting:
     help: str
 
 
-class Place(str):
+class NestedKey(str):
     """A key inside of another setting; `within` are the keys around it, as Python writes them.
 
     Without any, it is no key itself, but such keys.
@@ -68,7 +68,7 @@ class Place(str):
 
     within: str
 
-    def __new__(cls, key: str, within: str) -> "Place":
+    def __new__(cls, key: str, within: str) -> "NestedKey":
         place = super().__new__(cls, key)
         place.within = within
         return place
@@ -260,7 +260,7 @@ def text() -> Kind:
 def refuse(key: str, value: object, problem: str, allowed: str, fix: str) -> NoReturn:
     """Raise a ConfigError: what is wrong with a value, what is allowed, what to write instead."""
     where = f'["{key}"]'
-    if isinstance(key, Place):
+    if isinstance(key, NestedKey):
         where = f"{key.within}{where}" if key.within else str(key)
     if key.startswith("--"):
         raise ConfigError(

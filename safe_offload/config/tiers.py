@@ -14,7 +14,7 @@ from safe_offload.config.printing import NOT_SHOWN, shown, shown_key
 from safe_offload.config.settings import (
     MAX_BYTES_PER_RANK,
     Kind,
-    Place,
+    NestedKey,
     choice,
     count,
     duration,
@@ -252,7 +252,7 @@ def tiers() -> Kind:
                     problem = f'tier {other + 1}, ["{key}"][{other}], has the same {what}'
                     url = written[URL_KEY]
                     fix = "remove one of the two"
-                    refuse(Place(URL_KEY, place), url, problem, URL_FORMS, fix)
+                    refuse(NestedKey(URL_KEY, place), url, problem, URL_FORMS, fix)
             found.append(tier)
             _require_alike(found, value, place)
         return tuple(found)
@@ -264,7 +264,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     """Return one tier of the list under `key`, or a ConfigError that says where it stands."""
     if not isinstance(written, Mapping):
         refuse(
-            Place(place, ""),
+            NestedKey(place, ""),
             NOT_SHOWN,
             "this is not a mapping",
             f"a mapping with the keys {', '.join(TIER_KEYS)}",
@@ -273,7 +273,7 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
     for name in written:
         if name not in TIER_KEYS:
             refuse(
-                Place(f"{place}[{shown_key(name)}]", ""),
+                NestedKey(f"{place}[{shown_key(name)}]", ""),
                 NOT_SHOWN,
                 "this is not a setting of a tier",
                 f"the keys {', '.join(TIER_KEYS)}",
@@ -281,11 +281,11 @@ def _read_tier(key: str, place: str, written: object) -> TierConfig:
             )
     if URL_KEY not in written:
         allowed, fix = URL_FORMS, f'write "{URL_KEY}": "file:///mnt/nvme/kv" into it'
-        refuse(Place(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
-    location = URL.kind.read(Place(URL_KEY, place), written[URL_KEY])
+        refuse(NestedKey(place, ""), dict(written), f'it has no "{URL_KEY}"', allowed, fix)
+    location = URL.kind.read(NestedKey(URL_KEY, place), written[URL_KEY])
     _require_fitting(location, place, written)
     values: dict[str, Any] = {
-        field: row.kind.read(Place(row.key, place), written[row.key])
+        field: row.kind.read(NestedKey(row.key, place), written[row.key])
         for field, row in TIER_SETTINGS.items()
         if row.key in written
     }
@@ -298,14 +298,14 @@ def _require_fitting(location: Location, place: str, written: Mapping[str, objec
         if key in written and location.scheme not in schemes:
             which = f"{EXAMPLES[location.scheme].partition(':')[0]}:// has no such setting"
             allowed = "it beside " + ", ".join(f"{each}://" for each in schemes)
-            refuse(Place(key, place), written[key], which, allowed, f"remove it{instead}")
+            refuse(NestedKey(key, place), written[key], which, allowed, f"remove it{instead}")
     if location.password and "password_file" in written:
         problem, fix = "the url has a password too", "remove the password from the url"
-        refuse(Place("password_file", place), NOT_SHOWN, problem, "one of the two", fix)
+        refuse(NestedKey("password_file", place), NOT_SHOWN, problem, "one of the two", fix)
     if ("cert_file" in written) != ("key_file" in written):
         has, lacks = ("cert_file", "key_file")[:: 1 if "cert_file" in written else -1]
         fix = f'add "{lacks}"'
-        refuse(Place(has, place), written[has], f'"{lacks}" is missing', "both or none", fix)
+        refuse(NestedKey(has, place), written[has], f'"{lacks}" is missing', "both or none", fix)
 
 
 def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) -> None:
@@ -317,7 +317,7 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
         first, last = (value[i].get(row.key, row.default) for i in (0, len(found) - 1))
         more = shown(first if getattr(found[0], field) else last)
         refuse(
-            Place(row.key, place),
+            NestedKey(row.key, place),
             last,
             f"the first tier has {shown(first)}, and what is written goes to all tiers",
             _ALIKE,
@@ -326,7 +326,7 @@ def _require_alike(found: list[TierConfig], value: Sequence[Any], place: str) ->
     has_key = [each.hmac_key_file is not None for each in (found[0], found[-1])]
     if has_key[0] != has_key[1]:
         refuse(
-            Place("hmac_key_file", place),
+            NestedKey("hmac_key_file", place),
             NOT_SHOWN if has_key[1] else None,
             f"the first tier has {'one' if has_key[0] else 'none'}: {MIXED_KEYS}",
             _ALIKE,

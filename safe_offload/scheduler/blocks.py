@@ -4,9 +4,9 @@ Nothing here changes a block or its reference count; only `forget_hashes` has vL
 It reads inner parts of vLLM's KV cache manager and block pool (vLLM 0.31 to 0.33,
 v1/core/block_pool.py and single_type_kv_cache_manager.py).
 
-Whether a block was given away shows in its hash *object*, its witness: vLLM resets it when it
-reallocates the block and builds a new object when it caches the block again. So a block whose hash
-is not its witness was given away, to a request, a load, a copy-on-write or another connector.
+Whether a block was given away shows in its hash *object*: vLLM resets it when it reallocates the
+block and builds a new object when it caches the block again. So a block whose hash is not the
+object that was noted was given away, to a request, a load, a copy-on-write or another connector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "BlockSet",
     "GpuBlocks",
     "Home",
-    "Place",
+    "QueuePlace",
     "block_hash_of",
     "find_more_keys",
     "get_block_hash",
@@ -72,7 +72,7 @@ class Home:
 
 
 @dataclass(slots=True)
-class Place:
+class QueuePlace:
     """A block in the queue of free blocks, with its neighbour, to see that it is still there."""
 
     block: KVCacheBlock
@@ -80,7 +80,7 @@ class Place:
     block_hash: bytes | None
 
     @classmethod
-    def of(cls, block: KVCacheBlock) -> Place:
+    def of(cls, block: KVCacheBlock) -> QueuePlace:
         """Return where a free block is now."""
         return cls(block, block.prev_free_block, block_hash_of(block))
 
@@ -101,7 +101,7 @@ class BlockSet:
     Attributes:
         group_idx: the group.
         blocks: vLLM's block objects.
-        witnesses: the hash object of each.
+        hash_objects: the hash object of each.
         hashes: of each, without its group: what its bytes are found under.
         more_keys: by its hash, what else a block is known under; most have one hash.
         homes: the block tables that they are in, if none of the blocks can leave them before the
@@ -110,7 +110,7 @@ class BlockSet:
 
     group_idx: int
     blocks: list[KVCacheBlock] = field(default_factory=list)
-    witnesses: list[bytes] = field(default_factory=list)
+    hash_objects: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     more_keys: dict[bytes, list[Key]] = field(default_factory=dict)
     homes: list[Home] | None = None
@@ -119,13 +119,13 @@ class BlockSet:
         """Whether one of the blocks may hold something else by now."""
         if self.homes is not None and all(home.stands() for home in self.homes):
             return False
-        return any(map(is_not, hashes_of(self.blocks), self.witnesses))
+        return any(map(is_not, hashes_of(self.blocks), self.hash_objects))
 
     def intact(self) -> BlockSet:
         """Return those that were not given away."""
         if not self.given_away():
             return self
-        return self.keep(list(map(is_, hashes_of(self.blocks), self.witnesses)))
+        return self.keep(list(map(is_, hashes_of(self.blocks), self.hash_objects)))
 
     def keep(self, wanted: list[bool]) -> BlockSet:
         """Return those for which `wanted` is true."""
@@ -140,22 +140,24 @@ class BlockSet:
         return BlockSet(
             self.group_idx,
             [self.blocks[index] for index in indices],
-            [self.witnesses[index] for index in indices],
+            [self.hash_objects[index] for index in indices],
             hashes,
             more_keys,
             self.homes,
         )
 
-    def add(self, blocks: list[KVCacheBlock], witnesses: list[bytes], hashes: list[bytes]) -> None:
-        """Take in more, one witness and hash for each block."""
+    def add(
+        self, blocks: list[KVCacheBlock], hash_objects: list[bytes], hashes: list[bytes]
+    ) -> None:
+        """Take in more, one hash object and hash for each block."""
         self.blocks += blocks
-        self.witnesses += witnesses
+        self.hash_objects += hash_objects
         self.hashes += hashes
 
-    def append(self, block: KVCacheBlock, witness: bytes, block_hash: bytes) -> None:
+    def append(self, block: KVCacheBlock, hash_object: bytes, block_hash: bytes) -> None:
         """Take in one more."""
         self.blocks.append(block)
-        self.witnesses.append(witness)
+        self.hash_objects.append(hash_object)
         self.hashes.append(block_hash)
 
 
@@ -277,8 +279,10 @@ class GpuBlocks:
 
     def cached_hashes(self) -> set[bytes]:
         """Return the hash of each block of vLLM's prefix cache; takes time for every block."""
-        witnesses = hashes_of(self._pool.blocks)
-        return {get_block_hash(witness) for witness in witnesses if witness is not None}
+        hash_objects = hashes_of(self._pool.blocks)
+        return {
+            get_block_hash(hash_object) for hash_object in hash_objects if hash_object is not None
+        }
 
     def more_hashes(self, block_id: int) -> list[bytes]:
         """Return by what hashes, with their group, vLLM knows a block beside its own."""
@@ -293,7 +297,7 @@ class GpuBlocks:
 
 def missing_blocks(
     blocks: Sequence[KVCacheBlock],
-    witnesses: Sequence[bytes | None],
+    hash_objects: Sequence[bytes | None],
     gpu: GpuBlocks,
     tables: Sequence[Mapping[bytes, int]],
 ) -> list[BlockSet]:
@@ -302,19 +306,19 @@ def missing_blocks(
     Of blocks that hold the same, as two requests may have computed it, it is the first.
 
     Args:
-        witnesses: the hash object of each; None if vLLM has not hashed it.
+        hash_objects: the hash object of each; None if vLLM has not hashed it.
         tables: what the host has, for each group.
     """
     by_group = [BlockSet(group_idx) for group_idx in range(len(tables))]
     seen: set[bytes] = set()
-    for block, witness in zip(blocks, witnesses, strict=True):
-        if witness is None or witness in seen:
+    for block, hash_object in zip(blocks, hash_objects, strict=True):
+        if hash_object is None or hash_object in seen:
             continue
-        block_hash = get_block_hash(witness)
-        group_idx = get_group_id(witness) if len(by_group) > 1 else 0
+        block_hash = get_block_hash(hash_object)
+        group_idx = get_group_id(hash_object) if len(by_group) > 1 else 0
         if block_hash not in tables[group_idx]:
-            seen.add(witness)
-            by_group[group_idx].append(block, witness, block_hash)
+            seen.add(hash_object)
+            by_group[group_idx].append(block, hash_object, block_hash)
     missing = [block_set for block_set in by_group if block_set.blocks]
     if gpu.has_more_hashes:
         for block_set in missing:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Geometry:
+class GroupGeometry:
     """Sizes of blocks and groups; nothing here changes.
 
     Args:

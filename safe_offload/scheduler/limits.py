@@ -20,8 +20,8 @@ class Limits:
     """What a request allows; None is no limit, 0 is nothing.
 
     Attributes:
-        store_tokens: only blocks that end within so many first tokens are stored.
-        load_tokens: at most so many tokens, after those that the GPU has, come from the host.
+        store_tokens: only blocks that end within this many first tokens are stored.
+        load_tokens: the most tokens, after those that the GPU has, come from the host.
     """
 
     store_tokens: int | None = None

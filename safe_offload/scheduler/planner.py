@@ -26,7 +26,7 @@ from safe_offload.protocol import (
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
-from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from safe_offload.scheduler.no_tiers import NoTiers
 from safe_offload.scheduler.pending import Load, Store
 from safe_offload.scheduler.ranks import Ranks
@@ -79,7 +79,7 @@ class PlannerOptions:
         num_steps_in_flight: see `cost.StepWatch`.
         waits_when_idle: workers may wait for news in a step that computes nothing.
         tiers: below host memory, the nearest first.
-        tells_media_ids, new_word: see `TierContext`.
+        tells_media_ids, new_generation: see `TierContext`.
     """
 
     num_ranks: int
@@ -96,7 +96,7 @@ class PlannerOptions:
     waits_when_idle: bool = True
     tiers: tuple[TierConfig, ...] = ()
     tells_media_ids: bool = False
-    new_word: Callable[[], str] = secrets.token_hex
+    new_generation: Callable[[], str] = secrets.token_hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,11 @@ class Planner(SchedulerSide):
         if tiered_hits is not None and options.tiers:
             what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
             context = TierContext(
-                *what, num_ranks, options.slot_bytes, options.new_word, options.tells_media_ids
+                *what,
+                num_ranks,
+                options.slot_bytes,
+                options.new_generation,
+                options.tells_media_ids,
             )
             self.tiers = Tiers(tiered_hits, context)
         self.outdated = Outdated(gpu, has_states=hits.geometry.has_states)
@@ -244,7 +248,7 @@ class Planner(SchedulerSide):
         num_tokens = self.loads.match(state, num_computed_tokens, now_s)
         if num_tokens is not None:
             if self.options.is_lazy and (num_computed_tokens or num_tokens):
-                self.policy.expect(num_computed_tokens + num_tokens)
+                self.policy.look_ahead(num_computed_tokens + num_tokens)
             self.tiers.matched(state)
         return num_tokens
 
@@ -276,11 +280,11 @@ class Planner(SchedulerSide):
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
         self.policy.preempt(state)
-        self.stores.let_go_prefix(state)
+        self.stores.release_prefix(state)
 
-    def owe_failure(self, request: Request) -> None:
+    def announce_failure(self, request: Request) -> None:
         """vLLM waits for a load that could not be planned: tell it to recompute."""
-        self.loads.owe_failure(self.on_new_request(request))
+        self.loads.announce_failure(self.on_new_request(request))
 
     def request_finished(self, request: Request) -> None:
         """Store what is still unstored, give up all leases but those in flight.
@@ -543,7 +547,7 @@ class Planner(SchedulerSide):
         self.hits.slots.forget_all()
         for state in self.book:
             self.loads.reset(state)
-            self.stores.let_go_prefix(state)
+            self.stores.release_prefix(state)
         self.loads.fail_all()
         self.stores.reset()
         self.tiers.reset(is_vouched_for=cause is None)

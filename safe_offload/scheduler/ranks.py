@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 FAILED_IN_A_ROW_MAX = 100
-"""So many copies of a rank may fail, none in between ending well, before we give it up."""
+"""Copies of a rank that may fail, none in between ending well, before we give it up."""
 
 
 class Ranks:

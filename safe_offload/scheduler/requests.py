@@ -109,7 +109,7 @@ class RequestState:
             self.move(Phase.WAITING)
         self.num_loads -= 1  # last: while it counts, an error before ends in a failure
 
-    def owe_failure(self) -> bool:
+    def announce_failure(self) -> bool:
         """vLLM waits for a load that was not planned; return whether nothing announces that yet."""
         self.is_announced = False
         is_new = not self.num_loads
@@ -117,7 +117,7 @@ class RequestState:
         return is_new
 
     def mend(self, num_loads: int) -> None:
-        """After an internal error: so many of its loads are left."""
+        """After an internal error: `num_loads` of its loads are left."""
         self.num_loads = num_loads
 
     def announced(self) -> None:

@@ -19,7 +19,7 @@ Facts = MutableMapping[str, str]
 def open_tier(
     config: TierConfig, slot_bytes: int, facts: Facts
 ) -> tuple[Tier, Callable[[str], bytes]]:
-    """Return the tier of a place, and what makes a namespace of the word of a message.
+    """Return the tier of a place, and what makes a namespace of the generation of a message.
 
     Only the file with its key is read yet. The code of a tier is loaded only where there is one.
 
@@ -46,7 +46,7 @@ def open_tier(
         from safe_offload.tiers.objects.tier import ObjectTier
 
         tier = ObjectTier(config, facts, seal)
-    return tier, lambda word: namespace(facts, word)
+    return tier, lambda generation: namespace(facts, generation)
 
 
 OpenTier = Callable[[TierConfig, int, Facts], "tuple[Tier, Callable[[str], bytes]]"]

@@ -40,15 +40,15 @@ _OBJECT: Final = re.compile(rf"[0-9a-f]{{6,{4 + 2 * HASH_BYTES_MAX}}}")
 # ---- the namespace ----------------------------------------------------------------------------
 
 
-def namespace(facts: Mapping[str, object], word: str = "") -> bytes:
+def namespace(facts: Mapping[str, object], generation: str = "") -> bytes:
     """Return the digest of all that the bytes depend on.
 
     Args:
         facts: by name; values are what JSON knows. The order does not matter.
-        word: of the engine's own after a reset, or empty.
+        generation: of the engine's own after a reset, or empty.
     """
     written = json.dumps(
-        {"format": FORMAT_VERSION, "word": word, "facts": dict(facts)},
+        {"format": FORMAT_VERSION, "word": generation, "facts": dict(facts)},
         sort_keys=True,
         separators=(",", ":"),
         allow_nan=False,
@@ -73,14 +73,14 @@ def facts_of(described: bytes) -> dict[str, Any]:
 
 
 def is_after_reset(described: bytes) -> bool:
-    """Return whether a description says that its namespace has a word in it."""
+    """Return whether a description says that its namespace has a generation in it."""
     return _read_description(described).get("after_reset") is True
 
 
 def _read_description(described: bytes) -> dict[str, Any]:
     try:
         read = json.loads(described)
-    except (ValueError, RecursionError):  # anybody may have written it
+    except (ValueError, RecursionError):  # anyone may have written it
         return {}
     return read if isinstance(read, dict) else {}
 

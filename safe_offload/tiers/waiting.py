@@ -1,4 +1,4 @@
-"""Waiting for what may touch host memory: until it has ended, whoever is cancelled meanwhile."""
+"""Waiting for what may touch host memory: until it has ended, whatever is cancelled meanwhile."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from safe_offload.errors import ConfigError, SharingError
 from safe_offload.layout import Geometry, HostLayout, make_geometry
 from safe_offload.threads import on_other_cores
 from safe_offload.tiers.choice import OpenTier, open_tier
-from safe_offload.tiers.circuit import Circuit
-from safe_offload.tiers.namespace.namespace import Meaning
+from safe_offload.tiers.guarded_tier import GuardedTier
+from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.worker.copies.base import ProvableBackend
 from safe_offload.worker.copies.choice import OpenBackend, open_backend
 from safe_offload.worker.copies.threads import DirectionThreads
@@ -78,8 +78,8 @@ class Opening:
         rank: from 0 to the number of ranks of this engine.
         num_ranks_on_host: whose memory is compared with this machine's.
         is_child: vLLM has started this process for the worker.
-        meaning_of: returns what the bytes of blocks mean, from their geometry and the first of the
-            ranks that hold the same; asked for only if there are tiers.
+        namespace_facts_of: from the geometry of blocks and the first of the ranks that hold the
+            same; called only if there are tiers.
         open_tier: makes a tier, and what names its objects.
     """
 
@@ -90,7 +90,7 @@ class Opening:
     is_child: bool = False
     open_backend: OpenBackend = open_backend
     make_loop: Callable[[], Loop] = LoopThread
-    meaning_of: Callable[[Geometry, int], Meaning]
+    namespace_facts_of: Callable[[Geometry, int], NamespaceFacts]
     open_tier: OpenTier = open_tier
 
     def open(self, kv_caches: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> Opened | None:
@@ -144,15 +144,15 @@ class Opening:
             verifier = Verifier(backend, threads, self.config.verify_every, kept)
         if self.config.tiers:
             copy_rank = self.rank - self.rank % self.config.ranks_per_copy
-            meaning = self.meaning_of(layout.geometry, copy_rank)
+            namespace_facts = self.namespace_facts_of(layout.geometry, copy_rank)
             tiers = TierRunner(
                 self.rank,
-                self._open_tiers(layout.geometry, meaning),
+                self._open_tiers(layout.geometry, namespace_facts),
                 HostSlots(host, layout, backend),
                 loop,
                 share=share,
                 verifier=verifier,
-                meaning=meaning,
+                namespace_facts=namespace_facts,
             )
         transfers = Transfers(
             backend,
@@ -164,30 +164,30 @@ class Opening:
         )
         return transfers, tiers
 
-    def _open_tiers(self, geometry: Geometry, meaning: Meaning) -> list[Circuit]:
+    def _open_tiers(self, geometry: Geometry, namespace_facts: NamespaceFacts) -> list[GuardedTier]:
         """Make the tiers, each with a namespace that follows from all that its bytes mean."""
-        circuits = []
+        guarded_tiers = []
         for config in self.config.tiers:
-            facts = meaning.facts_of(config)
+            facts = namespace_facts.facts_of(config)
             tier, namespace_of = self.open_tier(config, geometry.slot_bytes, facts)
             rate = config.write_bytes_per_s
-            circuit = Circuit(
+            guarded = GuardedTier(
                 tier,
                 config,
                 namespace_of,
                 slot_bytes=geometry.slot_bytes,
                 write_bytes_per_s=rate and rate / self.config.world_size,
             )
-            circuits.append(circuit)
+            guarded_tiers.append(guarded)
             limit = config.capacity_bytes
             logger.info(
                 "Tier %d of rank %d is %s: %s.",
-                len(circuits),
+                len(guarded_tiers),
                 self.rank,
                 tier.label,
                 "no limit of ours" if limit is None else f"at most {format_bytes(limit)}",
             )
-        return circuits
+        return guarded_tiers
 
     def _take_host_memory(
         self, geometry: Geometry, device: torch.device

@@ -24,9 +24,9 @@ from safe_offload.layout import HostLayout
 from safe_offload.observe.counters import TIER_SERIES, TIERS_NOT_READY, Counters, TierSeries
 from safe_offload.protocol import FailureReason, Keys, Outcome, Presence, Probe, TierTransfer
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import LEFT_ALONE, Call, Circuit, Operation
-from safe_offload.tiers.inquiry import Inquiry
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.guarded_tier import LEFT_ALONE, Call, GuardedTier, Operation
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
+from safe_offload.tiers.tiered_probe import TieredProbe
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.loop_thread import Loop
 from safe_offload.worker.memory.host_memory import HostMemory
@@ -46,9 +46,9 @@ class Slots(Protocol):
         """See `Backend.num_usable_slots`."""
 
     def buffers(self, slot_id: int) -> Buffers:
-        """Return the bytes of a slot. Not called after `let_go`."""
+        """Return the bytes of a slot. Not called after `release`."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold the memory no longer: it is about to be freed."""
 
 
@@ -71,13 +71,13 @@ class HostSlots:
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
 
-    def let_go(self) -> None:
-        """See `Slots.let_go`."""
+    def release(self) -> None:
+        """See `Slots.release`."""
         self._memory = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Pending:
+class PendingMessage:
     """A message that has been taken and not answered.
 
     The loop's thread changes it; vLLM's settles it if the loop has ended.
@@ -95,7 +95,7 @@ class Pending:
     operation: Operation
     number: int
     keys: Keys
-    word: str
+    generation: str
     origins: bytes = b""
     slot_ids: Sequence[int] = ()
     places: Sequence[int] = ()
@@ -133,41 +133,41 @@ class TierRunner:
     vLLM calls its hooks on.
 
     Args:
-        circuits: the tiers, at most 255.
+        guarded_tiers: the tiers, at most 255.
         loop: of the transfers, which also run this (`Transfers`).
         share: which part of each fetch and spill is this rank's.
         verifier: notes the checksums of what has been fetched.
-        meaning: of the blocks, where it has to be learned. Nothing is asked or written before;
-            spills wait for it, and probes for as long as a request might wait for a tier.
+        namespace_facts: where they have to be learned. Nothing is asked or written before; spills
+            wait for them, and probes for as long as a request might wait for a tier.
 
     Attributes:
-        doubts: why the tiers serve only messages with a word of this engine's own.
+        doubts: why the tiers serve only messages with a generation of this engine's own.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         rank: int,
-        circuits: Sequence[Circuit],
+        guarded_tiers: Sequence[GuardedTier],
         slots: Slots,
         loop: Loop,
         *,
         share: Share = ALONE,
         verifier: Verifier | None = None,
-        meaning: Meaning | None = None,
+        namespace_facts: NamespaceFacts | None = None,
     ) -> None:
-        assert 0 < len(circuits) < 256
-        self.circuits = tuple(circuits)
+        assert 0 < len(guarded_tiers) < 256
+        self.guarded_tiers = tuple(guarded_tiers)
         self.doubts: tuple[str, ...] = ()
-        self._meaning = meaning
+        self._namespace_facts = namespace_facts
         self._rank = rank
         self._slots = slots
         self._loop = loop
         self._share = share
         self._verifier = verifier
         # On vLLM's thread: what has been taken is put in, and taken out when it is drained.
-        self._pending: dict[tuple[Operation, int], Pending] = {}
+        self._pending: dict[tuple[Operation, int], PendingMessage] = {}
         # On the loop's thread, but for the other end of the queue.
-        self._settled: deque[Pending] = deque()
+        self._settled: deque[PendingMessage] = deque()
         self._late_probes: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._closing = asyncio.Event()
@@ -175,17 +175,17 @@ class TierRunner:
         self._is_over = threading.Event()
         self._begin_s = 0.0
         self._has_ended = False
-        if meaning is None:
+        if namespace_facts is None:
             self._is_known.set()
 
     def __repr__(self) -> str:
-        return f"<TierRunner of {self.circuits}: {list(self._pending.values())}>"
+        return f"<TierRunner of {self.guarded_tiers}: {list(self._pending.values())}>"
 
     # ---- on vLLM's thread ----------------------------------------------------------------------
 
     def probe(self, probe: Probe) -> None:
-        """Ask the tiers, see `Inquiry`."""
-        self._take(Pending(Operation.PROBE, probe.probe_id, probe.keys, probe.word))
+        """Ask the tiers, see `TieredProbe`."""
+        self._take(PendingMessage(Operation.PROBE, probe.probe_id, probe.keys, probe.generation))
 
     def fetch(self, fetch: TierTransfer) -> None:
         """Read each key from its origin; what is not there, from the nearest tier that has it."""
@@ -220,9 +220,9 @@ class TierRunner:
 
     def count_into(self, counters: Counters) -> None:
         """Count what the tiers did since the last call."""
-        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
-            counters[series.evicted_objects] += circuit.take_evicted()
-            for call in circuit.take_calls():
+        for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
+            counters[series.evicted_objects] += guarded.take_evicted()
+            for call in guarded.take_calls():
                 if call.seconds or LEFT_ALONE not in call.results:
                     counters.observe(series.seconds[call.operation.value], call.seconds)
                 _count(call, series, counters)
@@ -230,24 +230,24 @@ class TierRunner:
     def gauges(self) -> dict[str, float]:
         """Return how the tiers stand now."""
         gauges: dict[str, float] = {TIERS_NOT_READY: not self._is_known.is_set()}
-        for circuit, series in zip(self.circuits, TIER_SERIES, strict=False):
-            gauges[series.stored_bytes] = max(0, circuit.tier.used_bytes)
-            gauges[series.capacity_bytes] = circuit.config.capacity_bytes or 0
-            gauges[series.is_out["read"]] = circuit.is_out
-            gauges[series.is_out["write"]] = circuit.is_out_for_writing
+        for guarded, series in zip(self.guarded_tiers, TIER_SERIES, strict=False):
+            gauges[series.stored_bytes] = max(0, guarded.tier.used_bytes)
+            gauges[series.capacity_bytes] = guarded.config.capacity_bytes or 0
+            gauges[series.is_out["read"]] = guarded.is_out
+            gauges[series.is_out["write"]] = guarded.is_out_for_writing
         return {str(name): float(value) for name, value in gauges.items()}
 
-    def statistics(self) -> tuple[Pending, ...]:
+    def statistics(self) -> tuple[PendingMessage, ...]:
         """Return what has not been drained."""
         return tuple(self._pending.values())
 
-    def _part_of(self, operation: Operation, transfer: TierTransfer) -> Pending:
+    def _part_of(self, operation: Operation, transfer: TierTransfer) -> PendingMessage:
         number, keys = transfer.transfer_id, transfer.keys
         places = self._share.part(len(keys), number)
         more = transfer.origins, transfer.slot_ids, places
-        return Pending(operation, number, keys, transfer.word, *more)
+        return PendingMessage(operation, number, keys, transfer.generation, *more)
 
-    def _take(self, pending: Pending) -> None:
+    def _take(self, pending: PendingMessage) -> None:
         key = pending.operation, pending.number
         assert key not in self._pending
         self._pending[key] = pending
@@ -266,21 +266,21 @@ class TierRunner:
 
     async def run(self) -> None:
         """Run until `close`, and until the tiers have let go of all slots."""
-        if self._meaning is not None:
+        if self._namespace_facts is not None:
             self._begin_s = asyncio.get_running_loop().time()
-            learn = functools.partial(self._learn, self._meaning)
+            learn = functools.partial(self._learn, self._namespace_facts)
             threading.Thread(target=learn, name="safe-offload-learn", daemon=True).start()
         try:
             async with self._group:
-                if self._meaning is not None:
-                    for circuit in self.circuits:
-                        self._late_probes.add(self._group.create_task(circuit.try_out()))
+                if self._namespace_facts is not None:
+                    for guarded in self.guarded_tiers:
+                        self._late_probes.add(self._group.create_task(guarded.try_out()))
                 await self._closing.wait()
                 answering = [pending.task for pending in self._pending.values() if pending.task]
                 for task in (*answering, *self._late_probes):
                     task.cancel()
         finally:
-            await asyncio.gather(*(circuit.close() for circuit in self.circuits))
+            await asyncio.gather(*(guarded.close() for guarded in self.guarded_tiers))
 
     def close(self) -> None:
         """Give up what has not been begun, and let `run` end when the rest has."""
@@ -290,12 +290,12 @@ class TierRunner:
     def end(self) -> bool:
         """Note that the loop has ended; return whether the memory may be freed: no tier uses it."""
         self._has_ended = True
-        if any(circuit.num_running for circuit in self.circuits):
+        if any(guarded.num_running for guarded in self.guarded_tiers):
             return False  # the loop died twice over: while it waited for them
-        self._slots.let_go()
+        self._slots.release()
         return True
 
-    def _spawn(self, pending: Pending) -> None:
+    def _spawn(self, pending: PendingMessage) -> None:
         if not self._closing.is_set():
             answering = self._answer(pending)
             try:
@@ -305,7 +305,7 @@ class TierRunner:
                 answering.close()
         self._settle(pending, FailureReason.NOT_RUNNING)
 
-    async def _answer(self, pending: Pending) -> None:
+    async def _answer(self, pending: PendingMessage) -> None:
         """Answer one message; no exception leaves this frame."""
         failure: FailureReason | None = None
         try:
@@ -317,39 +317,39 @@ class TierRunner:
             failure = FailureReason.COPY_FAILED
         self._settle(pending, failure)
 
-    def _learn(self, meaning: Meaning) -> None:
+    def _learn(self, namespace_facts: NamespaceFacts) -> None:
         try:
-            learned = meaning.learn(self._is_over.is_set)
-        except Exception as error:  # whatever is wrong with somebody's files
+            learned = namespace_facts.learn(self._is_over.is_set)
+        except Exception as error:  # whatever is wrong with the files
             logger.exception("What the model's files hold could not be learned")
             learned = Learned({}, (Doubt(f"its files could not be read: {error!r}"),), "nothing")
         if learned is not None:
-            self._loop.call(self._know, meaning, learned)
+            self._loop.call(self._know, namespace_facts, learned)
 
-    def _know(self, meaning: Meaning, learned: Learned) -> None:
-        meaning.take(learned)
+    def _know(self, namespace_facts: NamespaceFacts, learned: Learned) -> None:
+        namespace_facts.take(learned)
         # What tiers must have alike says whether their namespaces may be others' too.
-        self.doubts = meaning.doubts_of(self.circuits[0].config)
+        self.doubts = namespace_facts.doubts_of(self.guarded_tiers[0].config)
         self._is_known.set()
         logger.info(
             "Tiers of rank %d are used from now on, in namespace %s (%s).",
             self._rank,
-            ", ".join(circuit.namespace("").hex() for circuit in self.circuits),
+            ", ".join(guarded.namespace("").hex() for guarded in self.guarded_tiers),
             learned.told,
         )
 
-    async def _may_be_asked(self, pending: Pending) -> bool:
+    async def _may_be_asked(self, pending: PendingMessage) -> bool:
         """Return whether the tiers have a namespace for a message; wait for it if that is due."""
         if not self._is_known.is_set():
             timeout_s = None
             if pending.operation is not Operation.SPILL:
                 passed_s = asyncio.get_running_loop().time() - self._begin_s
-                timeout_s = max(c.config.wait_s for c in self.circuits) - passed_s
+                timeout_s = max(c.config.wait_s for c in self.guarded_tiers) - passed_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_known.wait(), timeout_s)
-        return self._is_known.is_set() and bool(pending.word or not self.doubts)
+        return self._is_known.is_set() and bool(pending.generation or not self.doubts)
 
-    async def _work(self, pending: Pending) -> None:
+    async def _work(self, pending: PendingMessage) -> None:
         pending.missing = list(pending.places)
         if await self._may_be_asked(pending):
             works = {
@@ -359,13 +359,13 @@ class TierRunner:
             }
             await works[pending.operation](pending)
 
-    async def _probe(self, pending: Pending) -> None:
+    async def _probe(self, pending: PendingMessage) -> None:
         keys = pending.keys_at(range(len(pending.keys)))
-        inquiry = Inquiry(self.circuits, keys, pending.word, self._late_probes)
-        await inquiry.run()
-        pending.tiers = bytes(inquiry.tiers)
+        tiered_probe = TieredProbe(self.guarded_tiers, keys, pending.generation, self._late_probes)
+        await tiered_probe.run()
+        pending.tiers = bytes(tiered_probe.tiers)
 
-    async def _fetch(self, pending: Pending) -> None:
+    async def _fetch(self, pending: PendingMessage) -> None:
         missing, origins = pending.missing, pending.origins
         by_origin: dict[int, list[int]] = {}
         for place in missing:
@@ -373,11 +373,11 @@ class TierRunner:
         reads = [
             self._read(pending, number, places)
             for number, places in sorted(by_origin.items())
-            if 0 < number <= len(self.circuits)
+            if 0 < number <= len(self.guarded_tiers)
         ]
         came = await _together(reads) if len(reads) > 1 else [await read for read in reads]
         done = [place for places in came for place in places]
-        for number in range(1, len(self.circuits) + 1):
+        for number in range(1, len(self.guarded_tiers) + 1):
             missing = sorted(set(pending.places).difference(done))
             untried = [place for place in missing if origins[place] != number]
             if untried and not _is_cancelled():
@@ -387,40 +387,42 @@ class TierRunner:
             await self._verifier.note(np.array(slot_ids, dtype=np.int64))
         pending.missing = sorted(set(pending.places).difference(done))
 
-    async def _read(self, pending: Pending, number: int, places: Sequence[int]) -> list[int]:
+    async def _read(self, pending: PendingMessage, number: int, places: Sequence[int]) -> list[int]:
         """Read objects from one tier; return the places of those that came."""
-        circuit = self.circuits[number - 1]
-        results = await circuit.fetch(*self._named(pending, circuit, places)) or ()
+        guarded = self.guarded_tiers[number - 1]
+        results = await guarded.fetch(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [result is Result.DONE for result in results]))
 
     def _named(
-        self, pending: Pending, circuit: Circuit, places: Sequence[int]
+        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
     ) -> tuple[list[Name], list[Buffers]]:
         slots = [self._slots.buffers(pending.slot_ids[place]) for place in places]
-        return circuit.names(pending.keys_at(places), pending.word), slots
+        return guarded.names(pending.keys_at(places), pending.generation), slots
 
-    async def _spill(self, pending: Pending) -> None:
+    async def _spill(self, pending: PendingMessage) -> None:
         places = pending.missing
         if self._verifier is not None:
             places = await self._unchanged(pending, self._verifier)
         if not places:
             return
         writes = []
-        for number, circuit in enumerate(self.circuits, start=1):
-            beyond = number if circuit.config.keep else len(self.circuits)
+        for number, guarded in enumerate(self.guarded_tiers, start=1):
+            beyond = number if guarded.config.keep else len(self.guarded_tiers)
             origins = pending.origins
             wanted = [place for place in places if not origins[place] or origins[place] > beyond]
             if wanted:
-                writes.append(self._write(pending, circuit, wanted))
+                writes.append(self._write(pending, guarded, wanted))
         taken = [place for written in await _together(writes) for place in written]
         pending.missing = sorted(set(pending.places).difference(taken))
 
-    async def _write(self, pending: Pending, circuit: Circuit, places: Sequence[int]) -> list[int]:
+    async def _write(
+        self, pending: PendingMessage, guarded: GuardedTier, places: Sequence[int]
+    ) -> list[int]:
         """Write objects to one tier; return the places of those that it has then."""
-        results = await circuit.spill(*self._named(pending, circuit, places)) or ()
+        results = await guarded.spill(*self._named(pending, guarded, places)) or ()
         return list(compress(places, [r in (Result.DONE, Result.PRESENT) for r in results]))
 
-    async def _unchanged(self, pending: Pending, verifier: Verifier) -> list[int]:
+    async def _unchanged(self, pending: PendingMessage, verifier: Verifier) -> list[int]:
         """Return the places of a spill whose slots hold what was stored in them."""
         slot_ids = np.array([pending.slot_ids[place] for place in pending.places], dtype=np.int64)
         bad = await verifier.changed(slot_ids)
@@ -428,7 +430,7 @@ class TierRunner:
             logger.warning("Slots %s are not what was stored in them, and are not spilled.", bad)
         return [place for place in pending.places if pending.slot_ids[place] not in bad]
 
-    def _settle(self, pending: Pending, failure: FailureReason | None = None) -> None:
+    def _settle(self, pending: PendingMessage, failure: FailureReason | None = None) -> None:
         assert not pending.is_settled
         pending.failure = failure
         pending.is_settled = True

@@ -33,7 +33,7 @@ class Verifier:
 
     Args:
         threads: closed by `close`.
-        every: one in so many slots of a load is looked at, others each time; all for 1.
+        every: one in this many slots of a load is looked at, others each time; all for 1.
         kept: one for each slot, where other ranks note what they store too; None for an array of
             this rank's own. Changed on the threads, for slots of a store that is under way.
     """

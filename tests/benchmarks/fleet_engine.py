@@ -20,7 +20,7 @@ from safe_offload.commands.bench.engine_process import EngineOptions
 from safe_offload.layout import Geometry, HostLayout
 from safe_offload.observe.counters import Count
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.worker.copies.base import Backend
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.threads import DirectionThreads
@@ -166,7 +166,7 @@ class FleetCore(TensorCore):
         tiers: as `tiers` in a configuration has them.
     """
 
-    circuits: tuple[Circuit, ...] = ()
+    guarded_tiers: tuple[GuardedTier, ...] = ()
 
     def __init__(self, tiers: Sequence[dict[str, Any]]) -> None:
         shape = EngineShape(
@@ -187,15 +187,15 @@ class FleetCore(TensorCore):
         machine = HostMachine(self.shape, geometry_of(self.shape), NUM_SLOTS)
         self.machines.append(machine)
         slot_bytes = machine.layout.geometry.slot_bytes
-        circuits = []
+        guarded_tiers = []
         for config in self.config.tiers:
             tier, namespace_of = open_tier(config, slot_bytes, {"benchmark": "fleet"})
-            circuits.append(Circuit(tier, config, namespace_of, slot_bytes=slot_bytes))
-        self.circuits = tuple(circuits)
+            guarded_tiers.append(GuardedTier(tier, config, namespace_of, slot_bytes=slot_bytes))
+        self.guarded_tiers = tuple(guarded_tiers)
         loop, tiers = RunningLoop(), None
-        if circuits:
+        if guarded_tiers:
             slots = HostSlots(machine.host, machine.layout, machine.backend)
-            tiers = TierRunner(rank, circuits, slots, loop)
+            tiers = TierRunner(rank, guarded_tiers, slots, loop)
         transfers = Transfers(machine.backend, loop, self.config.max_inflight_bytes, tiers=tiers)
         opened = Opened(transfers, machine.copies, ALONE, None, tiers)
         return TensorDevice(rank, machine), loop, opened
@@ -204,10 +204,10 @@ class FleetCore(TensorCore):
         self.timed.begin_step()
         batch = super().step()
         self.timed.end_step()
-        for circuit in self.circuits:
-            if circuit.is_out:
+        for guarded in self.guarded_tiers:
+            if guarded.is_out:
                 self.opened_s.setdefault("read", time.monotonic())
-            if circuit.is_out_for_writing:
+            if guarded.is_out_for_writing:
                 self.opened_s.setdefault("write", time.monotonic())
         return batch
 

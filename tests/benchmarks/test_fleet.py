@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import FAILURES_MAX
 from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.guarded_tier import FAILURES_MAX
 from tests.benchmarks import fleet_engine
 from tests.benchmarks.fleet import (
     MIDDLE,

@@ -1,6 +1,6 @@
 """Junk as configuration: one line that says what to do, or settings that work; never anything else.
 
-test_options.py has the rules one by one. Here is what nobody would write on purpose: control
+test_options.py has the rules one by one. Here is what no one would write on purpose: control
 characters and lone surrogates in keys and values, values that cannot be rendered, nested junk, and
 the same inside of a whole `--kv-transfer-config`.
 """

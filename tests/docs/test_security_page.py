@@ -61,7 +61,7 @@ class ServerOfThePage(Server):
         return ValkeyTier(TierConfig.at(url, **values), FACTS)
 
     def refused(self) -> set[str]:
-        """What the server refused to anybody."""
+        """What the server refused to any client."""
         with self.client() as client:
             return {str(entry["object"]) for entry in client.acl_log()}
 

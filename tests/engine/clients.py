@@ -79,7 +79,7 @@ def open_session(server: HttpServer) -> aiohttp.ClientSession:
 async def ask_baseline(
     server: HttpServer, prompts: Sequence[list[int]], num_tokens: int
 ) -> list[Expected]:
-    """The answer of so many tokens to every prompt, with the likelihood of its tokens."""
+    """The answer of this many tokens to every prompt, with the likelihood of its tokens."""
     turn = asyncio.Semaphore(8)
 
     async def ask_one(session: aiohttp.ClientSession, prompt: list[int]) -> Expected:
@@ -102,7 +102,7 @@ async def ask_baseline(
 async def ask_all(
     server: HttpServer, prompts: Sequence[list[int]], asks: Sequence[Ask], num_in_flight: int
 ) -> list[Reply]:
-    """Send requests in order, so many at a time, and go away from those that say so.
+    """Send requests in order, `num_in_flight` at a time, and go away from those that say so.
 
     When one gets no answer, no other is sent: an engine that hangs does so for all of them.
     """

@@ -28,7 +28,7 @@ SERVER = OBSERVED | {"max_model_len": 2048, "num_blocks": 200}
 NUM_SLOTS, TIER_CAPACITY = 600, "64MiB"
 NUM_USERS, NUM_FIRST_TOKENS, NUM_TURN_TOKENS, NUM_TURNS = 16, 640, 160, 7
 INTERVAL_S = 20
-"""Rates are over so many seconds."""
+"""Rates are over this many seconds."""
 UNIT_IN = 0.21
 """Inches of a unit of Grafana's grid, upwards."""
 

@@ -173,7 +173,7 @@ def num_pool_blocks(
     block_size: int = 32,
     num_prompts: float = 1.6,
 ) -> int:
-    """Blocks of a GPU pool that holds so many prompts, with their answers and the null block."""
+    """Blocks of a GPU pool that holds these prompts, with their answers and the null block."""
     num_blocks = count_prompt_blocks(
         cast(ModelKind, kind),
         num_prompt_tokens + NUM_ANSWER_TOKENS,

@@ -237,7 +237,7 @@ class HttpServer:
 
 
 def make_body(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-    """Return a greedy request for exactly so many tokens, in token ids."""
+    """Return a greedy request for exactly this many tokens, in token ids."""
     return {
         "model": "model",
         "prompt": list(prompt),

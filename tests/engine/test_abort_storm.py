@@ -109,7 +109,7 @@ class Storm:
 
 
 def make_prompts(rng: random.Random) -> list[list[int]]:
-    """Three prompts of four begin with one of a few prefixes, the others with nobody's."""
+    """Three prompts of four begin with one of a few prefixes, the others with none."""
 
     def some_tokens(fewest: int, most: int) -> list[int]:
         return rng.choices(range(256), k=rng.randint(fewest, most))
@@ -289,7 +289,7 @@ def describe(storm: Storm, reply: Reply, position: int) -> str:
 
 
 def describe_storm(storm: Storm) -> str:
-    """The figures of a storm, for whoever runs it with -s."""
+    """The figures of a storm, for those who run it with -s."""
     cut_off = [r for r in storm.replies if r.ask.is_cut_off and not r.is_complete]
     preemptions = storm.metrics["vllm:num_preemptions_total"]
     counts = {

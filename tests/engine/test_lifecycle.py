@@ -167,7 +167,7 @@ def by_source(server: HttpServer) -> dict[str, float]:
 
 
 def test_a_salt_is_part_of_what_a_hit_is_found_by(server: HttpServer) -> None:
-    """Security (K9): whoever does not know the salt learns nothing from the time of an answer."""
+    """Security (K9): without the salt a client learns nothing from the time of an answer."""
     tokens = ask(server, "A", cache_salt="of tenant 1")
     assert hits(server, "A", cache_salt="of tenant 2") == 0
     assert hits(server, "A") == 0

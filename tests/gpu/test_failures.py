@@ -44,7 +44,11 @@ stream.synchronize()
 
 config = OffloadConfig()
 opening = Opening(
-    config=config, kv_cache_config=None, rank=0, num_ranks_on_host=1, meaning_of=lambda *_: None
+    config=config,
+    kv_cache_config=None,
+    rank=0,
+    num_ranks_on_host=1,
+    namespace_facts_of=lambda *_: None,
 )
 bridge = WorkerBridge(opening)
 transfers = Transfers(subject.backend, LoopThread(), 1 << 20)

@@ -1,4 +1,4 @@
-"""Block sets: a block that was given away is seen, whoever took it, and parts stay in step."""
+"""Block sets: a block that was given away is seen, whatever took it, and parts stay in step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from safe_offload.scheduler.cache.directory import Key
 
 def hashed(block: KVCacheBlock, name: bytes) -> bytes:
     """Cache a block as vLLM does: the hash is an object of its own each time."""
-    witness = make_block_hash_with_group_id(name, 0)  # type: ignore[arg-type]
+    hash_object = make_block_hash_with_group_id(name, 0)  # type: ignore[arg-type]
     block.reset_hash()
-    block.set_block_hash(witness, num_tokens=4)
-    return witness
+    block.set_block_hash(hash_object, num_tokens=4)
+    return hash_object
 
 
 def blocks_of(count: int) -> BlockSet:
     found = BlockSet(0)
     for n in range(count):
         block = KVCacheBlock(n + 1)
-        witness = hashed(block, bytes([n]) * 32)
-        found.add([block], [witness], [bytes([n]) * 32])
+        hash_object = hashed(block, bytes([n]) * 32)
+        found.add([block], [hash_object], [bytes([n]) * 32])
     return found
 
 
@@ -42,7 +42,7 @@ def test_a_block_that_was_reset_is_lost():
 
 def test_a_block_that_was_cached_again_under_an_equal_hash_is_lost():
     found = blocks_of(2)
-    assert hashed(found.blocks[0], bytes([0]) * 32) == found.witnesses[0]
+    assert hashed(found.blocks[0], bytes([0]) * 32) == found.hash_objects[0]
     assert found.given_away()
     assert found.intact().hashes == [bytes([1]) * 32]
 
@@ -75,7 +75,7 @@ def test_a_part_has_what_belongs_to_its_blocks():
     found.more_keys = {first: [Key(0, b"more")], last: [Key(0, b"other")]}
     part = found.part([0, 2])
     assert [block.block_id for block in part.blocks] == [1, 3]
-    assert part.witnesses == [found.witnesses[0], found.witnesses[2]]
+    assert part.hash_objects == [found.hash_objects[0], found.hash_objects[2]]
     assert part.hashes == [found.hashes[0], found.hashes[2]]
     assert part.more_keys == {first: [Key(0, b"more")]}
 

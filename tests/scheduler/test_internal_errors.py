@@ -54,7 +54,7 @@ RECOVERING = {
     "keep_only",
     "mend",
     "plan_nothing",
-    "owe_failure",
+    "announce_failure",
     "all_keys",
     "withdraw",
 }

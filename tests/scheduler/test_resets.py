@@ -23,7 +23,7 @@ with_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def run_to(rig: Rig, request_id: str, prompt: list[int], num_tokens: int, of: int) -> Any:
-    """Start a request for `of` tokens and step until it has answered so many."""
+    """Start a request for `of` tokens and step until it has answered this many."""
     request = rig.add(request_id, prompt, max_tokens=of)
     rig.step_until(lambda: request.num_output_tokens >= num_tokens)
     return request

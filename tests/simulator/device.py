@@ -200,7 +200,7 @@ class Device:
     # ---- the compute stream itself -------------------------------------------------------------
 
     def advance_compute(self, num_operations: int) -> None:
-        """Let the compute stream do up to so many operations."""
+        """Let the compute stream do up to `num_operations`."""
         for _ in range(num_operations):
             if not self._compute or not self._compute[0]():
                 return

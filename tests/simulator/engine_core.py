@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from safe_offload.compat.engine_config import ranks_per_copy
 from safe_offload.config.options import OffloadConfig
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.opening import Opened
 from safe_offload.worker.tier_runner import TierRunner
@@ -171,8 +171,8 @@ class EngineCore(Stepper):
             return None
         holder = self.shape.holder_of(rank)
         chance = self.chance.stream("breaker", rank).random
-        circuits = [
-            Circuit(
+        guarded_tiers = [
+            GuardedTier(
                 tier,
                 config,
                 functools.partial(namespace_of, holder),
@@ -182,7 +182,7 @@ class EngineCore(Stepper):
             for tier, config in zip(self.tiers[rank].tiers, self.config.tiers, strict=True)
         ]
         slots = SimSlots(device)
-        return TierRunner(rank, circuits, slots, loop, share=share, verifier=verifier)
+        return TierRunner(rank, guarded_tiers, slots, loop, share=share, verifier=verifier)
 
     # ---- what clients do -----------------------------------------------------------------------
 

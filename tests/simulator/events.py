@@ -46,7 +46,7 @@ class FaultKind(enum.Enum):
     REPORT_LATE = "report-late"
     """A rank's reports come some steps late."""
     FOREIGN_IDS = "foreign-ids"
-    """Ids that nobody may act on are in the output sets."""
+    """Ids that nothing may act on are in the output sets."""
     LOADS_FAIL = "loads-fail"
     """From now on every load of a rank fails."""
     FLIP = "flip"
@@ -54,7 +54,7 @@ class FaultKind(enum.Enum):
     BREAK = "break"
     """From now on every call of a rank's backend raises."""
     SQUEEZE = "squeeze"
-    """Somebody else takes host slots, and gives them back later."""
+    """Another owner takes host slots, and gives them back later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ SCRIBBLE = -7
 
 
 def evict_host(engine: EngineCore) -> None:
-    """Somebody takes every host slot that may be taken, writes to it, and gives it back."""
+    """Another owner takes every host slot that may be taken, writes to it, and gives it back."""
     slots = engine.connector.side.hits.slots
     taken = slots.grant(slots.num_slots)
     for slot in taken:

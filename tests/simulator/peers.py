@@ -68,7 +68,7 @@ class _SlowCopier:
     """What the stand-ins have in common.
 
     Args:
-        copy_steps: a copy is reported so many steps after the one whose plan names it.
+        copy_steps: a copy is reported this many steps after the one whose plan names it.
     """
 
     def __init__(self, copy_steps: int) -> None:
@@ -147,7 +147,7 @@ class SafeWorker(_SlowCopier):
     """For ours: what `WorkerBridge` and `Transfers` answer when every copy goes well.
 
     Args:
-        copy_steps: a copy is reported so many steps after the one whose plan names it.
+        copy_steps: a copy is reported this many steps after the one whose plan names it.
         num_slots: host slots, told in the first report.
     """
 
@@ -206,7 +206,7 @@ def make_worker(shape: EngineShape, copy_steps: int) -> StandInWorker:
 
     Args:
         shape: see `peer_shape`.
-        copy_steps: a copy is reported so many steps after the one whose plan names it.
+        copy_steps: a copy is reported this many steps after the one whose plan names it.
     """
     if shape.connector == OURS:
         return SafeWorker(copy_steps, shape.num_slots)

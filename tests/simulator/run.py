@@ -29,7 +29,7 @@ from tests.simulator.virtual_loop import Clock
 from tests.simulator.workload import events_of, make_events
 
 TURNS = (1, 1, 2, 5, 30)
-"""So many steps of an engine, before the seed chooses the next one."""
+"""Steps of an engine, before the seed chooses the next one."""
 STEPS_MAX = 5000
 WAKE_TICKS, WAKES_MAX = 500, 100
 """More than any operation of a tier takes; more than there are, one after the other."""
@@ -248,7 +248,7 @@ class Run:
             self.core.abort(self._moments.request_id(abort))
 
     def _check_answers(self) -> None:
-        """Whoever has stopped by itself has the answer that its prompt leads to."""
+        """A request that has stopped by itself has the answer that its prompt leads to."""
         for request_id, send in list(self._wanted.items()):
             reason = self.core.finish_reasons.get(request_id)
             if request_id in self.core.scheduler.requests or reason is None:

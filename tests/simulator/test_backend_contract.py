@@ -36,7 +36,7 @@ class HoldingDevice(Device):
 
 
 class Ticking:
-    """A copy that moves while somebody waits for it."""
+    """A copy that moves while something waits for it."""
 
     def __init__(self, device: Device, copy: SimCopy) -> None:
         self._device = device

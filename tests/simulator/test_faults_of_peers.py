@@ -104,7 +104,7 @@ def test_vllm_39702_is_mended_in_simple_cpu_offload(groups):
 
 @pytest.mark.parametrize("groups", [PLAIN, HYBRID])
 def test_vllm_39702_offloading_connector_dies_of_a_hit_evicted_between_match_and_alloc(groups):
-    """It holds nothing between the two hooks, and relies on nobody evicting there."""
+    """It holds nothing between the two hooks, and relies on no eviction there."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
     engine = make_engine(OFFLOADING, groups=groups)
@@ -178,7 +178,7 @@ def test_vllm_43226_the_engine_dies_when_told_of_requests_that(kind, where, conn
 
 @pytest.mark.parametrize("connector", [SIMPLE, OFFLOADING])
 def test_vllm_43226_a_premature_id_runs_a_request_whose_load_has_not_landed(connector):
-    """It computes on blocks that nobody has written, and nothing says so."""
+    """It computes on blocks that nothing has written, and nothing says so."""
     engine = make_engine(connector, 6)
     prompt = make_hit(engine)
     told: list[str] = []
@@ -199,7 +199,7 @@ def test_vllm_43226_a_premature_id_runs_a_request_whose_load_has_not_landed(conn
 
 
 def test_kvcached_197_simple_cpu_offload_dies_of_slots_taken_between_look_and_grant():
-    """In vLLM alone nobody else takes them; kvcached and its like put several engines on a pool."""
+    """In vLLM nothing else takes them; kvcached and its like put several engines on a pool."""
     engine = make_engine(SIMPLE)
     manager = engine.connector.scheduler_manager
     look = manager._select_eager_blocks_to_store

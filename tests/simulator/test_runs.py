@@ -32,14 +32,14 @@ SEEDS = dict.fromkeys(PROFILES, (0, 1)) | dict.fromkeys(
 REGRESSIONS = {
     # finished_sending of a request that was aborted while its load still wrote its blocks.
     "sent while a load writes": ("foreign-ids", 9),
-    # Two requests whose loads have landed hold so many blocks that neither can go on.
+    # Two requests whose loads have landed hold enough blocks that neither can go on.
     "loads starve one another": ("hybrid-pressure", 1046),
     # A load fails, vLLM frees its blocks, and the request needs more of them than others leave it.
     "a failed load that begins again": ("all-faults", 10059),
     # vLLM reserves for a load that failed, and counts it against the next one of the request.
     "a second load after a failed one": ("loads-fail", 23),
     # A window slid on in a step in which its request found no block; preempted in the next, it had
-    # blocks rescued that somebody else had overwritten.
+    # blocks rescued that another request had overwritten.
     "rescue of what was overwritten": ("hybrid-gpu", 2098),
     # The only block that is free is the source of a store, and is given to the same prompt.
     "the same hash in the same block": ("repeats", 54),
@@ -52,7 +52,7 @@ REGRESSIONS = {
     "the target of a copy": ("mamba-gpu", 100001),
     # A store that settled after a rank had died waited to be spilled, and no plan came any more.
     "idle with spills that wait": ("swarm", 1827),
-    # A checker that took a probe which nobody waits for any more for something that is left.
+    # A checker that took a probe which no request waits for any more for something that is left.
     "a probe that goes on": ("swarm", 13),
 }
 """Seeds that broke a promise once, and what was wrong."""

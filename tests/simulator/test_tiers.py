@@ -333,7 +333,7 @@ def test_wrong_words_that_a_tier_hands_out_as_right_are_found():
 
 
 def test_objects_of_before_a_reset_that_are_found_again_are_noticed(monkeypatch):
-    monkeypatch.setattr("tests.simulator.engine_core.namespace_of", lambda rank, word: b"\0")
+    monkeypatch.setattr("tests.simulator.engine_core.namespace_of", lambda rank, generation: b"\0")
     profile = PROFILES["tiers-faults"]
     profile = replace(profile, shape=replace(profile.shape, tensor_ranks=1), faults={})
     profile = replace(profile, workload=replace(profile.workload, num_resets=12))

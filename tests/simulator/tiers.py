@@ -87,8 +87,8 @@ class TierOptions:
 
     Attributes:
         ticks_max: how late an operation may end.
-        num_objects_max: it evicts what was used least recently beyond so many; 0: never.
-        latency_ticks: nothing happens to an operation before about so many.
+        num_objects_max: it evicts what was used least recently beyond this many; 0: never.
+        latency_ticks: nothing happens to an operation before about this many.
         is_local: each engine has one of its own.
     """
 
@@ -151,9 +151,9 @@ class ObjectStore:
             stored.epoch = 0 if name.namespace == namespace_of(name.namespace[0], "") else -1
 
 
-def namespace_of(rank: int, word: str) -> bytes:
-    """The namespace of a rank, or of the first of those that hold the same, and a word."""
-    return bytes([rank]) + word.encode()
+def namespace_of(rank: int, generation: str) -> bytes:
+    """The namespace of a rank, or of the first of those that hold the same, and a generation."""
+    return bytes([rank]) + generation.encode()
 
 
 class SlotView:
@@ -177,18 +177,18 @@ class SimSlots:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._has_let_go = False
+        self._is_released = False
 
     @property
     def num_usable_slots(self) -> int:
         return self._device.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        assert not self._has_let_go
+        assert not self._is_released
         return cast("Buffers", (SlotView(self._device, slot_id),))
 
-    def let_go(self) -> None:
-        self._has_let_go = True
+    def release(self) -> None:
+        self._is_released = True
 
 
 @dataclass(slots=True, eq=False)

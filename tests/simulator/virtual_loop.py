@@ -54,4 +54,4 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass
 
     def _write_to_self(self) -> None:
-        """Nobody waits in a selector that would have to be woken."""
+        """Nothing waits in a selector that would have to be woken."""

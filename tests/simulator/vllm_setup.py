@@ -34,9 +34,9 @@ class EngineShape:
         is_v2: vLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
         has_streams: a GPU; otherwise vLLM's CPU engine.
         is_zeroed: groups of two precisions, for which vLLM zeroes new blocks.
-        retention_interval: of the blocks of windows vLLM hashes one run every so many tokens, with
+        retention_interval: of the blocks of windows vLLM hashes one run in this many tokens, with
             0 those at the end of a prompt only, with None all.
-        prefix_match_unit: hits may end at a multiple of so many tokens inside a block, where there
+        prefix_match_unit: tokens; hits may end at a multiple of it inside a block, where there
             are Mamba states; 0 for the tokens of the smallest block.
         num_draft_tokens: of speculative decoding; 0 for none.
         is_priority: scheduling by priority.

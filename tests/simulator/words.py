@@ -2,7 +2,7 @@
 
 A word stands for what one layer of one rank keeps of one token: a number that is derived from the
 whole prefix that ends with the token, from the KV cache group and from the rank. Two different
-prefixes have different words at the same position, so a block that belongs to somebody else shows.
+prefixes have different words at the same position, so a block of another request shows.
 """
 
 from __future__ import annotations

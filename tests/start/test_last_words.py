@@ -39,7 +39,7 @@ LINE = "SafeCPUOffloadConnector ended the start: the pool is too small."
 
 
 def run(script: str, **environment: str) -> list[str]:
-    """The lines that a process and its children write; nobody above it listens."""
+    """The lines that a process and its children write; no process above it listens."""
     inherited = {name: value for name, value in os.environ.items() if name != last_words.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", PARENT + script],

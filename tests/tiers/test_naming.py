@@ -45,7 +45,7 @@ def checksum(buffers: list[memoryview]) -> int:
     ],
 )
 def test_every_fact_is_part_of_the_namespace(other):
-    """So is the word, and the order is not."""
+    """So is the generation, and the order is not."""
     assert namespace(other) != namespace(FACTS)
     assert len({namespace(FACTS), namespace(FACTS, "a"), namespace(FACTS, "b")}) == 3
     assert namespace(FACTS) == namespace(dict(reversed(FACTS.items())))

@@ -1,4 +1,4 @@
-"""Objects that are sealed with a key: what is refused, whoever wrote it and whatever he knows."""
+"""Objects that are sealed with a key: what is refused, whatever its writer knows."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def test_engines_with_different_keys_do_not_see_or_delete_what_others_wrot
 async def test_a_forged_object_would_be_sealed_so_tiers_with_and_without_a_key_are_refused(
     tmp_path,
 ):
-    """What `keep` does with an object that anybody wrote to a tier without a key."""
+    """What `keep` does with an object that anyone wrote to a tier without a key."""
     far: dict[str, Any] = {"url": f"file://{tmp_path}/far"}
     key = key_file(tmp_path, KEY)
     near = {"url": f"file://{tmp_path}/near", "keep": True, "hmac_key_file": key}

@@ -145,7 +145,7 @@ class TensorDevice:
             self._checks.append((wrong, operation))
 
     def synchronize(self, num_operations: int) -> None:
-        """Wait until the stream has done so many operations, and look at what it has checked."""
+        """Wait until the stream has done this many operations, and look at what it has checked."""
         while self._waits and self.num_enqueued - len(self._waits) < num_operations:
             self._waits.pop(0)()
         checks, self._checks = self._checks, []

@@ -32,7 +32,7 @@ from safe_offload.protocol import (
     Transfer,
     ids_of,
 )
-from safe_offload.tiers.namespace.namespace import Meaning
+from safe_offload.tiers.namespace.namespace import NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.copies import cpu
@@ -100,7 +100,9 @@ class Worker:
             num_ranks_on_host=opening.pop("num_ranks_on_host", ranks_per_copy),
             open_backend=self._open_backend,
             make_loop=lambda: self.loop,
-            meaning_of=opening.pop("meaning_of", lambda geometry, copy_rank: Meaning({})),
+            namespace_facts_of=opening.pop(
+                "namespace_facts_of", lambda geometry, copy_rank: NamespaceFacts({})
+            ),
             **opening,
         )
         self.bridge = WorkerBridge(self.opening)

@@ -25,8 +25,8 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.circuit import FAILURES_MAX
-from safe_offload.tiers.namespace.namespace import Doubt, Meaning
+from safe_offload.tiers.guarded_tier import FAILURES_MAX
+from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import IDLE_WAIT_S
 from safe_offload.worker.self_test import SelfTest
@@ -48,18 +48,21 @@ class TieredWorker(Worker):
         self.doubts: tuple[str, ...] = options.pop("doubts", ())
         extra = {"tiers": TIERS, **options.pop("extra", {})}
         super().__init__(
-            extra=extra, open_tier=self._open_tier, meaning_of=self._meaning_of, **options
+            extra=extra,
+            open_tier=self._open_tier,
+            namespace_facts_of=self._namespace_facts_of,
+            **options,
         )
 
     def _open_tier(self, config, slot_bytes, facts):
         assert slot_bytes == SLOT_BYTES
         self.facts.append(facts)
         tier = self.tiers[config.location.path] = HandTier(config.location.path)
-        return tier, lambda word: repr((sorted(facts.items()), word)).encode()
+        return tier, lambda generation: repr((sorted(facts.items()), generation)).encode()
 
-    def _meaning_of(self, geometry, copy_rank):
+    def _namespace_facts_of(self, geometry, copy_rank):
         facts = {"rank": str(copy_rank), "bytes": str(geometry.slot_bytes)}
-        return Meaning(facts, tuple(map(Doubt, self.doubts)))
+        return NamespaceFacts(facts, tuple(map(Doubt, self.doubts)))
 
     @property
     def near(self) -> HandTier:
@@ -123,7 +126,7 @@ def test_a_block_goes_through_the_host_to_a_tier_and_back(make_worker, layout):
     assert worker.read_block(8)[0] == 50
 
 
-def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
+def test_each_tier_has_what_makes_its_namespace(make_worker):
     tiers = [
         {"url": "file:///near", "namespace": "mine", "model_version": "7"},
         {"url": "file:///far", "model_version": "8"},
@@ -142,13 +145,13 @@ def test_each_tier_has_what_gives_its_bytes_their_meaning(make_worker):
 
 @pytest.mark.parametrize("version", ["", "7"])
 def test_where_the_facts_do_not_say_it_all_a_tier_is_the_engines_own(make_worker, version):
-    """The scheduler side is told, and puts a word into its messages; without one all is left."""
+    """The scheduler side is told, and gives its messages a generation; without one all is left."""
     tiers = [{"url": f"file:///{name}", "model_version": version} for name in ("near", "far")]
     worker = make_worker(extra={"tiers": tiers}, doubts=("who knows",)).register()
     worker.step(StepPlan(spills=moved(1, [0], A)))
     assert worker.answered(1) == {1: () if version else (0,)}
     assert len(worker.near.objects) == (1 if version else 0)
-    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], word="own"),)))
+    worker.step(StepPlan(spills=(replace(moved(2, [0], A)[0], generation="own"),)))
     assert worker.answered(2) == {2: ()}
     told = [facts.doubts for report in worker.reports for facts in report.host_facts]
     assert told[-1] == (() if version else ("who knows",))

@@ -25,17 +25,17 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import (
+from safe_offload.tiers.guarded_tier import (
     FAILURES_MAX,
     GRACE_S,
     LEFT_ALONE,
     PAUSE_S,
     PAUSE_S_MAX,
-    Circuit,
+    GuardedTier,
     Operation,
 )
-from safe_offload.tiers.inquiry import HEAD_START_S, WAIT_SHARE
-from safe_offload.tiers.namespace.namespace import Doubt, Learned, Meaning
+from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
+from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share
 from safe_offload.worker.tier_runner import TierRunner
@@ -59,16 +59,16 @@ class Memory:
 
     def __init__(self) -> None:
         self.bytes = bytearray(NUM_SLOTS * SLOT_BYTES)
-        self.is_let_go = False
+        self.is_released = False
 
     def buffers(self, slot_id: int) -> Buffers:
-        assert not self.is_let_go
+        assert not self.is_released
         at = slot_id * SLOT_BYTES
         view = memoryview(self.bytes)
         return view[at : at + 2], view[at + 2 : at + SLOT_BYTES]
 
-    def let_go(self) -> None:
-        self.is_let_go = True
+    def release(self) -> None:
+        self.is_released = True
 
     def __getitem__(self, slot_id: int) -> bytes:
         return bytes(self.bytes[slot_id * SLOT_BYTES : (slot_id + 1) * SLOT_BYTES])
@@ -98,8 +98,8 @@ class Rig:
         self.tier = self.tiers[0]
         self.memory = Memory()
         self.loop = HandLoop()
-        self.circuits = [
-            Circuit(
+        self.guarded_tiers = [
+            GuardedTier(
                 tier,
                 replace(config, keep=tier in keeping),
                 namespace,
@@ -111,12 +111,12 @@ class Rig:
         ]
         self.runner = TierRunner(
             RANK,
-            self.circuits,
+            self.guarded_tiers,
             self.memory,
             self.loop,
             share=options.get("share", Share()),
             verifier=options.get("verifier"),
-            meaning=options.get("meaning"),
+            namespace_facts=options.get("namespace_facts"),
         )
         self.backend = ClosingBackend(self.tiers)
         self.transfers = Transfers(self.backend, self.loop, 1 << 20, tiers=self.runner)
@@ -137,11 +137,11 @@ class Rig:
             assert len(set(ids)) == len(ids), "answered twice"
 
     def is_left_alone(self, kind: str) -> bool:
-        return f"({kind}), open>" in repr(self.circuits[0])
+        return f"({kind}), open>" in repr(self.guarded_tiers[0])
 
-    def probe(self, number: int, *hashes: bytes, word: str = "") -> bytes | None:
+    def probe(self, number: int, *hashes: bytes, generation: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
-        self.runner.probe(Probe(number, keys(*hashes), word))
+        self.runner.probe(Probe(number, keys(*hashes), generation))
         return self.presence(number)
 
     def presence(self, number: int) -> bytes | None:
@@ -155,9 +155,16 @@ class Rig:
         return self.outcome(number)
 
     def spill(
-        self, number: int, slot_ids: list[int], *hashes: bytes, word: str = "", origins: bytes = b""
+        self,
+        number: int,
+        slot_ids: list[int],
+        *hashes: bytes,
+        generation: str = "",
+        origins: bytes = b"",
     ) -> Any:
-        self.runner.spill(TierTransfer(number, keys(*hashes), ids_of(slot_ids), word, origins))
+        self.runner.spill(
+            TierTransfer(number, keys(*hashes), ids_of(slot_ids), generation, origins)
+        )
         return self.outcome(number)
 
     def outcome(self, number: int) -> Any:
@@ -182,16 +189,16 @@ class Rig:
 NUMBERS = itertools.count(10_000)
 
 
-def namespace(word: str) -> bytes:
-    return b"namespace" + word.encode()
+def namespace(generation: str) -> bytes:
+    return b"namespace" + generation.encode()
 
 
 def keys(*hashes: bytes) -> Keys:
     return Keys(bytes(len(hashes)), hashes)
 
 
-def name(block_hash: bytes, word: str = "") -> Name:
-    return Name(namespace(word), 0, block_hash)
+def name(block_hash: bytes, generation: str = "") -> Name:
+    return Name(namespace(generation), 0, block_hash)
 
 
 def content(word: int) -> bytes:
@@ -215,13 +222,13 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         rig.drain()
         assert not rig.runner.statistics()
         assert rig.backend.is_closed
-        assert rig.memory.is_let_go
+        assert rig.memory.is_released
 
 
-# ---- before it is known what blocks mean ---------------------------------------------------------
+# ---- before the namespace is known ---------------------------------------------------------------
 
 
-class HandMeaning(Meaning):
+class HandFacts(NamespaceFacts):
     """Is learned when the test says so."""
 
     def __init__(self, *doubts: Doubt) -> None:
@@ -241,9 +248,9 @@ class HandMeaning(Meaning):
         rig.drain()
 
 
-def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(make_rig):
-    meaning = HandMeaning()
-    rig = make_rig(meaning=meaning)
+def test_before_the_namespace_is_known_nothing_is_asked_and_what_is_spilled_waits(make_rig):
+    namespace_facts = HandFacts()
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.memory[4] = content(1)
     assert rig.spill(1, [4], A) is None
     assert rig.probe(2, A) is None
@@ -254,45 +261,45 @@ def test_before_the_meaning_is_known_nothing_is_asked_and_what_is_spilled_waits(
     rig.loop.pass_time(1000)
     assert rig.outcome(1) is None
     assert rig.tier.calls == ["probe 1"], "whether it can be reached"
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.outcome(1) == ()
     assert rig.probe(5, A) == bytes([1])
-    assert meaning.facts == {"files": "1"}
+    assert namespace_facts.facts == {"files": "1"}
 
 
-def test_a_probe_goes_on_as_soon_as_the_meaning_is_known(make_rig):
-    meaning = HandMeaning()
-    rig = make_rig(meaning=meaning)
+def test_a_probe_goes_on_as_soon_as_the_namespace_is_known(make_rig):
+    namespace_facts = HandFacts()
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.tier.objects[name(A)] = content(1)
     assert rig.probe(1, A) is None
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.presence(1) == bytes([1])
 
 
-def test_in_doubt_only_what_has_a_word_of_the_engines_own_is_asked_and_written(make_rig):
-    meaning = HandMeaning(Doubt("who knows"))
-    rig = make_rig(meaning=meaning)
+def test_in_doubt_only_what_has_a_generation_of_the_engines_own_is_asked_and_written(make_rig):
+    namespace_facts = HandFacts(Doubt("who knows"))
+    rig = make_rig(namespace_facts=namespace_facts)
     rig.tier.objects[name(A)] = content(1)
     assert rig.spill(1, [4], B) is None
-    meaning.release(rig)
+    namespace_facts.release(rig)
     assert rig.runner.doubts == ("who knows",)
     assert rig.outcome(1) == (0,)
     assert rig.probe(2, A) == bytes(1)
     assert rig.fetch(3, [4], A) == (0,)
-    assert rig.spill(4, [5], B, word="own") == ()
+    assert rig.spill(4, [5], B, generation="own") == ()
     assert list(rig.tier.objects) == [name(A), name(B, "own")]
 
 
 def test_files_that_cannot_be_read_are_a_doubt(make_rig, caplog):
-    meaning = HandMeaning()
-    meaning.learn = lambda _: 1 / 0  # type: ignore[method-assign]
-    rig = make_rig(meaning=meaning)
+    namespace_facts = HandFacts()
+    namespace_facts.learn = lambda _: 1 / 0  # type: ignore[method-assign]
+    rig = make_rig(namespace_facts=namespace_facts)
     wait_until(lambda: (rig.drain(), rig.runner.doubts)[1])
     assert "its files could not be read" in rig.runner.doubts[0]
 
 
-def test_shutdown_does_not_wait_for_the_meaning(make_rig):
-    rig = make_rig(meaning=HandMeaning())
+def test_shutdown_does_not_wait_for_the_namespace(make_rig):
+    rig = make_rig(namespace_facts=HandFacts())
     assert rig.spill(1, [4], A) is None
     assert rig.probe(2, A) is None
     rig.close()
@@ -331,11 +338,11 @@ def test_two_groups_do_not_share_an_object(make_rig):
     assert {found.group_idx for found in rig.tier.objects} == {0, 1}
 
 
-def test_another_word_is_another_namespace(make_rig):
+def test_another_generation_is_another_namespace(make_rig):
     rig = make_rig()
-    rig.spill(1, [0], A, word="after a reset")
+    rig.spill(1, [0], A, generation="after a reset")
     assert rig.probe(2, A) == bytes([0])
-    assert rig.probe(3, A, word="after a reset") == bytes([1])
+    assert rig.probe(3, A, generation="after a reset") == bytes([1])
 
 
 def test_the_nearest_tier_that_has_it_is_named_and_read(make_rig):
@@ -750,10 +757,10 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
     caplog.set_level("INFO")
     rig = make_rig()
     rig.fail(kind, FAILURES_MAX - 1)
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
     rig.fail(kind, 1)
-    assert rig.circuits[0].is_out is (kind != "spill")
-    assert rig.circuits[0].is_out_for_writing is (kind == "spill")
+    assert rig.guarded_tiers[0].is_out is (kind != "spill")
+    assert rig.guarded_tiers[0].is_out_for_writing is (kind == "spill")
     before = list(rig.tier.calls)
     rig.tier.objects = {name(A): content(1)}
     if kind == "probe":
@@ -767,8 +774,8 @@ def test_a_tier_that_fails_is_left_alone_and_tried_again(make_rig, kind, caplog)
         assert rig.probe(2, A) == bytes([1])
     else:
         assert getattr(rig, kind)(2, [0], A) == ()
-    assert not rig.circuits[0].is_out
-    assert not rig.circuits[0].is_out_for_writing
+    assert not rig.guarded_tiers[0].is_out
+    assert not rig.guarded_tiers[0].is_out_for_writing
     assert caplog.text.count("left alone") == 1
     assert caplog.text.count("works again") == 1
 
@@ -792,11 +799,11 @@ def test_a_tier_that_hangs_is_out_during_its_trials_too(make_rig):
 def test_a_tier_that_cannot_work_says_so_before_the_first_request(make_rig, caplog):
     near, far = HandTier("near"), HandTier("far")
     near.answers["probe"] = [OSError("nobody is there")] * 100
-    rig = make_rig(near, far, meaning=Meaning({}, ()))
+    rig = make_rig(near, far, namespace_facts=NamespaceFacts({}, ()))
     assert (near.calls, far.calls) == (["probe 1"] * FAILURES_MAX, ["probe 1"])
     assert "Tier near (probe) has failed" in caplog.text
     assert "nobody is there" in caplog.text
-    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
+    assert [guarded.is_out for guarded in rig.guarded_tiers] == [True, False]
 
 
 def test_success_in_between_keeps_it_in_use(make_rig):
@@ -804,7 +811,7 @@ def test_success_in_between_keeps_it_in_use(make_rig):
     for _ in range(3):
         rig.fail("probe", FAILURES_MAX - 1)
         assert rig.probe(next(NUMBERS), A) == bytes([0])
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 def test_probes_that_work_do_not_hide_fetches_that_fail(make_rig):
@@ -813,7 +820,7 @@ def test_probes_that_work_do_not_hide_fetches_that_fail(make_rig):
     for _ in range(FAILURES_MAX):
         assert rig.probe(next(NUMBERS), A) == bytes([1])
         rig.fail("fetch", 1)
-    assert rig.circuits[0].is_out
+    assert rig.guarded_tiers[0].is_out
     assert rig.probe(1, A) == bytes([0]), "what cannot be read is not there"
     rig.loop.pass_time(PAUSE_S)
     assert rig.probe(2, A) == bytes([1])
@@ -825,7 +832,7 @@ def test_what_cannot_be_written_can_still_be_read(make_rig):
     rig.fail("spill")
     assert rig.probe(1, A) == bytes([1])
     assert rig.fetch(2, [0], A) == ()
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 def test_a_full_tier_is_not_one_that_fails(make_rig):
@@ -833,7 +840,7 @@ def test_a_full_tier_is_not_one_that_fails(make_rig):
     for _ in range(FAILURES_MAX + 1):
         rig.tier.answers["spill"] = [[Result.FULL]]
         assert rig.spill(next(NUMBERS), [0], A) == (0,)
-    assert not rig.circuits[0].is_out_for_writing
+    assert not rig.guarded_tiers[0].is_out_for_writing
 
 
 def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
@@ -847,7 +854,7 @@ def test_a_slow_tier_that_delivers_is_not_one_that_fails(make_rig):
         rig.loop.pass_time(TIMEOUT_S)
         rig.tier.release()
         assert rig.outcome(number) == (1,)
-    assert not rig.circuits[0].is_out
+    assert not rig.guarded_tiers[0].is_out
 
 
 @pytest.mark.parametrize("ignores_cancel", [False, True])
@@ -916,7 +923,7 @@ def test_another_tier_goes_on_while_one_is_left_alone(make_rig):
     assert rig.probe(1, A) == bytes([2])
     rig.fail("fetch")
     assert rig.fetch(2, [0], A) == ()
-    assert [circuit.is_out for circuit in rig.circuits] == [True, False]
+    assert [guarded.is_out for guarded in rig.guarded_tiers] == [True, False]
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -1028,14 +1035,14 @@ def test_copies_go_on_beside_tiers_that_hang(make_rig):
 
 def test_calls_are_kept_with_what_they_did(make_rig):
     rig = make_rig()
-    circuit = rig.circuits[0]
+    guarded = rig.guarded_tiers[0]
     rig.spill(1, [0, 1], A, B)
     rig.tier.holds = {"fetch"}
     rig.fetch(2, [2, 3], A, C)
     rig.loop.pass_time(0.5)
     rig.tier.release()
     rig.drain()
-    spill, fetch = circuit.take_calls()
+    spill, fetch = guarded.take_calls()
     assert (spill.operation, spill.results, spill.size_bytes) == (
         Operation.SPILL,
         {"done": 2},
@@ -1045,9 +1052,9 @@ def test_calls_are_kept_with_what_they_did(make_rig):
     assert fetch.results == {"done": 1, "absent": 1}
     rig.tier.holds = set()
     rig.fail("fetch")
-    circuit.take_calls()
+    guarded.take_calls()
     rig.fetch(3, [4], A)
-    assert [call.results for call in circuit.take_calls()] == [{LEFT_ALONE: 1}]
+    assert [call.results for call in guarded.take_calls()] == [{LEFT_ALONE: 1}]
     counters = Counters()
     rig.runner.count_into(counters)
     rig.fetch(4, [4], A)

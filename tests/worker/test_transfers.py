@@ -70,7 +70,7 @@ def test_one_direction_does_not_hold_the_other_back(backend, start, first, secon
 def test_bytes_in_flight_stay_within_the_bound_and_transfers_in_order(
     backend, start, bound, sizes, turns
 ):
-    """`turns` says which have been issued after so many ends."""
+    """`turns` says which have been issued after this many ends."""
     transfers = start(bound * SLOT_BYTES)
     for index, num_blocks in enumerate(sizes):
         submit(transfers, STORE, 10 * index, num_blocks=num_blocks)

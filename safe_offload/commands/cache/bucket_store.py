@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from safe_offload.commands.cache.store import CacheError, Item, Store, name_at
+from safe_offload.commands.cache.store import CacheError, Item, TierStore, name_at
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
 from safe_offload.tiers import naming
@@ -22,7 +22,7 @@ _PIECE_BYTES: Final = 4 * MIB
 _PAGE_ITEMS: Final = 1000
 
 
-class BucketStore(Store):
+class BucketStore(TierStore):
     """A bucket.
 
     Args:
@@ -42,7 +42,7 @@ class BucketStore(Store):
         self._store: Any = open_store(config) if store is None else store
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         import obstore
 
         with self._errors():
@@ -51,7 +51,7 @@ class BucketStore(Store):
             return {name: self._description(name) for name in names}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `Store`; a thousand in each request."""
+        """See `TierStore`; a thousand in each request."""
         import obstore
 
         with self._errors():
@@ -60,7 +60,7 @@ class BucketStore(Store):
                 yield from filter(None, map(_item_of, page))
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         import obstore
 
         with self._errors(gone=True):
@@ -80,13 +80,13 @@ class BucketStore(Store):
                 yield head
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `Store`; stores do not say what was there."""
+        """See `TierStore`; stores do not say what was there."""
         if items:
             self._delete([item.place for item in items])
         return list(items)
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See `Store`."""
+        """See `TierStore`."""
         if namespaces:
             self._delete([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places
-from safe_offload.commands.cache.store import CacheError, DryRun, Item, Store, batches
+from safe_offload.commands.cache.store import CacheError, DryRun, Item, TierStore, batches
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
 from safe_offload.config.tiers import TierConfig
@@ -144,7 +144,7 @@ class Listed:
         self.first_used_s = min(self.first_used_s or item.used_at_s, item.used_at_s)
 
 
-def _listed(store: Store) -> list[Listed]:
+def _listed(store: TierStore) -> list[Listed]:
     found = {
         name: Listed(name, naming.facts_of(described), naming.is_after_reset(described))
         for name, described in store.namespaces().items()
@@ -155,7 +155,7 @@ def _listed(store: Store) -> list[Listed]:
     return sorted(found.values(), key=lambda listed: -listed.last_used_s)
 
 
-def _ls(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+def _ls(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     now_s = time.time()
     listed = _listed(store)
     total_bytes = sum(each.size_bytes for each in listed)
@@ -200,7 +200,7 @@ def _ago(now_s: float, at_s: float) -> str:
 # ---- verify -----------------------------------------------------------------------------------
 
 
-def _verify(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+def _verify(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     key_seal = open_seal(config.hmac_key_file)
     seals = {name: _seal_for(each, key_seal) for name, each in store.namespaces().items()}
     num_objects, size_bytes, num_sealed, bad = 0, 0, 0, []
@@ -264,7 +264,7 @@ def _seal_for(described: bytes, seal: Seal) -> Seal:
 # ---- prune and rm -----------------------------------------------------------------------------
 
 
-def _prune(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     if arguments.to is None and arguments.older_than is None:
         raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
     _require_cache(store)
@@ -282,7 +282,7 @@ def _prune(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
     return document, text, 0
 
 
-def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
+def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
     if (arguments.namespace is None) == (not arguments.all):
         raise CacheError("rm: name what goes. Fix: add a namespace, as `ls` shows it, or --all.")
     _require_cache(store)
@@ -315,14 +315,14 @@ def _rm(arguments: Namespace, store: Store, config: TierConfig) -> Answer:
     return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
 
 
-def _store_to_change(arguments: Namespace, store: Store) -> tuple[Store, str, str]:
+def _store_to_change(arguments: Namespace, store: TierStore) -> tuple[TierStore, str, str]:
     """Return the store that is changed, and what is said of that."""
     if arguments.dry_run:
         return DryRun(store), "Would delete", "would be"
     return store, "Deleted", "are"
 
 
-def _require_cache(store: Store) -> None:
+def _require_cache(store: TierStore) -> None:
     """Refuse a place that no tier has used: nothing is deleted or made there."""
     if not store.is_cache():
         raise CacheError(

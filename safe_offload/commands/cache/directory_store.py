@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from safe_offload.commands.cache.store import CacheError, Item, Store, name_at
+from safe_offload.commands.cache.store import CacheError, Item, TierStore, name_at
 from safe_offload.config.printing import without_secrets
 from safe_offload.config.units import MIB
 from safe_offload.tiers import naming
@@ -24,7 +24,7 @@ _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_EMPTY_OR_GONE: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 
 
-class DirectoryStore(Store):
+class DirectoryStore(TierStore):
     """A directory.
 
     Raises:
@@ -42,15 +42,15 @@ class DirectoryStore(Store):
             ) from None
 
     def is_cache(self) -> bool:
-        """See `Store`."""
+        """See `TierStore`."""
         return bool(self._namespaces()) or os.access(USAGE_FILE, os.F_OK, dir_fd=self._root_fd)
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         return {name: self._description(name) for name in self._namespaces()}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `Store`."""
+        """See `TierStore`."""
         for file, _ in directory.walk(self._root_fd, namespace):
             name = name_at(file.namespace, file.folder, file.file)
             place = f"{file.namespace}/{file.folder}/{file.file}"
@@ -58,7 +58,7 @@ class DirectoryStore(Store):
             yield Item(file.namespace, place, name, file.size_bytes, used_at_s, file.is_temporary)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         with self._folder_of(item) as (folder_fd, file):
             file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
         try:
@@ -71,11 +71,11 @@ class DirectoryStore(Store):
             os.close(file_fd)
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `Store`."""
+        """See `TierStore`."""
         return [item for item in items if self._delete(item)]
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """See `Store`; engines that share the directory know of it."""
+        """See `TierStore`; engines that share the directory know of it."""
         give_up_at_s = time.monotonic() + _PATIENCE_S
         while True:
             before_ns = int(used_before_s * 1e9)
@@ -89,13 +89,13 @@ class DirectoryStore(Store):
             time.sleep(_PAUSE_S)
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See `Store`; an engine may be writing to one of them again."""
+        """See `TierStore`; an engine may be writing to one of them again."""
         for namespace in namespaces:
             self._remove_folders(namespace)
         self.prune(None, 0.0)  # so that engines know how much is there now
 
     def close(self) -> None:
-        """See `Store`."""
+        """See `TierStore`."""
         os.close(self._root_fd)
 
     def _namespaces(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import quote
 
 from safe_offload.commands.cache.directory_store import DirectoryStore
-from safe_offload.commands.cache.store import Store
+from safe_offload.commands.cache.store import TierStore
 from safe_offload.config.printing import printable, without_secrets
 from safe_offload.config.tier_url import FILE, SERVERS, URL_KEY, problem_of_path
 from safe_offload.config.tiers import TierConfig, tiers
@@ -50,7 +50,7 @@ def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
     return config
 
 
-def open_store(place: str, config: TierConfig) -> Store:
+def open_store(place: str, config: TierConfig) -> TierStore:
     """Return what is at a place.
 
     Raises:

@@ -47,7 +47,7 @@ class Item(NamedTuple):
     is_temporary: bool = False
 
 
-class Store(ABC):
+class TierStore(ABC):
     """The place of a tier.
 
     Attributes:
@@ -147,24 +147,24 @@ class Store(ABC):
         return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, 0)
 
 
-class DryRun(Store):
+class DryRun(TierStore):
     """A place in which nothing is deleted, to see what would be."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TierStore) -> None:
         self.label, self.use = store.label, store.use
         self._store = store
         self._orphans = set[str]()
 
     def is_cache(self) -> bool:
-        """See `Store`."""
+        """See `TierStore`."""
         return self._store.is_cache()
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         return self._store.namespaces()
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `Store`; but for the temporaries that `prune` sweeps."""
+        """See `TierStore`; but for the temporaries that `prune` sweeps."""
         orphan_before_s = time.time() - ORPHAN_AGE_S
         for item in self._store.items(namespace):
             if item.is_temporary and item.used_at_s < orphan_before_s:
@@ -173,7 +173,7 @@ class DryRun(Store):
                 yield item
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         return self._store.pieces(item)
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
@@ -181,7 +181,7 @@ class DryRun(Store):
         return list(items)
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Return what `Store.prune` would do."""
+        """Return what `TierStore.prune` would do."""
         kept = super().prune(to_bytes, used_before_s)
         return replace(kept, num_orphans=len(self._orphans))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from safe_offload.commands.cache.store import Item, Store
+from safe_offload.commands.cache.store import Item, TierStore
 from safe_offload.commands.cache.valkey_client import Server
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB
@@ -34,7 +34,7 @@ _PIECE_BYTES: Final = 4 * MIB
 _BATCH_KEYS: Final = 1000
 
 
-class ValkeyStore(Store):
+class ValkeyStore(TierStore):
     """A server or cluster.
 
     Raises:
@@ -46,7 +46,7 @@ class ValkeyStore(Store):
         self.label = self._server.label
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `Store`; a server may have evicted a description."""
+        """See `TierStore`; a server may have evicted a description."""
         found = dict[str, bytes]()
         with self._server.errors():
             for _, keys in self._keys(ALL_KEYS):
@@ -54,14 +54,14 @@ class ValkeyStore(Store):
             return {namespace: self._description(namespace) for namespace in sorted(found)}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `Store`."""
+        """See `TierStore`."""
         pattern = f"{PREFIX}{namespace}:*" if namespace else ALL_KEYS
         with self._server.errors():
             for node, keys in self._keys(pattern):
                 yield from self._items(node, keys)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `Store`."""
+        """See `TierStore`."""
         with self._server.errors():
             yield self._range(item.place, 0, HEADER_BYTES)
             at = HEADER_BYTES
@@ -72,16 +72,16 @@ class ValkeyStore(Store):
                 raise FileNotFoundError(errno.ENOENT, "evicted")
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `Store`."""
+        """See `TierStore`."""
         were_there = self._unlink(item.place for item in items)
         return [item for item, was in zip(items, were_there, strict=True) if was]
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See `Store`."""
+        """See `TierStore`."""
         self._unlink(description_key(bytes.fromhex(name)).decode() for name in namespaces)
 
     def close(self) -> None:
-        """See `Store`."""
+        """See `TierStore`."""
         self._server.close()
 
     def _keys(self, pattern: str) -> Iterator[tuple[Redis, list[bytes]]]:

@@ -25,7 +25,7 @@ from safe_offload.commands.doctor.findings import Finding, exit_status, guarded,
 from safe_offload.commands.doctor.machine import Machine, read_machine
 from safe_offload.commands.doctor.tiers import check as tiers
 from safe_offload.commands.doctor.tiers.safety import check_user
-from safe_offload.commands.doctor.vllm_facts import Probe, VllmFacts
+from safe_offload.commands.doctor.vllm_facts import VllmFacts, VllmProbe
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tier_url import FILE
 from safe_offload.config.transfer_config import CONNECTOR_NAME
@@ -59,7 +59,7 @@ def run_command(arguments: Namespace) -> int:
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     rest = read_rest(arguments)
     written = configuration.Written.read(arguments.kv_transfer_config)
-    probe = Probe(vllm_arguments(rest, written))
+    probe = VllmProbe(vllm_arguments(rest, written))
     findings, measured = examine(written, probe, read_machine())
     if arguments.json:
         document = {"findings": [found.to_json() for found in findings], "measured": measured}
@@ -89,7 +89,7 @@ def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[
 
 
 def examine(
-    written: configuration.Written, probe: Probe, machine: Machine
+    written: configuration.Written, probe: VllmProbe, machine: Machine
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Run every check; return the findings by theme, and the figures."""
     found = guarded("configuration", configuration.check_written, written)
@@ -132,7 +132,7 @@ def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[Offloa
 
 
 def _memory_findings(
-    machine: Machine, pools: Sequence[memory.Pool], trials: Sequence[Trial], *, is_gpu: bool
+    machine: Machine, pools: Sequence[memory.HostPool], trials: Sequence[Trial], *, is_gpu: bool
 ) -> list[Finding]:
     nodes = {trial.name: trial.node for trial in trials} if is_gpu else {}
     found = guarded("memory", memory.check_pool, machine, pools)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
-from safe_offload.commands.doctor.memory import Pool
+from safe_offload.commands.doctor.memory import HostPool
 from safe_offload.config.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _self_test(trial: Trial, where: str) -> Iterator[Finding]:
         yield ok(id, f"{where}passed by {', '.join(trial.passed)}")
 
 
-def check_ready(trial: Trial, pools: Sequence[Pool]) -> Iterator[Finding]:
+def check_ready(trial: Trial, pools: Sequence[HostPool]) -> Iterator[Finding]:
     """Say how long it takes until the whole pool of a rank can be used."""
     id = "memory.ready"
     where = f"on {trial.name}: "

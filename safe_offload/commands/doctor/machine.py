@@ -18,7 +18,7 @@ from safe_offload.worker.memory.placement import cores_of
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NumaNode:
     """One NUMA node: the memory that is free on it, and its cores."""
 
     free_bytes: int
@@ -35,7 +35,7 @@ class Machine:
     swap_used_bytes: int = 0
     memlock_bytes: int | None = None  # that a process may lock; None for no limit
     huge_pages: str = ""  # the word in brackets in `transparent_hugepage/enabled`
-    nodes: Mapping[int, Node] = field(default_factory=dict)
+    nodes: Mapping[int, NumaNode] = field(default_factory=dict)
     allowed_nodes: frozenset[int] = frozenset()  # that this process may take memory from
     cores: frozenset[int] = frozenset()  # that this process may run on
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,8 +71,8 @@ def read_machine(
     )
 
 
-def _read_nodes(system: Path) -> dict[int, Node]:
-    nodes: dict[int, Node] = {}
+def _read_nodes(system: Path) -> dict[int, NumaNode]:
+    nodes: dict[int, NumaNode] = {}
     for folder in sorted((system / "devices/system/node").glob("node[0-9]*")):
         number = int(folder.name[4:])
         try:
@@ -82,7 +82,7 @@ def _read_nodes(system: Path) -> dict[int, Node]:
         # Its lines begin with "Node 0 ". File cache counts as free: the kernel drops it on demand.
         free = _kib_values(folder / "meminfo", skip=2)
         free_kib = free.get("MemFree", 0) + free.get("FilePages", 0) - free.get("Shmem", 0)
-        nodes[number] = Node(free_kib * 1024, cores)
+        nodes[number] = NumaNode(free_kib * 1024, cores)
     return nodes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from safe_offload.commands.doctor.findings import Finding, info, ok, refusal, warning
 from safe_offload.commands.doctor.machine import Machine
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts
+from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import format_bytes
 from safe_offload.errors import ConfigError
@@ -15,7 +15,7 @@ from safe_offload.worker.memory.host_memory import check_host_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class HostPool:
     """The host memory of one of our connectors, on this machine."""
 
     config: OffloadConfig
@@ -29,8 +29,8 @@ class Pool:
 
 
 def pools_of(
-    configs: Sequence[OffloadConfig], engine: EngineFacts | None, model: ModelFacts | None
-) -> list[Pool]:
+    configs: Sequence[OffloadConfig], engine: EngineConfigFacts | None, model: ModelFacts | None
+) -> list[HostPool]:
     """Return the pool of each connector, as far as engine and model are known."""
     num_ranks = 1 if engine is None else engine.num_local_ranks
     pools = []
@@ -39,11 +39,11 @@ def pools_of(
         if config.num_slots is not None:
             block_bytes = None if model is None else model.block_bytes // config.world_size
             rank_bytes = None if block_bytes is None else config.num_slots * block_bytes
-        pools.append(Pool(config, rank_bytes, num_ranks))
+        pools.append(HostPool(config, rank_bytes, num_ranks))
     return pools
 
 
-def check_pool(machine: Machine, pools: Sequence[Pool]) -> Iterator[Finding]:
+def check_pool(machine: Machine, pools: Sequence[HostPool]) -> Iterator[Finding]:
     """Compare the pools of all ranks with what the machine and the cgroups leave."""
     id = "memory.pool"
     limit = ""
@@ -92,7 +92,9 @@ def check_swap(machine: Machine, *, is_gpu: bool) -> Iterator[Finding]:
         yield info(id, f"{used} of swap is in use{locked}")
 
 
-def check_memlock(machine: Machine, pools: Sequence[Pool], *, is_gpu: bool) -> Iterator[Finding]:
+def check_memlock(
+    machine: Machine, pools: Sequence[HostPool], *, is_gpu: bool
+) -> Iterator[Finding]:
     """Compare the limit for locked memory with the pool of a rank."""
     id = "memory.memlock"
     limit_bytes = machine.memlock_bytes
@@ -133,7 +135,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
 
 
 def check_numa(
-    machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[Pool]
+    machine: Machine, gpu_nodes: Mapping[str, int | None], pools: Sequence[HostPool]
 ) -> Iterator[Finding]:
     """Compare the node of each GPU, None if unknown, with what this process may use."""
     id = "memory.numa"

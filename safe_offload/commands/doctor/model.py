@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, VllmFacts
+from safe_offload.commands.doctor.vllm_facts import EngineConfigFacts, ModelFacts, VllmFacts
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import MIB, format_bytes
 from safe_offload.scheduler.loads.cost import Costs, Offer, rate
@@ -60,7 +60,7 @@ def check_model(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterator[F
         yield _tokens(model, vllm.engine, config)
 
 
-def _tokens(model: ModelFacts, engine: EngineFacts | None, config: OffloadConfig) -> Finding:
+def _tokens(model: ModelFacts, engine: EngineConfigFacts | None, config: OffloadConfig) -> Finding:
     id = "model.tokens"
     pool_bytes = config.cpu_bytes_per_rank * config.world_size
     num_blocks = config.num_slots or pool_bytes // model.block_bytes

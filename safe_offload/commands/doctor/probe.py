@@ -1,4 +1,4 @@
-"""Asks vLLM what it makes of the arguments of `vllm serve`; run by `vllm_facts.Probe`.
+"""Asks vLLM what it makes of the arguments of `vllm serve`; run by `vllm_facts.VllmProbe`.
 
 Nothing is started and no weight is read. The model is made of tensors without memory, which tells
 the bytes of its KV cache exactly, whatever kinds of attention it has.

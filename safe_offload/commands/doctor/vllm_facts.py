@@ -20,7 +20,7 @@ MARK: Final = "safe-offload-doctor:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineConfigFacts:
     """The configuration that an engine with these arguments has.
 
     Attributes:
@@ -65,7 +65,7 @@ class VllmFacts:
     connector: str = ""  # module that vLLM takes our name for; empty if it does not know the name
     connector_problem: str = ""
     arguments_problem: str = ""
-    engine: EngineFacts | None = None
+    engine: EngineConfigFacts | None = None
     engine_problem: str = ""
     model_name: str = ""  # empty if none was given
     model: ModelFacts | None = None
@@ -73,7 +73,7 @@ class VllmFacts:
 
 
 @dataclass(slots=True)
-class Probe:
+class VllmProbe:
     """The process that asks vLLM; it begins at once, so that other checks run beside it."""
 
     arguments: Sequence[str]  # of `vllm serve`
@@ -110,7 +110,7 @@ def read_output(output: str, problem: str) -> VllmFacts:
         last = next((line for line in reversed(lines) if line.strip() and line not in answers), "")
         written["problem"] = written.get("problem") or f"{problem}: {last.strip()}"
     written["tested"] = tuple((major, minor) for major, minor in written.get("tested", ()))
-    for name, made_of in (("engine", EngineFacts), ("model", ModelFacts)):
+    for name, made_of in (("engine", EngineConfigFacts), ("model", ModelFacts)):
         if written.get(name) is not None:
             known = {one.name for one in fields(made_of)}
             values = {key: value for key, value in written[name].items() if key in known}

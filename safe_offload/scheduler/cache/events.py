@@ -2,7 +2,7 @@
 
 With `--kv-events-config` vLLM publishes which blocks its GPU cache holds, and what its connector
 adds. Ours adds a `BlockStored` when a block can be found in the directory and a `BlockRemoved` when
-it no longer can, so that whoever replays them knows what the directory knows (I12). There is no
+it no longer can, so that a replay of them shows what the directory knows (I12). There is no
 `AllBlocksCleared`: it names no medium, and routers take it to mean the GPU's blocks too.
 
 A hash does not tell its tokens. They are copied from the request when a store begins, as the
@@ -60,7 +60,7 @@ class Origins:
     """From which request a hash comes, and which of its hashes it is.
 
     Its state, which nothing else changes: the places by hash, how many hashes of each live request
-    they cover, and the requests that have ended and are kept, with so many hashes each.
+    they cover, and the requests that have ended and are kept, with the number of hashes of each.
 
     Args:
         num_kept: hashes of requests that have ended that are kept, the oldest going first. Lazy

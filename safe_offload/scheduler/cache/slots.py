@@ -151,7 +151,7 @@ class SlotPool:
         )
 
     def next_evicted(self, count: int) -> list[int]:
-        """Return up to so many evictable slots, those that go first, in their order."""
+        """Return up to `count` evictable slots, those that go first, in their order."""
         return self._evictable.peek(count)
 
     def forget(self, slots: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.scheduler.geometry import Geometry
+    from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.requests import RequestState
 
 SPARE_BLOCKS = 2
@@ -44,7 +44,7 @@ class Admission:
     Its state: `holders`, with what each needs; read only outside.
     """
 
-    def __init__(self, geometry: Geometry, num_gpu_blocks: int) -> None:
+    def __init__(self, geometry: GroupGeometry, num_gpu_blocks: int) -> None:
         self._geometry = geometry
         self._num_gpu_blocks = num_gpu_blocks
         self.holders: dict[RequestState, Need] = {}

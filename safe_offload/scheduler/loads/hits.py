@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from safe_offload.compat import cache_hits, specs
-from safe_offload.scheduler.geometry import Geometry
+from safe_offload.scheduler.geometry import GroupGeometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -170,7 +170,7 @@ class HostHits:
         _, hash_block_size = specs.resolve_block_sizes(kv_cache_config, vllm_config)
         pool = FoundAsBlocks(self.directory, hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
-        self.geometry = Geometry(vllm_config, kv_cache_config, self._coordinator)
+        self.geometry = GroupGeometry(vllm_config, kv_cache_config, self._coordinator)
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain

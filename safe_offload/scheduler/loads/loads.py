@@ -20,7 +20,7 @@ from safe_offload.scheduler.cache.leases import Lease, LeaseBook, LeaseKind
 from safe_offload.scheduler.loads.admission import Admission
 from safe_offload.scheduler.loads.cost import Costs, Offer
 from safe_offload.scheduler.loads.hits import NO_SLOT, Hit, HostHits, needed
-from safe_offload.scheduler.loads.sharing import Sharing, Wait
+from safe_offload.scheduler.loads.shared_loads import SharedLoads, Wait
 from safe_offload.scheduler.pending import Ledger, Load
 from safe_offload.scheduler.requests import Phase, RequestState
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
 
 FAILED_LOADS_MAX = 3
-"""A request is offered no more hits once so many of its loads have failed."""
+"""Loads of a request that may fail before it is offered no more hits."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Loads:
         self._leases = leases
         self._counters = counters
         self._admission = Admission(hits.geometry, gpu.num_blocks)
-        self._sharing = Sharing(hits.geometry, wait_max_s, counters)
+        self._shared_loads = SharedLoads(hits.geometry, wait_max_s, counters)
         self._costs = costs
         self._null_block_id = gpu.null_block_id
         self.progress: defaultdict[RequestState, LoadProgress] = defaultdict(LoadProgress)
@@ -92,7 +92,7 @@ class Loads:
         """Find and lease the longest hit of a waiting request (I1).
 
         Returns:
-            Its tokens; None if a load of another request brings the first of them (see `sharing`).
+            Its tokens; None if a load of another request brings the first (see `shared_loads`).
         """
         request, progress = state.request, self.progress[state]
         if progress.must_compute:
@@ -100,7 +100,7 @@ class Loads:
                 self.drop_hit(state)
             return 0
         wait = progress.wait
-        if wait.load is not None and self._sharing.goes_on(
+        if wait.load is not None and self._shared_loads.goes_on(
             wait, request, num_computed_tokens, now_s
         ):
             num_wanted = request.num_tokens - num_computed_tokens - 1
@@ -155,7 +155,7 @@ class Loads:
         """Whether a request waits from now on for another's load of what it has a hit for."""
         num_computed_tokens = hit.num_computed_tokens
         under_way = chain(self.ledger.in_flight.values(), self.ledger.new)
-        load = self._sharing.find(wait, request, num_computed_tokens, under_way)
+        load = self._shared_loads.find(wait, request, num_computed_tokens, under_way)
         if load is None:
             return False
         wait.begin(load, num_computed_tokens, now_s)
@@ -176,7 +176,7 @@ class Loads:
         """Whether a load is expected to bring what a request needs before it could be computed.
 
         Args:
-            num_tokens_max: the request has a use for so many after those that the GPU has.
+            num_tokens_max: the most that the request has a use for after those that the GPU has.
         """
         num_brought = load.end_hash * self._geometry.hash_block_size - num_computed_tokens
         num_tokens = min(num_brought, num_tokens_max)
@@ -308,9 +308,9 @@ class Loads:
         for load in (*self.ledger.new, *self.ledger.in_flight.values()):
             load.fail()
 
-    def owe_failure(self, state: RequestState) -> None:
+    def announce_failure(self, state: RequestState) -> None:
         """Something went wrong after vLLM began to wait: tell it to recompute."""
-        if state.owe_failure():
+        if state.announce_failure():
             self.unannounced.append(state)
 
     # ---- plans and reports ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ That vLLM has hashed a block proves nothing about its bytes: it hashes the block
 schedules the step. But every block that a request *scheduled in this step* has hashed is computed
 once the forward of this step has run, and a store after the forward is ordered after it. So a block
 of a prompt is stored in the very step that computes it; a step later a sliding window may have
-passed it. Blocks of an answer are looked for together, every few steps (`agenda.py`), and in the
+passed it. Blocks of an answer are looked for together, every few steps (`schedule.py`), and in the
 table that a preempted request had (`snapshots.py`).
 """
 
@@ -29,7 +29,7 @@ from safe_offload.scheduler.blocks import (
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -72,7 +72,7 @@ class EagerStores(StorePolicy):
         num_decode_tokens_max: int,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, kept))
+        super().__init__(hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, kept))
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes
@@ -133,7 +133,7 @@ class EagerStores(StorePolicy):
         """See `StorePolicy`."""
         if loading:
             self._look_at(loading)
-        due = self.agenda.due(output.num_scheduled_tokens)
+        due = self.schedule.due(output.num_scheduled_tokens)
         if due:
             self._look_at(due)
         if self._geometry.has_states:
@@ -143,7 +143,7 @@ class EagerStores(StorePolicy):
 
     def _look_at(self, states: Sequence[RequestState]) -> None:
         """Store what requests have computed once the forward of this step has run."""
-        decoding, snapshots = self.agenda.decoding, self._snapshots
+        decoding, snapshots = self.schedule.decoding, self._snapshots
         by_state, loaded = self.progress, self._stores.loaded
         plain = []
         for state in states:
@@ -317,17 +317,17 @@ class EagerStores(StorePolicy):
             The host slots that hold the others.
         """
         group_idx = missing.group_idx
-        witnesses: list[Any] = hashes_of(blocks)
-        is_whole = all(witnesses)
+        hash_objects: list[Any] = hashes_of(blocks)
+        is_whole = all(hash_objects)
         if not is_whole:  # a window slid past some, or no hit can ever need them
-            if not any(witnesses):
+            if not any(hash_objects):
                 return []
-            blocks = needed(blocks, witnesses, None)
-            witnesses = needed(witnesses, witnesses, None)
+            blocks = needed(blocks, hash_objects, None)
+            hash_objects = needed(hash_objects, hash_objects, None)
         if is_whole and self._block_sizes[group_idx] == self._hash_block_size:
             hashes = request.block_hashes[first : first + len(blocks)]
         else:
-            hashes = [get_block_hash(witness) for witness in witnesses]
+            hashes = [get_block_hash(hash_object) for hash_object in hash_objects]
         kept: list[Any] = list(map(self._directory.tables[group_idx].get, hashes))
         num_missing = kept.count(None)
         if num_missing < len(kept):
@@ -335,12 +335,12 @@ class EagerStores(StorePolicy):
                 return self._directory.filled(kept)
             is_missing = [slot is None for slot in kept]
             blocks = list(compress(blocks, is_missing))
-            witnesses = list(compress(witnesses, is_missing))
+            hash_objects = list(compress(hash_objects, is_missing))
             hashes = list(compress(hashes, is_missing))
             kept = [slot for slot in kept if slot is not None]
         else:
             kept = []
-        missing.add(blocks, witnesses, hashes)
+        missing.add(blocks, hash_objects, hashes)
         if self._gpu.has_more_hashes:
             missing.more_keys.update(find_more_keys(self._gpu, blocks, hashes))
         return self._directory.filled(kept) if kept else kept

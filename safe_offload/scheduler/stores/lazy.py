@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from safe_offload.scheduler.blocks import (
     BlockSet,
-    Place,
+    QueuePlace,
     block_hash_of,
     get_block_hash,
     hashes_of,
@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -41,7 +41,7 @@ class LazyStores(StorePolicy):
 
     Args:
         hits, gpu, stores: see `StorePolicy`.
-        num_decode_tokens_max: see `Agenda`.
+        num_decode_tokens_max: see `StoreSchedule`.
         num_step_blocks: the most blocks that one step may allocate for its tokens.
     """
 
@@ -54,18 +54,20 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        super().__init__(hits, gpu, stores, Agenda(sizes, num_decode_tokens_max, is_lazy=True))
+        super().__init__(
+            hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, is_lazy=True)
+        )
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
         """What may be lost before the next plan, with the hash objects of then."""
         self._num_seen = 0
-        self._middle: Place | None = None
+        self._middle: QueuePlace | None = None
         """A block at half the distance; the walk begins again when it has left its place."""
-        self._last: Place | None = None
+        self._last: QueuePlace | None = None
         """The last block that the walk has seen."""
-        self._expected: Place | None = None
-        """The last block that `expect` has seen since the last plan."""
+        self._last_ahead: QueuePlace | None = None
+        """The last block that `look_ahead` has seen since the last plan."""
         self._avoided: dict[int, bytes] = {}
         """By block id, a hash whose tokens were never computed."""
 
@@ -74,20 +76,20 @@ class LazyStores(StorePolicy):
 
     # ---- the life of a request -----------------------------------------------------------------
 
-    def expect(self, num_tokens: int) -> None:
+    def look_ahead(self, num_tokens: int) -> None:
         """See `StorePolicy`; remembers what the request may take, beside what the step takes.
 
         A hit in the GPU's own cache takes its blocks out of the queue, and a load takes new ones.
         """
         num_blocks = self._geometry.num_blocks_spanned(num_tokens)
-        if self._expected is not None and self._expected.stands():
-            seen = self._expected.block
+        if self._last_ahead is not None and self._last_ahead.stands():
+            seen = self._last_ahead.block
         else:
             num_blocks += self._num_step_blocks
             seen = self._last.block if self._last is not None and self._last.stands() else None
         blocks = self._gpu.free_blocks(num_blocks, seen)
         if blocks:
-            self._expected = Place.of(blocks[-1])
+            self._last_ahead = QueuePlace.of(blocks[-1])
             self._watched.append((blocks, hashes_of(blocks)))
 
     def finish(self, state: RequestState) -> None:
@@ -113,7 +115,7 @@ class LazyStores(StorePolicy):
         """See `StorePolicy`; the rest of what they had computed waits in the queue."""
         for state in states:
             request, taken = state.request, self._snapshots.pop(state, [])
-            if state in self.agenda.decoding:
+            if state in self.schedule.decoding:
                 num_computed = request.num_tokens - 1
             else:
                 num_computed = self._camera.num_tokens_computed(request, taken)
@@ -130,9 +132,9 @@ class LazyStores(StorePolicy):
         """
         length = len(next(iter(hashes), b""))
         for block in self._gpu.free_blocks(self._gpu.num_free_blocks if hashes else 0):
-            witness = block_hash_of(block)
-            if witness is not None and get_block_hash(witness)[-length:] in hashes:
-                self._avoided[block.block_id] = witness
+            hash_object = block_hash_of(block)
+            if hash_object is not None and get_block_hash(hash_object)[-length:] in hashes:
+                self._avoided[block.block_id] = hash_object
 
     def find(
         self, output: SchedulerOutput, book: RequestBook, loading: Sequence[RequestState]
@@ -142,8 +144,8 @@ class LazyStores(StorePolicy):
         What was given away is looked for in every step, one that computes nothing too: it may
         allocate blocks for a load.
         """
-        for state in (*loading, *self.agenda.due(output.num_scheduled_tokens)):
-            taken, is_decoding = self._snapshots.get(state), state in self.agenda.decoding
+        for state in (*loading, *self.schedule.due(output.num_scheduled_tokens)):
+            taken, is_decoding = self._snapshots.get(state), state in self.schedule.decoding
             if not (is_decoding and taken and taken[0].is_current(state.request)):
                 self._snapshots[state] = self._camera.take(state, is_decoding=is_decoding)
         for blocks in self._given_away():
@@ -155,12 +157,12 @@ class LazyStores(StorePolicy):
 
     def _given_away(self) -> list[BlockSet]:
         """Return what was watched, and was given away in this step; the rest is in the queue."""
-        watched, self._watched, self._expected = self._watched, [], None
+        watched, self._watched, self._last_ahead = self._watched, [], None
         found = []
-        for blocks, witnesses in watched:
-            is_lost = list(map(is_not, hashes_of(blocks), witnesses))
+        for blocks, hash_objects in watched:
+            is_lost = list(map(is_not, hashes_of(blocks), hash_objects))
             if any(is_lost):
-                lost = list(compress(blocks, is_lost)), list(compress(witnesses, is_lost))
+                lost = list(compress(blocks, is_lost)), list(compress(hash_objects, is_lost))
                 found += self._missing(*lost)
         return found
 
@@ -171,7 +173,7 @@ class LazyStores(StorePolicy):
             blocks = self._gpu.free_blocks(self._num_ahead)
             self._num_seen = 0
             half = min(len(blocks), self._num_step_blocks)
-            self._middle = Place.of(blocks[half - 1]) if blocks else None
+            self._middle = QueuePlace.of(blocks[half - 1]) if blocks else None
         elif self._num_seen < self._num_ahead:
             blocks = self._gpu.free_blocks(self._num_ahead - self._num_seen, last.block)
         else:
@@ -179,17 +181,17 @@ class LazyStores(StorePolicy):
         if not blocks:
             return []
         self._num_seen += len(blocks)
-        self._last = Place.of(blocks[-1])
+        self._last = QueuePlace.of(blocks[-1])
         return self._missing(blocks, hashes_of(blocks))
 
     def _missing(
-        self, blocks: Sequence[KVCacheBlock], witnesses: Sequence[bytes | None]
+        self, blocks: Sequence[KVCacheBlock], hash_objects: Sequence[bytes | None]
     ) -> list[BlockSet]:
         if self._avoided:
             avoided = map(self._avoided.get, [block.block_id for block in blocks])
-            pairs = zip(witnesses, avoided, strict=True)
-            witnesses = [None if w is known else w for w, known in pairs]
-        return missing_blocks(blocks, witnesses, self._gpu, self._hits.directory.tables)
+            pairs = zip(hash_objects, avoided, strict=True)
+            hash_objects = [None if h is known else h for h, known in pairs]
+        return missing_blocks(blocks, hash_objects, self._gpu, self._hits.directory.tables)
 
     def _begin_again(self) -> None:
         """Look at everything again, in the next step."""
@@ -200,5 +202,5 @@ class LazyStores(StorePolicy):
     def pass_over(self, states: Sequence[RequestState]) -> None:
         """See `StorePolicy`."""
         super().pass_over(states)
-        self._watched, self._expected = [], None
+        self._watched, self._last_ahead = [], None
         self._begin_again()

@@ -22,7 +22,7 @@ class _Table:
     """A block table of such a request.
 
     Attributes:
-        num_seen: so many of its first blocks had their hashes taken, and get none again.
+        num_seen: of its first blocks, those whose hashes were taken; they get none again.
         watched: those after them, at the last look. They may leave the table with a new hash.
     """
 
@@ -43,7 +43,7 @@ class Outdated:
 
     Args:
         has_states: vLLM keeps copies of Mamba states in blocks of no table. Then no block of
-            anybody has a hash for as long as there are such requests.
+            any request has a hash for as long as there are such requests.
 
     Attributes:
         tables: of these requests; read only outside.
@@ -126,14 +126,14 @@ class Outdated:
         own: set[bytes] = set()
         length = 0
         for block in (*present, *table.watched):
-            witness = block_hash_of(block)
-            if witness is None or block.block_id in anew_ids:
+            hash_object = block_hash_of(block)
+            if hash_object is None or block.block_id in anew_ids:
                 continue
             is_kept = block.block_id in kept_ids
             if not (is_kept or own):
                 own.update(state.request.block_hashes)
-                length = len(next(iter(own), witness))
-            if is_kept or get_block_hash(witness)[-length:] in own:
+                length = len(next(iter(own), hash_object))
+            if is_kept or get_block_hash(hash_object)[-length:] in own:
                 yield block, is_kept
 
     def _num_hashed(self, table: _Table, request: Request) -> int:

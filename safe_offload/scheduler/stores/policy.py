@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.blocks import GpuBlocks
     from safe_offload.scheduler.loads.hits import HostHits
     from safe_offload.scheduler.requests import RequestBook, RequestState
-    from safe_offload.scheduler.stores.schedule import Agenda
+    from safe_offload.scheduler.stores.schedule import StoreSchedule
     from safe_offload.scheduler.stores.stores import Stores
 
 
@@ -21,30 +21,32 @@ class StorePolicy:
     """Finds blocks that are worth storing and hands them to `Stores.add`.
 
     The planner calls it; it calls nothing of the planner. What it notes about a request is gone
-    after `end`. Its state: the agenda, and snapshots of the requests that run.
+    after `end`. Its state: the schedule, and snapshots of the requests that run.
 
     Args:
         hits: to skip what the host has or is about to have.
         gpu: vLLM's blocks.
         stores: takes what is found.
-        agenda: when requests are looked at.
+        schedule: when requests are looked at.
     """
 
-    def __init__(self, hits: HostHits, gpu: GpuBlocks, stores: Stores, agenda: Agenda) -> None:
+    def __init__(
+        self, hits: HostHits, gpu: GpuBlocks, stores: Stores, schedule: StoreSchedule
+    ) -> None:
         self._hits = hits
         self._geometry = hits.geometry
         self._gpu = gpu
         self._stores = stores
-        self.agenda = agenda
+        self.schedule = schedule
         self._camera = Camera(hits.geometry, gpu)
         self._snapshots: dict[RequestState, list[Snapshot]] = {}
 
-    def expect(self, num_tokens: int) -> None:
-        """A request may be scheduled that has a hit of so many tokens, on the GPU or here."""
+    def look_ahead(self, num_tokens: int) -> None:
+        """A request may be scheduled that has a hit of `num_tokens`, on the GPU or here."""
 
     def run(self, state: RequestState) -> None:
         """A request has its blocks and begins to run."""
-        self.agenda.add(state)
+        self.schedule.add(state)
 
     def preempt(self, state: RequestState) -> None:
         """vLLM has taken the blocks of a running request away."""
@@ -58,7 +60,7 @@ class StorePolicy:
 
     def end(self, state: RequestState) -> None:
         """A request has ended."""
-        self.agenda.decoding.discard(state)
+        self.schedule.decoding.discard(state)
         self._snapshots.pop(state, None)
 
     def rescue(self, states: Sequence[RequestState], given_out: Collection[int]) -> None:

@@ -2,7 +2,7 @@
 
 A request that computes its prompt fills blocks in every step; one that decodes fills one in many
 steps, and it is known when at the earliest. Its blocks stay where they are for as long as it runs,
-so there is no hurry: those that decode are looked at together, every so many steps, and what they
+so there is no hurry: those that decode are looked at together, once in several steps, and what they
 have filled goes into one store. If one ends or is preempted before, it is looked at then.
 """
 
@@ -22,7 +22,7 @@ STEPS_BETWEEN_LOOKS = 16
 """At requests that decode. More saves little; less, and most steps have a store of their own."""
 
 
-class Agenda:
+class StoreSchedule:
     """Running requests by the step in which they are to be looked at.
 
     Looking late loses nothing but time: what a request has computed is found when it is looked at
@@ -65,7 +65,7 @@ class Agenda:
         """Who had computed all when it was looked at last; the policies take out who has ended."""
 
     def __repr__(self) -> str:
-        return f"Agenda(step {self._step}, {len(self._next)} in the next)"
+        return f"StoreSchedule(step {self._step}, {len(self._next)} in the next)"
 
     def add(self, state: RequestState) -> None:
         """A request begins to run: look at it in the next step."""

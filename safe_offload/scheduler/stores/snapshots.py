@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from safe_offload.scheduler.blocks import GpuBlocks
-    from safe_offload.scheduler.geometry import Geometry
+    from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.requests import RequestState
 
 _NO_WITNESS = b"given away"
@@ -85,14 +85,14 @@ class Snapshot:
         for block, block_hash in zip(table, hashes[first:], strict=False):
             if block.is_null:
                 continue
-            witness = block_hash_of(block)
+            hash_object = block_hash_of(block)
             if (
-                witness is not None
-                and get_block_hash(witness) == block_hash
+                hash_object is not None
+                and get_block_hash(hash_object) == block_hash
                 # Another group may hold the same tokens in it by now.
-                and get_group_id(witness) == self.group_idx
+                and get_group_id(hash_object) == self.group_idx
             ):
-                waiting.append(block, witness, block_hash)
+                waiting.append(block, hash_object, block_hash)
             elif is_window or block.block_id in given_out:
                 lost.append(block, _NO_WITNESS, block_hash)
         return lost, waiting
@@ -101,7 +101,7 @@ class Snapshot:
 class Camera:
     """Takes snapshots, and finds in them what is not stored; it has no state."""
 
-    def __init__(self, geometry: Geometry, gpu: GpuBlocks) -> None:
+    def __init__(self, geometry: GroupGeometry, gpu: GpuBlocks) -> None:
         self._geometry = geometry
         self._gpu = gpu
         # The tables of other groups do not tell which tokens a block holds.

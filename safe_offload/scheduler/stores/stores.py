@@ -161,10 +161,10 @@ class Stores:
         if state.finished:
             lease.release()
         else:
-            self.let_go_prefix(state)
+            self.release_prefix(state)
             self.loaded[state] = lease
 
-    def let_go_prefix(self, state: RequestState) -> None:
+    def release_prefix(self, state: RequestState) -> None:
         """Let the host copy of a request's prefix be evicted."""
         for leases in (self.loaded, self._prefixes):
             lease = leases.pop(state, None)
@@ -172,9 +172,9 @@ class Stores:
                 lease.release()
 
     def end(self, state: RequestState) -> None:
-        """A request has ended: let go of its prefix, unless it is still being extended."""
+        """A request has ended: release its prefix, unless it is still being extended."""
         if state not in self._num_parts:
-            self.let_go_prefix(state)
+            self.release_prefix(state)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Stores:
                 ended.append(state)
         part.lease.share(shares)
         for state in ended:  # releases its whole prefix at once, tail first
-            self.let_go_prefix(state)
+            self.release_prefix(state)
 
     # ---- what went wrong -----------------------------------------------------------------------
 

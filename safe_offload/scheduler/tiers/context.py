@@ -29,7 +29,7 @@ class TierContext:
         configs: the tiers, the nearest first; alike in what `TierConfig` says must be.
         num_ranks: worker processes that report.
         slot_bytes: of one slot, on all ranks together.
-        new_word: see `Generation`.
+        new_generation: see `Generation`.
         tells_media_ids: see `PrivateBlocks`.
     """
 
@@ -42,5 +42,5 @@ class TierContext:
     configs: tuple[TierConfig, ...]
     num_ranks: int
     slot_bytes: int
-    new_word: Callable[[], str]
+    new_generation: Callable[[], str]
     tells_media_ids: bool

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.tiers.probes import PendingProbe, Probes
 
 
-class State(enum.Enum):
+class LookUpState(enum.Enum):
     """Where the look-up of a request is."""
 
     IDLE = "idle"
@@ -44,12 +44,12 @@ class State(enum.Enum):
     """Nothing is waited for any more. What has come stays leased until the request matches."""
 
 
-_EDGES: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.ASKING, State.WANTING, State.OVER}),
-    State.ASKING: frozenset({State.WANTING, State.OVER}),
-    State.WANTING: frozenset({State.FETCHING, State.OVER}),
-    State.FETCHING: frozenset({State.OVER}),
-    State.OVER: frozenset({State.IDLE}),
+_EDGES: dict[LookUpState, frozenset[LookUpState]] = {
+    LookUpState.IDLE: frozenset({LookUpState.ASKING, LookUpState.WANTING, LookUpState.OVER}),
+    LookUpState.ASKING: frozenset({LookUpState.WANTING, LookUpState.OVER}),
+    LookUpState.WANTING: frozenset({LookUpState.FETCHING, LookUpState.OVER}),
+    LookUpState.FETCHING: frozenset({LookUpState.OVER}),
+    LookUpState.OVER: frozenset({LookUpState.IDLE}),
 }
 
 
@@ -76,7 +76,7 @@ class LookUp:
 
     user: RequestState
     number: int
-    state: State = State.IDLE
+    state: LookUpState = LookUpState.IDLE
     is_asked: bool = False
     is_roomless: bool = False
     is_trial: bool = False
@@ -91,7 +91,7 @@ class LookUp:
     fetches: Sequence[Fetch] = ()
     starts: Sequence[int] = ()
 
-    def move(self, state: State) -> None:
+    def move(self, state: LookUpState) -> None:
         """Change the state, as the table above allows."""
         if state not in _EDGES[self.state]:
             change = f"from {self.state.value} to {state.value}"
@@ -100,14 +100,14 @@ class LookUp:
 
     def end(self) -> None:
         """Nothing is waited for any more; the caller releases what is held."""
-        if self.state is not State.OVER:
-            self.move(State.OVER)
+        if self.state is not LookUpState.OVER:
+            self.move(LookUpState.OVER)
         self.probes = ()
 
     @property
     def is_active(self) -> bool:
         """Whether something is waited for."""
-        return self.state is not State.OVER and self.state is not State.IDLE
+        return self.state is not LookUpState.OVER and self.state is not LookUpState.IDLE
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +208,7 @@ class LookUps:
         lookup.first_token, lookup.end_token = first_token, end_max
         if is_missing:
             self._counters[Count.TIER_LOOKUPS] += 1
-            lookup.move(State.ASKING)
+            lookup.move(LookUpState.ASKING)
             lookup.probes = self._probes.ask(wanted, user)
         else:
             self._want(lookup)
@@ -241,7 +241,7 @@ class LookUps:
         return wanted, is_fetched
 
     def _want(self, lookup: LookUp) -> None:
-        lookup.move(State.WANTING)
+        lookup.move(LookUpState.WANTING)
         self.wanting[lookup] = None
 
     def waits(self, user: RequestState, num_computed_tokens: int, now_s: float) -> bool:
@@ -249,11 +249,11 @@ class LookUps:
         lookup = self._by_request.get(user)
         if lookup is None:
             return False
-        if lookup.state is State.IDLE:
+        if lookup.state is LookUpState.IDLE:
             self._begin(lookup, num_computed_tokens)
-            if lookup.state is State.IDLE:
+            if lookup.state is LookUpState.IDLE:
                 lookup.end()
-        if lookup.state is State.OVER:
+        if lookup.state is LookUpState.OVER:
             if lookup.asked_s is not None:
                 self._answer(lookup, now_s)
             return False
@@ -296,7 +296,7 @@ class LookUps:
         """Blocks of a span are on their way; see `LookUp`."""
         del self.wanting[lookup]
         self._probes.release(lookup.probes, lookup.user)
-        lookup.move(State.FETCHING)
+        lookup.move(LookUpState.FETCHING)
         lookup.fetches, lookup.starts, lookup.wait_max_s = fetches, starts, wait_max_s
         lookup.first_token, lookup.end_token = span
         lookup.probes = ()
@@ -329,8 +329,8 @@ class LookUps:
         lookup = self._by_request.get(user)
         if lookup is not None:
             self._release(lookup)
-            if is_running and lookup.state is State.OVER:
-                lookup.move(State.IDLE)  # when it is preempted, it may look up again
+            if is_running and lookup.state is LookUpState.OVER:
+                lookup.move(LookUpState.IDLE)  # when it is preempted, it may look up again
 
     def end(self, user: RequestState) -> None:
         """A request has ended."""
@@ -342,20 +342,20 @@ class LookUps:
     def answered(self, probe: PendingProbe) -> None:
         """All ranks have answered a probe."""
         for lookup in map(self._by_request.__getitem__, probe.users):
-            if lookup.state is State.ASKING and lookup.is_answered:
+            if lookup.state is LookUpState.ASKING and lookup.is_answered:
                 self._want(lookup)
 
     def fetched(self, fetch: Fetch) -> None:
         """A fetch has ended."""
         for lookup in map(self._by_request.__getitem__, fetch.users):
-            if lookup.state is State.FETCHING and lookup.has_arrived:
+            if lookup.state is LookUpState.FETCHING and lookup.has_arrived:
                 lookup.end()
 
     def stop(self) -> None:
         """Look up nothing of what was wanted until now; what is in flight goes on."""
         for lookup in self._by_request.values():
             self._release(lookup)
-            if lookup.state is State.IDLE:
+            if lookup.state is LookUpState.IDLE:
                 lookup.end()
 
     def give_up(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from safe_offload.scheduler.loads.hits import HostHits
 
 SWEEP_MIN = 1 << 16
-"""Hashes; so many are kept before it is looked which are of any use."""
+"""Hashes that are kept before it is looked which are of any use."""
 
 
 class PrivateBlocks:

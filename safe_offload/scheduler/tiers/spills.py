@@ -30,7 +30,7 @@ IN_FLIGHT_MAX = 2
 BATCH_BYTES_MAX = 64 << 20
 """Of one spill, of all ranks together."""
 BATCH_SHARE = 16
-"""A spill leases at most one in so many slots; so many are looked at that are evicted next."""
+"""A spill leases at most one slot in this many; as many are looked at that are evicted next."""
 
 
 class Spills:

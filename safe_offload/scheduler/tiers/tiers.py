@@ -75,7 +75,7 @@ class Tiers:
         self._counters = context.counters
         self._slot_bytes = context.slot_bytes
         self._stuck_s = STUCK_FACTOR * max(config.timeout_s for config in configs)
-        self.generation = Generation(context.new_word, has_model_version=has_version)
+        self.generation = Generation(context.new_generation, has_model_version=has_version)
         self.costs = TierCosts(context.costs, len(configs))
         self.private = PrivateBlocks(
             context.hits,

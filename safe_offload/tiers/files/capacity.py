@@ -94,7 +94,7 @@ class Kept:
     num_orphans: int = 0
 
 
-class Capacity:
+class CapacityShare:
     """The share of one process in the capacity of a directory; any thread may call it.
 
     Args:

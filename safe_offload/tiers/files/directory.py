@@ -72,7 +72,7 @@ class NotOursError(PermissionError):
 
 
 def open_root(path: str) -> int:
-    """Return a descriptor of the root, whoever owns it."""
+    """Return a descriptor of the root, whichever user owns it."""
     return os.open(path, _FOLDER_FLAGS)
 
 

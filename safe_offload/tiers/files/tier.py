@@ -26,7 +26,7 @@ from safe_offload.threads import start_threads
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.batch import BadNames, Batch, Calls
-from safe_offload.tiers.files.capacity import Capacity
+from safe_offload.tiers.files.capacity import CapacityShare
 from safe_offload.tiers.files.directory import (
     FILE_MODE,
     TEMPORARY_PREFIX,
@@ -86,7 +86,7 @@ class FileTier:
         self.num_evicted = 0
         self._log = _Log(self.label)
         self._place = _Place(config.location.path, self.label, {} if facts is None else facts)
-        self._capacity = Capacity(config.capacity_bytes)
+        self._capacity = CapacityShare(config.capacity_bytes)
         self._files = ObjectFiles(slot_bytes, seal)
         self._num_threads = config.num_threads
         self._bad_names = BadNames()

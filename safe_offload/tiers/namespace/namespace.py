@@ -54,7 +54,7 @@ class Learned:
 
 
 @dataclass(slots=True)
-class Meaning:
+class NamespaceFacts:
     """What the bytes of a rank's blocks depend on.
 
     Attributes:
@@ -113,9 +113,9 @@ class Meaning:
         self.doubts += learned.doubts
 
 
-def meaning_of(
+def namespace_facts_of(
     vllm_config: Any, kv_cache_config: Any, geometry: Geometry, copy_rank: int
-) -> Meaning:
+) -> NamespaceFacts:
     """Return what the blocks of a rank depend on; the model must have been loaded.
 
     `copy_rank` is the first of the ranks that hold the same.
@@ -141,7 +141,7 @@ def meaning_of(
     }
     files, required = _model_places(vllm_config)
     files |= {field: ModelPlace(path) for field, path in named.items()}
-    return Meaning(facts, tuple(doubts), files, required)
+    return NamespaceFacts(facts, tuple(doubts), files, required)
 
 
 def _model_places(vllm_config: Any) -> tuple[dict[str, ModelPlace], set[str]]:

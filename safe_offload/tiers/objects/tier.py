@@ -337,7 +337,7 @@ class ObjectTier:
 
 
 class _Connections:
-    """So many requests at a time of fetches, and of spills.
+    """Bounds the requests at a time of fetches, and of spills.
 
     A request waits for its blocks in the order of its tokens: so a fetch that came before another
     has all connections before it. While there are fetches, spills go on with a quarter as many.

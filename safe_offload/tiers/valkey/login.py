@@ -20,7 +20,7 @@ from safe_offload.config.printing import printable, secret_file
 from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.valkey.commands import SELECT, SETNAME, allowing, words_of
-from safe_offload.tiers.valkey.replies import Problem, WireError
+from safe_offload.tiers.valkey.replies import ErrorReply, WireError
 from safe_offload.tiers.valkey.wire import Wire
 
 CLIENT_NAME: Final = "safe-offload"
@@ -57,7 +57,7 @@ class LoginError(ConnectionError):
 class _RefusedError(Exception):
     """The server has answered an error to what logs in."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ErrorReply) -> None:
         super().__init__(problem.code)
         self.problem = problem
 
@@ -140,7 +140,7 @@ class Login:
             asked.append(command(*words_of(SETNAME), self._name))
         for number, answer in enumerate(await wire.ask_lines(asked, len(asked))):
             is_required = number < num_required  # it may go without a name
-            if isinstance(answer, Problem) and (is_required or answer.code == "NOAUTH"):
+            if isinstance(answer, ErrorReply) and (is_required or answer.code == "NOAUTH"):
                 raise _RefusedError(answer)
             if is_required and answer != b"OK":
                 raise WireError("the server answered something else than OK")
@@ -236,7 +236,7 @@ def explained(error: Exception, server: object, *, has_tls: bool) -> LoginError:
     )
 
 
-def refused(problem: Problem, server: object) -> LoginError:
+def refused(problem: ErrorReply, server: object) -> LoginError:
     """Return what a server means that answers an error to what logs in, and the fix."""
     code, text = problem.code, problem.text
     if code == "NOPERM":  # AUTH is always allowed

@@ -55,7 +55,7 @@ class OversizeError(WireError):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ErrorReply:
     """An error that the server answered.
 
     Attributes:
@@ -73,7 +73,7 @@ class Misfit:
 
 MISFIT: Final = Misfit()
 
-Line = int | bytes | Problem | None
+Line = int | bytes | ErrorReply | None
 """A reply of one line: a number, a word, an error, or nothing ("there is no such value")."""
 Tree = Line | list["Tree"]
 """Any reply."""
@@ -97,7 +97,7 @@ class Want:
         return None
 
     def took(self, count: int) -> None:
-        """So many bytes have come to where they belong."""
+        """`count` bytes have come to where they belong."""
         raise AssertionError("it has no memory of its own")
 
     def read(self, data: bytearray, start: int, end: int) -> int:
@@ -230,7 +230,7 @@ class Value(Want):
         line = bytes(data[start:line_end])
         if line[:1] != b"$" or line == b"$-1":
             reply = _read_line(line)
-            if reply is not None and not isinstance(reply, Problem):
+            if reply is not None and not isinstance(reply, ErrorReply):
                 raise WireError("the server answered something else than a value")
             self.finish(reply)
         else:
@@ -365,7 +365,7 @@ def _read_line(line: bytes) -> Line:
     if kind == b"-":
         code, _, text = rest.decode("ascii", "replace").partition(" ")
         is_code = code.isascii() and code.isalpha() and code.isupper() and len(code) <= 32
-        return Problem(code if is_code else "ERR", text[:WORD_BYTES_MAX])
+        return ErrorReply(code if is_code else "ERR", text[:WORD_BYTES_MAX])
     if line == b"$-1":
         return None
     raise WireError("the server answered in another protocol")

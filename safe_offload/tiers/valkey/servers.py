@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from safe_offload.tiers.valkey.commands import SLOTS, words_of
 from safe_offload.tiers.valkey.login import Address, Login, LoginError, command, refused
-from safe_offload.tiers.valkey.replies import Problem, Tree
+from safe_offload.tiers.valkey.replies import ErrorReply, Tree
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
 NUM_SLOTS: Final = 16_384
@@ -37,7 +37,7 @@ STALL_S: Final = 0.5
 T = TypeVar("T")
 
 
-class Pool:
+class ConnectionPool:
     """At most `size` connections to one server, each lent to one at a time, in order of asking."""
 
     def __init__(self, size: int, connect: Callable[[], Awaitable[Wire]]) -> None:
@@ -128,8 +128,8 @@ class Node:
         self.address = address
         self._login = login
         self._logging_in = asyncio.Lock()
-        self.data = Pool(num_connections, self._connect)
-        self.asks = Pool(1, self._connect)
+        self.data = ConnectionPool(num_connections, self._connect)
+        self.asks = ConnectionPool(1, self._connect)
         self._pause_s = PAUSE_S
         self._paused_until_s = 0.0
 
@@ -277,7 +277,7 @@ class Servers:
         self._home.close()
 
     def _learn(self, asked: Node, reply: Tree) -> None:
-        if isinstance(reply, Problem):  # "cluster support disabled", or CLUSTER is unknown
+        if isinstance(reply, ErrorReply):  # "cluster support disabled", or CLUSTER is unknown
             if reply.code == "NOAUTH":
                 raise refused(reply, asked.address)
             if reply.code in ("LOADING", "CLUSTERDOWN"):

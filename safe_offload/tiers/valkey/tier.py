@@ -24,7 +24,7 @@ from safe_offload.tiers.valkey.commands import DEL, EXISTS, GET, GETEX, PEXPIRE,
 from safe_offload.tiers.valkey.log import ServerLog
 from safe_offload.tiers.valkey.login import Login, LoginError, command
 from safe_offload.tiers.valkey.names import description_key, key_of
-from safe_offload.tiers.valkey.replies import Line, Misfit, OversizeError, Problem
+from safe_offload.tiers.valkey.replies import ErrorReply, Line, Misfit, OversizeError
 from safe_offload.tiers.valkey.servers import Node, Servers, Silence
 from safe_offload.tiers.valkey.wire import StaleError, Wire
 
@@ -220,17 +220,17 @@ class ValkeyTier:
     async def _read(self, batch: _Batch, queue: deque[int], node: Node, wire: Wire) -> None:
         digests: dict[int, Digest | None] = {}
 
-        async def ask(index: int) -> Awaitable[bytes | Misfit | Problem | None]:
+        async def ask(index: int) -> Awaitable[bytes | Misfit | ErrorReply | None]:
             key = batch.keys[index]
             words = (*_GETEX, key, *self._ttl) if self._reads_extend else (*_GET, key)
             digest = digests[index] = self._seal.begin_digest()
             note = None if digest is None else digest.update
             return wire.ask_value([command(*words)], batch.slots[index], note)
 
-        async def judge(index: int, reply: bytes | Misfit | Problem | None) -> Result:
+        async def judge(index: int, reply: bytes | Misfit | ErrorReply | None) -> Result:
             if reply is None:
                 return Result.ABSENT
-            if isinstance(reply, Problem):
+            if isinstance(reply, ErrorReply):
                 return self._refused(batch, index, reply)
             if isinstance(reply, Misfit):
                 return batch.spoil(index, Result.CORRUPT)
@@ -240,7 +240,7 @@ class ValkeyTier:
 
         await self._flow(batch, queue, node, (ask, judge))
 
-    def _refused(self, batch: _Batch, index: int, problem: Problem) -> Result:
+    def _refused(self, batch: _Batch, index: int, problem: ErrorReply) -> Result:
         """Return what becomes of an object for which the server answered an error."""
         if problem.code == "MOVED":
             batch.left.append(index)
@@ -288,7 +288,7 @@ class ValkeyTier:
             raise
         absent: deque[int] = deque()
         for index, line in zip(chunk, lines, strict=True):
-            if isinstance(line, Problem):
+            if isinstance(line, ErrorReply):
                 batch.results[index] = self._refused(batch, index, line)
             elif line == 0 or batch.names[index] in self._bad_names:
                 absent.append(index)
@@ -301,7 +301,7 @@ class ValkeyTier:
             return wire.tell(self._set_command(batch.keys[index], header, slot))
 
         async def judge(index: int, reply: list[Line]) -> Result:
-            if isinstance(reply[0], Problem):
+            if isinstance(reply[0], ErrorReply):
                 return self._refused(batch, index, reply[0])
             self._bad_names.discard(batch.names[index])
             return Result.DONE
@@ -359,7 +359,7 @@ class ValkeyTier:
                 break
             await self._refresh(version)
         for index, answer in enumerate(answers):
-            if isinstance(answer, Problem) and answer.code != "ASK":
+            if isinstance(answer, ErrorReply) and answer.code != "ASK":
                 self._log.refusal(answer.code)
                 answers[index] = LoginError(f"the server answers {answer.code}")
         return answers
@@ -426,7 +426,7 @@ _EXISTS: Final = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
 
 
 def _is_moved(answer: Line | OSError) -> bool:
-    return isinstance(answer, Problem) and answer.code == "MOVED"
+    return isinstance(answer, ErrorReply) and answer.code == "MOVED"
 
 
 def _ttl_words(ttl_s: float | None) -> tuple[bytes, ...]:

@@ -23,10 +23,10 @@ from safe_offload.tiers.valkey.replies import (
     RECEIPT_BYTES,
     SCRATCH_BYTES,
     AnyReply,
+    ErrorReply,
     Line,
     Lines,
     Misfit,
-    Problem,
     Tree,
     Value,
     Want,
@@ -82,7 +82,7 @@ class Wire(asyncio.BufferedProtocol):
         command: Iterable[bytes],
         slot: Buffers,
         note: Callable[[memoryview], None] | None = None,
-    ) -> asyncio.Future[bytes | Misfit | Problem | None]:
+    ) -> asyncio.Future[bytes | Misfit | ErrorReply | None]:
         """Send a command whose reply is an object that is read into a slot; see `Value`.
 
         Returns:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A copy that was timed: so many byte ranges, neighbours joined."""
+    """A copy that was timed, by its byte ranges, neighbours joined."""
 
     num_ranges: int
     size_bytes: int

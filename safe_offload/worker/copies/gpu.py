@@ -44,7 +44,7 @@ KERNEL_RANGES_MIN = 16
 KERNEL_WEIGHT = {Direction.LOAD: 1.0, Direction.STORE: 2.0}
 """By how much the kernel must be faster than copy engines, where both were timed.
 
-Nobody waits for a store, and copy engines take no multiprocessors from the forward.
+Nothing waits for a store, and copy engines take no multiprocessors from the forward.
 """
 
 

@@ -22,7 +22,7 @@ from safe_offload.worker.copies.device import Device
 
 PIECE_RANGES_MIN: Final = 16
 PIECE_RANGES: Final = 1024
-"""A piece has between so many ranges, as many as are given to the driver within `PIECE_S`."""
+"""The fewest and most ranges of a piece, as many as are given to the driver within `PIECE_S`."""
 PIECE_S: Final = 0.002
 
 
@@ -86,7 +86,7 @@ class Lane:
         device: that the stream is of.
         name: of its threads.
         changed: shared with the other lane; guards the queues of both.
-        first: the lane whose copies are given before those of this one that nobody waits for.
+        first: the lane whose copies are given before those of this one that nothing waits for.
     """
 
     def __init__(

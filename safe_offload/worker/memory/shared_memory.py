@@ -6,7 +6,7 @@ every one of them has mapped it; whatever goes wrong before is a `SharingError` 
 
 Ranks meet at an abstract address, which every process of the network can read once it is there. So
 it cannot be guessed before, each end asks the kernel which process the other one is, and shows that
-it has the engine's secret. Whoever cannot do so is turned away, and the ranks go on.
+it has the engine's secret. One that cannot is turned away, and the ranks go on.
 
 Source: Linux, memfd_create(2), unix(7) (abstract addresses, SCM_RIGHTS, SO_PEERCRED),
 proc_pid_stat(5).

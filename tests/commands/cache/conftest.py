@@ -16,7 +16,7 @@ from redis import Redis
 
 from safe_offload.commands.cache import places
 from safe_offload.commands.cache.bucket_store import BucketStore
-from safe_offload.commands.cache.store import Store
+from safe_offload.commands.cache.store import TierStore
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.naming import DESCRIPTION_FILE, namespace_folder, path_of
 from safe_offload.tiers.objects.store import open_store
@@ -81,7 +81,7 @@ class Rig(ABC):
         names = set(self.names())
         return [self.name(n) in names for n in range(count)]
 
-    def open(self) -> Store:
+    def open(self) -> TierStore:
         return places.open_store(self.url, places.config_of(self.url, {}))
 
 
@@ -117,7 +117,7 @@ class FolderAsBucket(Folder):
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def open(self) -> Store:
+    def open(self) -> TierStore:
         return BucketStore(TierConfig.at(self.url), store=LocalStore(self.root))
 
 

@@ -20,8 +20,13 @@ from safe_offload.commands.bench.tiny_models import write_tiny_model
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
-from safe_offload.commands.doctor.machine import Machine, Node, read_machine
-from safe_offload.commands.doctor.vllm_facts import EngineFacts, ModelFacts, Probe, VllmFacts
+from safe_offload.commands.doctor.machine import Machine, NumaNode, read_machine
+from safe_offload.commands.doctor.vllm_facts import (
+    EngineConfigFacts,
+    ModelFacts,
+    VllmFacts,
+    VllmProbe,
+)
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.units import GIB, MIB
 from safe_offload.worker.copies import cpu
@@ -29,7 +34,7 @@ from safe_offload.worker.copies import cpu
 NAME = "SafeCPUOffloadConnector"
 CPU = torch.device("cpu")
 
-ENGINE = EngineFacts(
+ENGINE = EngineConfigFacts(
     prefix_caching=True,
     hash_algorithm="sha256",
     transfer_config={"kv_connector": NAME},
@@ -60,7 +65,7 @@ MACHINE = Machine(
     available_bytes=64 * GIB,
     machine_available_bytes=64 * GIB,
     huge_pages="madvise",
-    nodes={0: Node(32 * GIB, frozenset({0, 1})), 1: Node(32 * GIB, frozenset({2, 3}))},
+    nodes={0: NumaNode(32 * GIB, frozenset({0, 1})), 1: NumaNode(32 * GIB, frozenset({2, 3}))},
     allowed_nodes=frozenset({0, 1}),
     cores=frozenset({0, 1, 2, 3}),
 )
@@ -168,7 +173,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> An
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
-    return Probe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
+    return VllmProbe([model, *shared, "--no-enable-prefix-caching", "-tp", "8"]).facts()
 
 
 @pytest.mark.slow
@@ -401,7 +406,7 @@ def test_without_a_model_it_says_what_is_not_known(examine):
     [
         ({"cores": frozenset({0, 1})}, "may not use the cores"),
         ({"allowed_nodes": frozenset({0})}, "may not use the memory"),
-        ({"nodes": {1: Node(GIB, frozenset({2, 3}))}}, "free there"),
+        ({"nodes": {1: NumaNode(GIB, frozenset({2, 3}))}}, "free there"),
     ],
 )
 def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, message):

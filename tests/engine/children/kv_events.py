@@ -42,7 +42,7 @@ class Router:
         self.example: Any = None
 
     def catch_up(self, num_batches: int) -> None:
-        """Read until so many batches have been seen, all that there are."""
+        """Read until this many batches have been seen, all that there are."""
         while self._next < num_batches:
             if not self._events.poll(100):
                 self._ask_for_missed()

@@ -231,7 +231,7 @@ def test_the_speed_of_whole_steps_is_shown_however_large_loads_are():
 
 
 def test_what_computing_takes_is_learned_after_a_restart_in_which_every_prompt_is_a_hit():
-    """A tier takes four times as long as computing, which nobody has measured: once is enough."""
+    """A tier takes four times as long as computing, which has not been measured: once is enough."""
     costs = after_a_warm_restart()
     tiers, offer, num_slots = TierCosts(costs, 1), Offer(1990, 20), 124
     true_s = 1990 * TOKEN_S

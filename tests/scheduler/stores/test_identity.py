@@ -45,7 +45,7 @@ def image(identifier: str) -> MultiModalFeatureSpec:
 
 
 def serve(rig: Rig, request_id: str, who: str) -> int:
-    """Answer the same tokens as somebody; returns how many came from the host."""
+    """Answer the same tokens as `who`; returns how many came from the host."""
     identity = dict(IDENTITIES[who])
     image_id = identity.pop("image", None)
     prompt = rig.prompt(NUM_TOKENS, 1)

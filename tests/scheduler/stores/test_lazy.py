@@ -34,9 +34,9 @@ class Watch:
         return self._free_blocks(*args)
 
     def evict(self, block: Any) -> bool:
-        witness = block_hash_of(block)
-        if witness is not None:
-            self.evicted.append((get_group_id(witness), get_block_hash(witness)))
+        hash_object = block_hash_of(block)
+        if hash_object is not None:
+            self.evicted.append((get_group_id(hash_object), get_block_hash(hash_object)))
         return bool(self._evict(block))
 
     def step(self) -> None:

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_offload.scheduler.requests import Phase, RequestState
-from safe_offload.scheduler.stores.schedule import Agenda
+from safe_offload.scheduler.stores.schedule import StoreSchedule
 from tests.scheduler.rig import Rig
 from tests.simulator.groups import BLOCK_TOKENS
 
 
 class Running:
-    """A request that runs, with as much of vLLM's object as the agenda reads."""
+    """A request that runs, with as much of vLLM's object as the schedule reads."""
 
-    def __init__(self, agenda: Agenda, request_id: str, num_tokens: int) -> None:
+    def __init__(self, schedule: StoreSchedule, request_id: str, num_tokens: int) -> None:
         self.request: Any = SimpleNamespace(
             request_id=request_id, num_computed_tokens=0, num_tokens=num_tokens
         )
         self.state = RequestState(self.request)
         self.state.move(Phase.RUNNING)
-        agenda.add(self.state)
+        schedule.add(self.state)
 
     @property
     def num_filled(self) -> int:
@@ -42,72 +42,74 @@ class Running:
             request.num_tokens += 1 + num_accepted
 
 
-def looks(agenda: Agenda, num_steps: int, running: Running, num_tokens: int = 1) -> list[int]:
+def looks(
+    schedule: StoreSchedule, num_steps: int, running: Running, num_tokens: int = 1
+) -> list[int]:
     """The steps, counted from 0, in which a request is looked at that is scheduled in all."""
     found = []
     for step in range(num_steps):
-        if agenda.due({running.request.request_id: num_tokens}):
+        if schedule.due({running.request.request_id: num_tokens}):
             found.append(step)
         running.compute(num_tokens)
     return found
 
 
 def test_who_computes_a_prompt_is_looked_at_in_every_step():
-    agenda = Agenda([BLOCK_TOKENS], 1, 0)
-    assert looks(agenda, 5, Running(agenda, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
+    assert looks(schedule, 5, Running(schedule, "a", 100), num_tokens=12) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_who_decodes_is_looked_at_when_it_fills_a_block(num_tokens):
-    agenda = Agenda([BLOCK_TOKENS], 1, 0)
-    running = Running(agenda, "a", num_tokens)
-    assert looks(agenda, 1, running, num_tokens) == [0], "the end of its prompt"
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
+    running = Running(schedule, "a", num_tokens)
+    assert looks(schedule, 1, running, num_tokens) == [0], "the end of its prompt"
     fills = [n for n in range(20) if (num_tokens + 1 + n) % BLOCK_TOKENS == 0]
-    assert looks(agenda, 20, running) == fills
+    assert looks(schedule, 20, running) == fills
 
 
 def test_the_smallest_step_of_all_groups_counts():
-    agenda = Agenda([8, 12], 1, 0)
-    running = Running(agenda, "a", 8)
-    agenda.due({"a": 8})
+    schedule = StoreSchedule([8, 12], 1, 0)
+    running = Running(schedule, "a", 8)
+    schedule.due({"a": 8})
     running.compute(8)
-    assert looks(agenda, 12, running) == [3, 7, 11]
+    assert looks(schedule, 12, running) == [3, 7, 11]
 
 
 def test_who_is_not_scheduled_when_it_is_time_is_looked_at_when_it_is():
-    agenda = Agenda([BLOCK_TOKENS], 1, 0)
-    running = Running(agenda, "a", 4)
-    assert agenda.due({"a": 4}) == [running.state]
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
+    running = Running(schedule, "a", 4)
+    assert schedule.due({"a": 4}) == [running.state]
     running.compute(4)
     for _ in range(10):
-        assert agenda.due({"b": 1}) == []
-    assert agenda.due({"a": 1}) == [running.state]
+        assert schedule.due({"b": 1}) == []
+    assert schedule.due({"a": 1}) == [running.state]
 
 
 def test_who_was_preempted_is_not_looked_at_until_it_runs_again():
-    agenda = Agenda([BLOCK_TOKENS], 1, 0)
-    preempted, finished = Running(agenda, "a", 4), Running(agenda, "b", 40)
-    agenda.due({"a": 4, "b": 4})
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
+    preempted, finished = Running(schedule, "a", 4), Running(schedule, "b", 40)
+    schedule.due({"a": 4, "b": 4})
     preempted.state.move(Phase.WAITING)
     finished.state.move(Phase.FINISHED)
     for _ in range(10):
-        assert agenda.due({"a": 1, "b": 1}) == []
+        assert schedule.due({"a": 1, "b": 1}) == []
     preempted.state.move(Phase.RUNNING)
-    agenda.add(preempted.state)
-    assert agenda.due({"a": 1}) == [preempted.state]
+    schedule.add(preempted.state)
+    assert schedule.due({"a": 1}) == [preempted.state]
 
 
 def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
-    agenda = Agenda([BLOCK_TOKENS], 1, 0)
-    running = Running(agenda, "a", 4)
-    agenda.due({"a": 4})
+    schedule = StoreSchedule([BLOCK_TOKENS], 1, 0)
+    running = Running(schedule, "a", 4)
+    schedule.due({"a": 4})
     running.compute(4)
     for _ in range(3):
-        assert agenda.due({"a": 0}) == []
+        assert schedule.due({"a": 0}) == []
     running.state.move(Phase.WAITING)
     running.state.move(Phase.RUNNING)
-    agenda.add(running.state)
-    assert agenda.due({"a": 1}) == [running.state], "it was due twice"
+    schedule.add(running.state)
+    assert schedule.due({"a": 1}) == [running.state], "it was due twice"
 
 
 @given(
@@ -118,15 +120,15 @@ def test_who_runs_again_before_its_time_is_looked_at_once_in_a_step():
 @settings(max_examples=300, deadline=None)
 def test_no_filled_block_waits_for_a_look(num_drafts, num_tokens, steps):
     """Whatever becomes of the drafts, and in whichever steps the request is scheduled."""
-    agenda = Agenda([BLOCK_TOKENS], 1 + num_drafts, 0)
-    running = Running(agenda, "a", num_tokens)
+    schedule = StoreSchedule([BLOCK_TOKENS], 1 + num_drafts, 0)
+    running = Running(schedule, "a", num_tokens)
     num_seen = 0
     num_scheduled = num_tokens
     for is_scheduled, num_accepted in steps:
         if not is_scheduled:
-            assert agenda.due({"b": 1}) == []
+            assert schedule.due({"b": 1}) == []
             continue
-        if agenda.due({"a": num_scheduled}):
+        if schedule.due({"a": num_scheduled}):
             num_seen = running.num_filled
         assert num_seen == running.num_filled
         running.compute(num_scheduled, min(num_accepted, num_scheduled - 1, num_drafts))
@@ -147,13 +149,13 @@ class Watch:
     def __init__(self, rig: Rig, num_steps_between: int | None = 1) -> None:
         self.rig = rig
         if num_steps_between is not None:
-            rig.planner.policy.agenda.num_steps_between = num_steps_between
+            rig.planner.policy.schedule.num_steps_between = num_steps_between
         self.num_looks = 0
         self.num_missed = 0
         self.num_preempted = 0
         self.num_hashed: dict[str, int] = {}
-        self._due = rig.planner.policy.agenda.due
-        rig.planner.policy.agenda.due = self.due
+        self._due = rig.planner.policy.schedule.due
+        rig.planner.policy.schedule.due = self.due
 
     def due(self, scheduled: dict[str, int]) -> list[RequestState]:
         found: list[RequestState] = self._due(scheduled)
@@ -216,7 +218,7 @@ def test_a_filled_block_is_stored_while_it_is_in_its_table(make_rig, groups, num
     rig = make_rig(groups=groups, num_blocks=300, num_slots=600)
     rig.start()
     watch = Watch(rig, None)
-    assert rig.planner.policy.agenda.num_steps_between == num_steps_between
+    assert rig.planner.policy.schedule.num_steps_between == num_steps_between
     for n in range(3):
         rig.add(f"r{n}", rig.prompt(8, n), max_tokens=57)
     rig.drain()

@@ -202,7 +202,7 @@ def test_nothing_is_rescued_from_requests_that_a_reset_preempts(make_rig):
 
 @pytest.mark.parametrize(("is_lazy", "seed"), [(False, 4), (True, 0), (True, 9)])
 def test_nothing_is_rescued_from_the_blocks_of_a_load_that_failed(is_lazy, seed):
-    """vLLM computes the request again in other blocks, and those of the load are anybody's."""
+    """vLLM computes the request again in other blocks, and those of the load have other owners."""
     profile = PROFILES["lazy-priority"]
     shape = replace(profile.shape, num_slots=100, extra={"lazy_offload": is_lazy})
     profile = replace(profile, shape=shape, faults={CopyFault.FAIL: 60})

@@ -50,7 +50,7 @@ def _ids_are_told() -> Iterator[None]:
 def serve(
     rig: TierRig, name: str, who: dict[str, Any], content: str = "", *, num_answer_tokens: int = 4
 ) -> int:
-    """Answer the prompt of all tests as somebody; returns how many tokens the host had.
+    """Answer the prompt of all tests as `who`; returns how many tokens the host had.
 
     Args:
         who: fields of vLLM's request, and the id of an image, and its place.

@@ -408,16 +408,16 @@ def test_after_a_reset_nothing_that_tiers_had_is_hit(make_tiers, moment, shape):
     assert rig.counts["hit_tokens"] == 0
     assert rig.counts["fetched_blocks"] == before
     rig.check_idle()
-    (word,) = {spill.word for spill in rig.spills if spill is rig.spills[-1]}
-    assert word
+    (generation,) = {spill.generation for spill in rig.spills if spill is rig.spills[-1]}
+    assert generation
     rig.fill_gpu_cache("filler", seed=77)
     rig.probes.clear()
     rig.run_alone("b", rig.prompt(PREFIX_TOKENS, 55))
-    assert {probe.word for probe in rig.probes} == {word}
+    assert {probe.generation for probe in rig.probes} == {generation}
     rig.check_idle()
 
 
-def test_each_reset_has_a_word_of_its_own_and_the_first_is_told(make_tiers, package_log):
+def test_each_reset_has_a_generation_of_its_own_and_the_first_is_told(make_tiers, package_log):
     rig = make_warm(make_tiers)
     words = [rig.planner.tiers.generation.name]
     for _ in range(2):
@@ -437,32 +437,36 @@ def test_with_a_model_version_a_reset_changes_no_word(make_tiers):
 
 
 def test_in_doubt_the_engine_uses_only_what_it_writes_itself(make_tiers, package_log):
-    """A rank says so when it has read the model's files: what is asked and written has a word."""
+    """A rank says so when it has read the model's files; then messages have a generation."""
     rig = make_warm(make_tiers, tiers=VERSIONED)
     facts = HostFacts(0, MemoryFacts(MemoryKind.PAGEABLE, "no"), ("each",), doubts=("who knows",))
     rig.after_report = lambda report: report.aggregate(StepReport(host_facts=(facts,)))
     rig.run_alone("other", rig.prompt(PREFIX_TOKENS, 7))
-    word = rig.planner.tiers.generation.name
-    assert len(word) >= 32, "128 bits"
+    generation = rig.planner.tiers.generation.name
+    assert len(generation) >= 32, "128 bits"
     assert rig.run_alone("a", prompt(rig, 1)) == 0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.generation.name == word, "a model_version is for this word too"
+    assert rig.planner.tiers.generation.name == generation, (
+        "a model_version is for this generation too"
+    )
     told = [r.getMessage() for r in package_log if "who knows" in r.getMessage()]
     assert len(told) == 1
     rig.check_idle()
 
 
-def test_new_weights_in_a_running_engine_have_a_word_whatever_the_model_version(
+def test_new_weights_in_a_running_engine_have_a_generation_whatever_the_model_version(
     make_tiers, package_log
 ):
     """It names those that the engine was started with."""
     rig = make_warm(make_tiers, tiers=VERSIONED)
     rig.connector.weights_changed("a test says so")
     assert rig.run_alone("a", prompt(rig, 1)) == 0
-    word = rig.planner.tiers.generation.name
-    assert word
+    generation = rig.planner.tiers.generation.name
+    assert generation
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.planner.tiers.generation.name == word, "which the operator vouches for from then on"
+    assert rig.planner.tiers.generation.name == generation, (
+        "which the operator vouches for from then on"
+    )
     rig.check_idle()
     assert [r for r in package_log if "a test says so" in r.getMessage()] == []
     rig.run_alone("b", prompt(rig, 1))
@@ -506,7 +510,7 @@ def test_what_a_preempted_request_fetches_is_hit(make_tiers):
     rig.counts.clear()
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     for state in rig.planner.book:
-        rig.planner.stores.let_go_prefix(state)
+        rig.planner.stores.release_prefix(state)
     rig.planner.hits.slots.forget_all()
     rig.drain()
     rig.check_tokens("a", 12)

@@ -28,7 +28,7 @@ from safe_offload.protocol import (
 from tests.scheduler.rig import Rig
 
 Place = tuple[int, str, int, bytes]
-"""Rank, word, KV cache group and hash of an object."""
+"""Rank, generation, KV cache group and hash of an object."""
 WAIT_S = 60.0
 """An idle step of the simulator takes a second."""
 
@@ -130,7 +130,7 @@ class TierRig(Rig):
 
     def _answer(self, rank: int, kind: str, message: Any) -> StepReport:
         tier = self.tier
-        places = places_of(rank, message.word, message.keys)
+        places = places_of(rank, message.generation, message.keys)
         if kind == "probe":
             has = bytes(tier.number * (place in tier.objects) for place in places)
             return StepReport(presences=(Presence(rank, message.probe_id, has),))
@@ -152,7 +152,7 @@ class TierRig(Rig):
         return StepReport((Outcome(rank, message.transfer_id, None, tuple(missing)),))
 
 
-def places_of(rank: int, word: str, keys: Keys) -> list[Place]:
+def places_of(rank: int, generation: str, keys: Keys) -> list[Place]:
     """Where a rank's objects of these keys are."""
     pairs = zip(keys.group_ids, keys.hashes, strict=True)
-    return [(rank, word, group_idx, block_hash) for group_idx, block_hash in pairs]
+    return [(rank, generation, group_idx, block_hash) for group_idx, block_hash in pairs]

@@ -35,8 +35,8 @@ class ContentChecker:
         self._stale: dict[int, int] = {}
         """Slots of before the last reset that have not been stored anew, and their epochs."""
         self._old_blocks: set[int] = set()
-        """GPU blocks that hold what was computed before it, and that nobody was given since; and
-        all that a request has which had some then."""
+        """GPU blocks that hold what was computed before it, and were not given out since; and all
+        that a request has which had some then."""
         self._old_tables: list[tuple[Any, str, Any]] = []
         """Block tables of before it: those of a group, the id of the request, its own."""
         self._flipped: set[int] = set()
@@ -45,7 +45,7 @@ class ContentChecker:
         self._fetched: dict[int, int] = {}
         """Slots that were filled from a tier last, and the epoch of what was written to them."""
         self._epoch = self._last_epoch = 0
-        """Stands for the weights, of which nobody but this engine has those after a reset: 0 before
+        """Stands for the weights, of which only this engine has those after a reset: 0 before
         the first one; then its number, with that of the engine."""
         tiers = core.config.tiers
         self._is_versioned = bool(tiers) and bool(tiers[0].model_version)
@@ -130,10 +130,10 @@ class ContentChecker:
         return blocks
 
     def _written(self, scheduler_output: Any) -> set[int]:
-        """Blocks that were given away since the last plan, to somebody who writes them.
+        """Blocks that were given away since the last plan, to an owner that writes them.
 
         A request that was preempted in the step that gave it a block does not; and the target of a
-        copy may be nobody's.
+        copy may have no owner.
         """
         blocks = self._core.pool.blocks
         written = {block_id for block_id in self._handed_out if blocks[block_id].ref_cnt}
@@ -245,7 +245,7 @@ class ContentChecker:
         return self._stale.get(slot, self._epoch)
 
     def _see_stored(self, slot: int, name: Name, words: list[int | None]) -> None:
-        """What a tier has been given would be published by whoever finds it."""
+        """What a tier has been given would be published by any engine that finds it."""
         self._learn()
         prefix = self._prefixes.get(name.block_hash[-32:])
         if prefix is None or not self._are_right(words, name.group_idx, name.namespace[0], *prefix):

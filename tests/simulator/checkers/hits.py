@@ -13,7 +13,7 @@ from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 
 FAILED_LOADS_MAX = 3
-"""A request is offered no hit when so many of its loads have failed."""
+"""A request is offered no hit when this many of its loads have failed."""
 
 
 class HitChecker:

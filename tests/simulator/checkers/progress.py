@@ -1,4 +1,4 @@
-"""I7: every load ends, no error reaches vLLM, nobody waits for ever."""
+"""I7: every load ends, no error reaches vLLM, no request waits for ever."""
 
 from __future__ import annotations
 

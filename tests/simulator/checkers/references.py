@@ -54,7 +54,7 @@ class ReferenceChecker:
                 )
 
     def check_drained(self) -> None:
-        """Nothing is held by anybody."""
+        """Nothing is held."""
         core = self._core
         planner = core.connector.side
         found = planner.statistics()
@@ -80,7 +80,7 @@ class ReferenceChecker:
             "copies": sum(len(worker.device.running) for worker in core.workers),
             "fetches and spills": len(list(self._ledger.open_tier_transfers())),
             "spills that no plan names": bool(core.stores and planner.tiers.spills.is_waiting),
-            # A probe touches no slot, and goes on to its deadline when nobody waits for it.
+            # A probe touches no slot, and goes on to its deadline when no request waits for it.
             "operations of tiers": sum(
                 operation.task is not Task.PROBE
                 for rank in core.tiers

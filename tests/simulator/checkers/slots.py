@@ -14,13 +14,13 @@ from tests.simulator.findings import Finding
 
 
 class SlotChecker:
-    """No slot has two writers, lies outside any rank's memory, or belongs to somebody else."""
+    """No slot has two writers, lies outside any rank's memory, or belongs to another owner."""
 
     def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core
         self._ledger = ledger
         self.squeezed: list[Lease | None] = []
-        """Slots that somebody else has taken, as leases, so that our own checks add up."""
+        """Slots that another owner has taken, as leases, so that our own checks add up."""
         self._leases = core.connector.side.leases
         tap(core.connector.side.hits.slots, "grant", self._see_grant)
         ledger.on_plan.append(self._see_plan)

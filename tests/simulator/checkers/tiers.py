@@ -9,7 +9,7 @@ from tests.simulator.engine_core import EngineCore
 from tests.simulator.findings import Finding
 
 SHARE = 4
-"""Look-ups hold at most one in so many slots."""
+"""Look-ups hold at most one slot in this many."""
 
 
 class TierChecker:

@@ -29,7 +29,7 @@ class _Waiter:
     """How a request has waited.
 
     Attributes:
-        request: kept, so that its address is nobody else's.
+        request: kept, so that its address is no other's.
         waits_for: the load that it waits for is one of these; empty if it does not wait.
         had: loads that it has certainly waited for before.
         is_for_tiers: it waits for tiers, if it does not wait for a load.

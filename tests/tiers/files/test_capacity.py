@@ -358,7 +358,7 @@ async def test_engines_without_a_capacity_take_little_ahead(make, root):
 
 def test_while_what_is_there_is_counted_nothing_is_taken_ahead(root, monkeypatch):
     root.mkdir(mode=0o700)
-    free, real_walk = capacity.Capacity(None), capacity.walk
+    free, real_walk = capacity.CapacityShare(None), capacity.walk
 
     def walk(root_fd: int) -> Iterator[tuple[Stored, int]]:
         assert free.take(root_fd, FILE_BYTES) is not None
@@ -374,7 +374,7 @@ async def test_while_an_engine_without_a_capacity_counts_others_take_nothing(
 ):
     await make(None).spill([name_of(n) for n in range(100)], [SOURCE] * 100)
     (root / USAGE_FILE).unlink()
-    other, taken, real_walk = capacity.Capacity(LIMIT_BYTES), [], capacity.walk
+    other, taken, real_walk = capacity.CapacityShare(LIMIT_BYTES), [], capacity.walk
 
     def walk(root_fd: int) -> Iterator[tuple[Stored, int]]:
         taken.append(other.take(root_fd, FILE_BYTES))

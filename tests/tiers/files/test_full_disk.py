@@ -1,4 +1,4 @@
-"""A write that is refused does not empty the cache, whoever has the room."""
+"""A write that is refused does not empty the cache, whichever process has the room."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.circuit import Circuit
 from safe_offload.tiers.files import object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
+from safe_offload.tiers.guarded_tier import GuardedTier
 from tests.tiers.contract import (
     SPACE,
     fetch_one,
@@ -148,7 +148,9 @@ async def test_a_full_disk_is_left_alone_by_writes(make, tmp_path, monkeypatch):
     """The breaker stops writing, and not reading."""
     tier = make(tmp_path / "kv")
     await tier.spill(NAMES, [SOURCE] * NUM_OBJECTS)
-    circuit = Circuit(tier, TierConfig.at(f"file://{tmp_path}/kv"), lambda _: SPACE, slot_bytes=1)
+    guarded = GuardedTier(
+        tier, TierConfig.at(f"file://{tmp_path}/kv"), lambda _: SPACE, slot_bytes=1
+    )
     calls = itertools.count()
 
     def refuse(*_: object) -> int:
@@ -157,16 +159,16 @@ async def test_a_full_disk_is_left_alone_by_writes(make, tmp_path, monkeypatch):
 
     monkeypatch.setattr(object_file.os, "pwritev", refuse)
     for number in range(1000, 1004):
-        assert await circuit.spill([name_of(number)], [SOURCE]) is not None
+        assert await guarded.spill([name_of(number)], [SOURCE]) is not None
         await tier.settle()
-    assert circuit.is_out_for_writing
+    assert guarded.is_out_for_writing
     num_calls = next(calls)
-    assert await circuit.spill([name_of(2000)], [SOURCE]) is None
+    assert await guarded.spill([name_of(2000)], [SOURCE]) is None
     assert next(calls) == num_calls + 1
-    assert not circuit.is_out
-    assert await circuit.fetch(NAMES[-1:], [slot_of((OBJECT_BYTES,))]) == [Result.DONE]
+    assert not guarded.is_out
+    assert await guarded.fetch(NAMES[-1:], [slot_of((OBJECT_BYTES,))]) == [Result.DONE]
     assert sum(await tier.probe(NAMES)) == 0.9 * NUM_OBJECTS
-    await circuit.close()
+    await guarded.close()
 
 
 async def test_a_file_that_may_not_grow_so_large_evicts_nothing(make, tmp_path, package_log):

@@ -280,7 +280,7 @@ async def test_a_folder_or_an_object_of_another_user_is_not_read(make, base, pac
 
 AS_ENGINE = """
 import ctypes, os, sys
-from safe_offload.tiers.files.capacity import Capacity
+from safe_offload.tiers.files.capacity import CapacityShare
 from safe_offload.tiers.files.directory import make_folder, open_our_folder, open_our_root
 
 path, uid, group, namespace = sys.argv[1], *map(int, sys.argv[2:])
@@ -298,8 +298,8 @@ try:
     root_fd = open_our_root(path, uid, make=True)
     make_folder("n" * 64, root_fd)
     open_our_folder("n" * 64, root_fd, uid)
-    Capacity(1 << 20).keep(root_fd)
-    assert Capacity(1 << 20).take(root_fd, 4096) is not None
+    CapacityShare(1 << 20).keep(root_fd)
+    assert CapacityShare(1 << 20).take(root_fd, 4096) is not None
     print("used")
 except PermissionError as error:
     print(error)

@@ -15,10 +15,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from safe_offload.config.tiers import TierConfig
-from safe_offload.tiers import circuit as circuits
+from safe_offload.tiers import guarded_tier
 from safe_offload.tiers.base import Name, Result, Tier
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import HEADER_BYTES, namespace
 from safe_offload.tiers.valkey import servers as valkey_servers
 from safe_offload.worker.loop_thread import new_event_loop
@@ -146,7 +146,7 @@ class Fuzz:
         self._right = [bytes_of(filled(LENGTHS, number)) for number in range(NUM_KEYS)]
         self._open_tier = open_tier
         self._tiers: list[WatchedTier] = []
-        self._circuits: list[Circuit] = []
+        self._guarded_tiers: list[GuardedTier] = []
         self._has_ended = False
         self.report = Report(seed)
 
@@ -175,7 +175,7 @@ class Fuzz:
         for _ in range(NUM_TIERS):
             tier = WatchedTier(self._open_tier(config), self._findings)
             self._tiers.append(tier)
-            self._circuits.append(self._circuit_of(tier, config))
+            self._guarded_tiers.append(self._guarded_tier_of(tier, config))
         await self._be_served("at first")
         await self._be_served("at first")
         before = Held()
@@ -186,8 +186,8 @@ class Fuzz:
         report.num_right = 0
         server.be_hostile(report.seed, only=only, num_good_of_100=num_good_of_100)
         traffic = [
-            asyncio.ensure_future(work(circuit, random.Random(self._rng.random())))
-            for circuit in self._circuits
+            asyncio.ensure_future(work(guarded, random.Random(self._rng.random())))
+            for guarded in self._guarded_tiers
             for work in (self._fetch, self._fetch, self._spill, self._probe)
         ]
         await self._wait_for_answers(num_answers)
@@ -208,14 +208,14 @@ class Fuzz:
         report.pause_jobs = pauses.longest_jobs
         report.results, report.num_right = results, num_right
         self._compare(before, after)
-        for circuit in self._circuits:
-            await asyncio.wait_for(circuit.close(), PATIENCE_S)
+        for guarded in self._guarded_tiers:
+            await asyncio.wait_for(guarded.close(), PATIENCE_S)
         self._slots.check()
         await asyncio.sleep(report.timeout_s)
         for tier in self._tiers:
             report.results.update({f"raised by {what}": n for what, n in tier.raised.items()})
         self._tiers.clear()
-        self._circuits.clear()
+        self._guarded_tiers.clear()
         self._compare_closed(first, Held())
 
     async def _find_timeout_s(self) -> float:
@@ -232,11 +232,11 @@ class Fuzz:
         self._slots.give_back(slots)
         return max(TIMEOUT_S, TIMEOUT_ROUNDS * taken_s)
 
-    def _circuit_of(self, tier: WatchedTier, config: TierConfig) -> Circuit:
-        return Circuit(
+    def _guarded_tier_of(self, tier: WatchedTier, config: TierConfig) -> GuardedTier:
+        return GuardedTier(
             tier,
             config,
-            lambda word: namespace(FACTS, word),
+            lambda generation: namespace(FACTS, generation),
             slot_bytes=SLOT_BYTES,
             chance=lambda: PAUSE_FACTOR,
         )
@@ -261,15 +261,15 @@ class Fuzz:
 
     async def _be_served(self, when: str) -> None:
         """Every tier comes to write and read all objects of a server that answers well."""
-        for circuit in self._circuits:
-            usual = circuit.config
+        for guarded in self._guarded_tiers:
+            usual = guarded.config
             for attempt in range(RECOVERY_ROUNDS):
                 # The machine may be busier than when `_find_timeout_s` ran.
                 timeout_s = min(usual.timeout_s * 2**attempt, PATIENCE_S)
-                circuit.config = replace(usual, timeout_s=timeout_s)
-                await self._spill_these(circuit, self._names)
-                results = await self._fetch_these(circuit, self._names)
-                found = await circuit.probe(self._names)
+                guarded.config = replace(usual, timeout_s=timeout_s)
+                await self._spill_these(guarded, self._names)
+                results = await self._fetch_these(guarded, self._names)
+                found = await guarded.probe(self._names)
                 bad = {Result.CORRUPT, Result.FOREIGN} & set(results)
                 if bad:
                     self._findings.add(f"{when}: the server holds {bad} of what tiers wrote")
@@ -278,10 +278,10 @@ class Fuzz:
                 await asyncio.sleep(0.05)
             else:
                 counts = Counter(result.value for result in results)
-                self._findings.add(f"{when}: a good server is not used: {dict(counts)}, {circuit}")
-            circuit.config = usual
-        for circuit in self._circuits:
-            circuit.take_calls()
+                self._findings.add(f"{when}: a good server is not used: {dict(counts)}, {guarded}")
+            guarded.config = usual
+        for guarded in self._guarded_tiers:
+            guarded.take_calls()
 
     def _compare(self, before: Held, after: Held) -> None:
         """Nothing has grown while the server was bad."""
@@ -311,13 +311,13 @@ class Fuzz:
 
     # ---- traffic ------------------------------------------------------------------------------
 
-    async def _fetch(self, circuit: Circuit, rng: random.Random) -> None:
+    async def _fetch(self, guarded: GuardedTier, rng: random.Random) -> None:
         while not self._has_ended:
             names = [*self._names, *self._new]
-            await self._fetch_these(circuit, rng.sample(names, rng.randrange(1, NUM_NAMES_MAX + 1)))
+            await self._fetch_these(guarded, rng.sample(names, rng.randrange(1, NUM_NAMES_MAX + 1)))
             await asyncio.sleep(0)
 
-    async def _spill(self, circuit: Circuit, rng: random.Random) -> None:
+    async def _spill(self, guarded: GuardedTier, rng: random.Random) -> None:
         while not self._has_ended:
             names = rng.sample(self._names, rng.randrange(1, NUM_NAMES_MAX // 2 + 1))
             for _ in names[::2]:
@@ -325,12 +325,12 @@ class Fuzz:
                 name = _name_of(self._num_new, 3)
                 self._new.append(name)
                 names.append(name)
-            await self._spill_these(circuit, names)
+            await self._spill_these(guarded, names)
             await asyncio.sleep(0)
 
-    async def _fetch_these(self, circuit: Circuit, names: Sequence[Name]) -> Sequence[Result]:
+    async def _fetch_these(self, guarded: GuardedTier, names: Sequence[Name]) -> Sequence[Result]:
         slots = self._slots.take(len(names))
-        results = await circuit.fetch(names, slots) or []
+        results = await guarded.fetch(names, slots) or []
         for name, slot, result in zip(names, slots, results, strict=False):
             self.report.results[f"fetch {result.value}"] += 1
             if result is not Result.DONE:
@@ -342,11 +342,11 @@ class Fuzz:
         self._slots.give_back(slots)
         return results
 
-    async def _spill_these(self, circuit: Circuit, names: Sequence[Name]) -> Sequence[Result]:
+    async def _spill_these(self, guarded: GuardedTier, names: Sequence[Name]) -> Sequence[Result]:
         slots = self._slots.take(len(names))
         for name, slot in zip(names, slots, strict=True):
             put(slot, self._right_of(name))
-        results = await circuit.spill(names, slots) or []
+        results = await guarded.spill(names, slots) or []
         self._slots.give_back(slots)
         self.report.results.update(f"spill {result.value}" for result in results)
         return results
@@ -354,10 +354,10 @@ class Fuzz:
     def _right_of(self, name: Name) -> bytes:
         return self._right[int.from_bytes(name.block_hash, "big") % NUM_KEYS]
 
-    async def _probe(self, circuit: Circuit, rng: random.Random) -> None:
+    async def _probe(self, guarded: GuardedTier, rng: random.Random) -> None:
         while not self._has_ended:
             names = rng.sample(self._names + self._strange, rng.randrange(1, NUM_KEYS + 1))
-            found = await circuit.probe(names)
+            found = await guarded.probe(names)
             what = "no answer" if found is None else "answer"
             self.report.results[f"probe {what}"] += 1
             await asyncio.sleep(0.02)
@@ -381,7 +381,7 @@ def _heard_by(handler: logging.Handler) -> Iterator[None]:
 def _short_pauses() -> Iterator[None]:
     """Let servers of a cluster be tried again soon, and calls hang late: the machine is busy."""
     pauses = patch.multiple(valkey_servers, PAUSE_S=0.02, PAUSE_S_MAX=0.02)
-    with pauses, patch.object(circuits, "GRACE_S", GRACE_S):
+    with pauses, patch.object(guarded_tier, "GRACE_S", GRACE_S):
         yield
 
 

@@ -20,7 +20,7 @@ from safe_offload.commands.bench.tiny_models import write_tiny_model
 from safe_offload.compat import model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
-from safe_offload.tiers.namespace.namespace import Doubt, Meaning, meaning_of
+from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts, namespace_facts_of
 from tests.fresh_process import run_script
 from tests.simulator.vllm_setup import EngineShape, make_config, make_kv_cache_config
 
@@ -42,14 +42,14 @@ def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return config
 
 
-def unread(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
+def unread(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> NamespaceFacts:
     kv_cache = kv_cache or make_kv_cache_config(SHAPE)
     size_bytes = kv_cache.kv_cache_tensors[0].size
     geometry = make_geometry(specs.segments(kv_cache), kv_cache.num_blocks, size_bytes)
-    return meaning_of(config, kv_cache, geometry, copy_rank)
+    return namespace_facts_of(config, kv_cache, geometry, copy_rank)
 
 
-def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
+def known(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> NamespaceFacts:
     """What is known when the files have been read; they were all there before."""
     found = unread(config, kv_cache, copy_rank)
     learned = found.learn(lambda: False)
@@ -59,14 +59,14 @@ def meaning(config: Any, kv_cache: Any = None, copy_rank: int = 0) -> Meaning:
     return found
 
 
-def changed(before: Meaning, after: Meaning) -> set[str]:
+def changed(before: NamespaceFacts, after: NamespaceFacts) -> set[str]:
     names = {*before.facts, *after.facts}
     return {name for name in names if before.facts.get(name) != after.facts.get(name)}
 
 
-def test_equal_engines_mean_the_same(config):
-    assert meaning(config).facts == meaning(copy.deepcopy(config)).facts
-    assert meaning(config).doubts == ()
+def test_equal_engines_have_the_same_facts(config):
+    assert known(config).facts == known(copy.deepcopy(config)).facts
+    assert known(config).doubts == ()
 
 
 def set_field(path: str, value: object) -> Callable[[Any], None]:
@@ -95,17 +95,17 @@ def with_images(**fields: Any) -> Callable[[Any], None]:
         ),
     ],
 )
-def test_what_changes_the_bytes_is_another_meaning(config, before, after):
+def test_what_changes_the_bytes_is_another_namespace(config, before, after):
     """tests/tiers/namespace/test_engine_facts.py has every field."""
     before(config)
-    first = meaning(config)
+    first = known(config)
     after(config)
-    assert len(changed(first, meaning(config))) == 1
+    assert len(changed(first, known(config))) == 1
 
 
-def test_ranks_and_draft_models_have_meanings_of_their_own(config, tmp_path):
-    before = meaning(config)
-    assert changed(before, meaning(config, copy_rank=2)) == {"rank"}
+def test_ranks_and_draft_models_have_namespaces_of_their_own(config, tmp_path):
+    before = known(config)
+    assert changed(before, known(config, copy_rank=2)) == {"rank"}
     draft = copy.deepcopy(config.model_config)
     draft.model = str(tmp_path / "draft")
     Path(draft.model).mkdir()
@@ -113,18 +113,18 @@ def test_ranks_and_draft_models_have_meanings_of_their_own(config, tmp_path):
     config.speculative_config = SimpleNamespace(
         method="eagle", num_speculative_tokens=3, draft_model_config=draft
     )
-    with_drafts = meaning(config)
+    with_drafts = known(config)
     assert {"files.draft_model.weights"} <= changed(before, with_drafts)
     (tmp_path / "draft" / "model.safetensors").write_bytes(b"drafts, others")
-    assert changed(with_drafts, meaning(config)) == {"files.draft_model.weights"}
+    assert changed(with_drafts, known(config)) == {"files.draft_model.weights"}
 
 
 def test_the_seed_of_hashes_is_not_told(config, monkeypatch):
     """It has 32 bits, so that a digest of it tells it. With other seeds keys are others anyway."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    before = meaning(config)
+    before = known(config)
     monkeypatch.setenv("PYTHONHASHSEED", "2222")
-    assert meaning(config).facts == before.facts
+    assert known(config).facts == before.facts
 
 
 # ---- how a slot is laid out ----------------------------------------------------------------------
@@ -134,12 +134,12 @@ def test_the_number_of_gpu_blocks_does_not_change_a_slot(config):
     few, many = (
         make_kv_cache_config(dataclasses.replace(SHAPE, num_blocks=count)) for count in (40, 77)
     )
-    assert changed(meaning(config, few), meaning(config, many)) == set()
+    assert changed(known(config, few), known(config, many)) == set()
 
 
 def test_where_a_layer_lies_in_a_slot_does_not_depend_on_the_gpu(config):
     """With layers outermost, where it lies on the GPU does."""
-    meanings = []
+    all_facts = []
     for num_blocks in (40, 77):
         kv_cache = make_kv_cache_config(dataclasses.replace(SHAPE, num_blocks=num_blocks))
         page = 48
@@ -147,50 +147,50 @@ def test_where_a_layer_lies_in_a_slot_does_not_depend_on_the_gpu(config):
         layers = ["layer.0", "layer.1", "layer.2"]
         tensor = KVCacheTensor(size, layers, page * num_blocks, page)
         kv_cache.kv_cache_tensors = [tensor]
-        meanings.append(meaning(config, kv_cache))
-    assert changed(*meanings) == set()
-    assert meanings[0].facts["layout"] == "layer.0 0+48; layer.1 48+48; layer.2 96+48"
+        all_facts.append(known(config, kv_cache))
+    assert changed(*all_facts) == set()
+    assert all_facts[0].facts["layout"] == "layer.0 0+48; layer.1 48+48; layer.2 96+48"
 
 
-def test_every_layout_is_a_meaning_of_its_own(config):
+def test_every_layout_is_a_namespace_of_its_own(config):
     """In a slot, layers lie in the same places in all of them; tokens and heads may not."""
     kv_cache = make_kv_cache_config(SHAPE)
-    meanings = {}
+    all_facts = {}
     for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC"):
         config.cache_config.kv_cache_layout = layout
-        meanings[layout] = meaning(config, kv_cache)
-    for first, second in itertools.combinations(meanings.values(), 2):
+        all_facts[layout] = known(config, kv_cache)
+    for first, second in itertools.combinations(all_facts.values(), 2):
         assert changed(first, second) == {"cache_config.kv_cache_layout"}
 
 
 @pytest.mark.parametrize(
     "groups", [("full",), ("window:8", "full"), ("full", "window:12"), ("full", "full")]
 )
-def test_other_groups_are_another_meaning(config, groups):
+def test_other_groups_are_another_namespace(config, groups):
     other = make_kv_cache_config(dataclasses.replace(SHAPE, groups=groups))
-    assert "groups" in changed(meaning(config), meaning(config, other))
+    assert "groups" in changed(known(config), known(config, other))
 
 
-def test_layers_in_another_order_are_another_meaning(config):
+def test_layers_in_another_order_are_another_namespace(config):
     kv_cache = make_kv_cache_config(SHAPE)
     other = copy.deepcopy(kv_cache)
     for tensor in other.kv_cache_tensors:
         tensor.layers.reverse()
         tensor.layers[:] = [f"{layer}b" for layer in tensor.layers]
-    assert "layout" in changed(meaning(config, kv_cache), meaning(config, other))
+    assert "layout" in changed(known(config, kv_cache), known(config, other))
 
 
 def test_how_a_layer_keeps_its_keys_counts(config):
-    before = meaning(config)
+    before = known(config)
     backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
     layer = SimpleNamespace(
         attn_backend=backend, kv_cache_dtype="fp8", _k_scale_float=1.0, _v_scale_float=1.0
     )
     config.compilation_config.static_forward_context = {"layer.0": layer}
-    with_backend = meaning(config)
+    with_backend = known(config)
     assert changed(before, with_backend) == {"layers"}
     layer._k_scale_float = 0.5
-    assert changed(with_backend, meaning(config)) == {"layers"}
+    assert changed(with_backend, known(config)) == {"layers"}
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_how_a_layer_keeps_its_keys_counts(config):
 
 def files_of(config: Any, folder: Path | str) -> str:
     config.model_config.model = config.model_config.tokenizer = str(folder)
-    return meaning(config).facts["files.model.weights"]
+    return known(config).facts["files.model.weights"]
 
 
 def test_every_file_of_the_model_counts(config, tmp_path):
@@ -238,10 +238,10 @@ def test_a_tokenizer_elsewhere_and_a_file_that_a_field_names_count(config, tmp_p
     scales.write_text("1")
     config.model_config.tokenizer = str(elsewhere)
     with_images(mm_encoder_fp8_scale_path=str(scales), mm_encoder_attn_dtype="fp8")(config)
-    first = meaning(config)
+    first = known(config)
     (elsewhere / "tokenizer.json").write_text("2")
     scales.write_text("2")
-    assert changed(first, meaning(config)) == {
+    assert changed(first, known(config)) == {
         "files.model.tokenizer",
         "files.model_config.multimodal_config.mm_encoder_fp8_scale_path",
     }
@@ -255,23 +255,23 @@ def test_code_of_another_repository_counts_or_is_doubted(config, tmp_path, monke
     (folder / "preprocessor_config.json").write_text(json.dumps({"auto_map": auto_map}))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files_of(config, folder)
-    assert not meaning(config).doubts
+    assert not known(config).doubts
     config.model_config.trust_remote_code = True
-    (doubt,) = meaning(config).doubts
+    (doubt,) = known(config).doubts
     assert "other/code" in doubt.text
     code = tmp_path / "hub" / "models--other--code" / "snapshots" / ("0" * 40)
     code.mkdir(parents=True)
     (code / "processing.py").write_text("1")
     config.model_config.code_revision = "0" * 40
-    first = meaning(config)
+    first = known(config)
     assert not first.doubts
     (code / "processing.py").write_text("2")
-    assert changed(first, meaning(config)) == {"files.model.code.other/code"}
+    assert changed(first, known(config)) == {"files.model.code.other/code"}
 
 
 def test_weights_that_are_not_here_can_be_vouched_for(config, model):
     config.model_config.model_weights = "s3://bucket/model"
-    found = meaning(config)
+    found = known(config)
     assert found.doubts_of(TIER) == (
         "the weights of 's3://bucket/model' are not files of this machine",
     )
@@ -279,7 +279,7 @@ def test_weights_that_are_not_here_can_be_vouched_for(config, model):
     assert found.facts_of(VOUCHED) != found.facts_of(TIER)
     assert found.facts["files.model"], "what is here counts all the same"
     config.load_config.load_format = "dummy"  # the same in every process
-    assert not meaning(config).doubts
+    assert not known(config).doubts
 
 
 def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config, tmp_path):
@@ -296,9 +296,9 @@ def test_nobody_can_vouch_for_files_that_changed_while_the_engine_started(config
 def test_scales_that_follow_from_requests_are_a_doubt_and_adapters_are_none(config):
     """What is computed with an adapter stays out of tiers (scheduler/tiers/private.py)."""
     config.lora_config = SimpleNamespace()
-    assert not meaning(config).doubts
+    assert not known(config).doubts
     object.__setattr__(config.cache_config, "calculate_kv_scales", True)
-    assert meaning(config).doubts_of(VOUCHED)
+    assert known(config).doubts_of(VOUCHED)
 
 
 def test_reading_can_be_cancelled(config):
@@ -306,7 +306,7 @@ def test_reading_can_be_cancelled(config):
 
 
 def test_a_tier_knows_what_was_learned_after_it_was_opened():
-    found = Meaning({"a": "1"})
+    found = NamespaceFacts({"a": "1"})
     facts = found.facts_of(TIER)
     found.facts |= {"files.model": "2"}
     assert dict(facts) == {"a": "1", "files.model": "2", "namespace": "", "model_version": ""}
@@ -320,18 +320,18 @@ def test_a_tier_knows_what_was_learned_after_it_was_opened():
 SCRIPT = """
 from pathlib import Path
 from tests.simulator.vllm_setup import make_config, make_kv_cache_config
-from tests.tiers.namespace.test_namespace import SHAPE, meaning
+from tests.tiers.namespace.test_namespace import SHAPE, known
 config = make_config(SHAPE)
 config.model_config.model = config.model_config.tokenizer = {model!r}
-print(sorted(meaning(config).facts.items()))
+print(sorted(known(config).facts.items()))
 """
 
 
 @pytest.mark.nightly
-def test_another_process_finds_the_same_meaning(config, model, tmp_path):
+def test_another_process_finds_the_same_namespace(config, model, tmp_path):
     """No address, no order of a set, no random word is among the facts."""
     script = SCRIPT.format(model=str(model))
     output = run_script(script, tmp_path, {"PYTHONHASHSEED": "1"})
-    facts = meaning(config).facts
+    facts = known(config).facts
     told = ast.literal_eval(output.splitlines()[-1])
     assert dict(told) == facts

@@ -18,7 +18,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.errors import ConfigError
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, HEADER_BYTES, description
 from safe_offload.tiers.objects import store as objects_store
 from safe_offload.tiers.objects.search import REQUESTS_MAX
@@ -291,18 +291,20 @@ async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(
     bucket: ScriptedBucket,
 ) -> None:
     config = config_of(bucket, timeout_s=0.2)
-    circuit = Circuit(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     bucket.script = lambda request: None
     names = [name_of(index) for index in range(50)]
-    for call in (circuit.fetch, circuit.spill):
+    for call in (guarded.fetch, guarded.spill):
         slots = [filled((4096,)) for _ in names]
         results = await asyncio.wait_for(call(names, slots), PATIENCE_S)
         assert results is not None
         assert set(results) <= {Result.FAILED, Result.CANCELLED}
-        assert circuit.num_running == 0
-    assert await asyncio.wait_for(circuit.probe(names), PATIENCE_S) is None
+        assert guarded.num_running == 0
+    assert await asyncio.wait_for(guarded.probe(names), PATIENCE_S) is None
     bucket.script = None
-    await circuit.close()
+    await guarded.close()
     await until(lambda: not bucket.num_open)  # connections of what was given up are closed
 
 
@@ -322,25 +324,27 @@ async def test_no_secret_is_shown(
     bucket.script = echo
     caplog.set_level(logging.DEBUG)
     config = config_of(bucket, url)
-    circuit = Circuit(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     names = [name_of(1)]
-    assert await circuit.fetch(names, [slot_of((4096,))]) == [Result.FAILED]
-    assert await circuit.spill(names, [slot_of((4096,))]) == [Result.FAILED]
-    assert await circuit.probe(names) is None
+    assert await guarded.fetch(names, [slot_of((4096,))]) == [Result.FAILED]
+    assert await guarded.spill(names, [slot_of((4096,))]) == [Result.FAILED]
+    assert await guarded.probe(names) is None
     with pytest.raises(OSError, match="does not allow") as caught:
-        await circuit.tier.probe(names)
+        await guarded.tier.probe(names)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("failed to read: the store does not allow it" in line for line in lines) == 1
     assert sum("failed to write: the store does not allow it" in line for line in lines) == 1
     what_is_shown = [
-        *(caplog.text, *map(repr, circuit.take_calls()), repr(circuit), str(config)),
-        *(repr(circuit.tier), repr(caught.value), repr(caught.value.__cause__)),
+        *(caplog.text, *map(repr, guarded.take_calls()), repr(guarded), str(config)),
+        *(repr(guarded.tier), repr(caught.value), repr(caught.value.__cause__)),
         repr(caught.value.__context__ if not caught.value.__suppress_context__ else ""),
     ]
     assert not [secret for secret in ("5ecre7", "sig=") if secret in "".join(what_is_shown)]
     sent = "".join(str(request) for request in bucket.requests)
     assert "5ecre7" in sent, "the store was sent what must not be shown"
-    await circuit.close()
+    await guarded.close()
 
 
 @pytest.mark.parametrize(

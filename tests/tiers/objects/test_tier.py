@@ -14,7 +14,7 @@ import uvloop
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Name, Result
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.naming import DESCRIPTION_FILE, description, namespace_folder, path_of
 from safe_offload.tiers.objects.store import open_store
 from safe_offload.tiers.objects.tier import ObjectTier
@@ -158,29 +158,31 @@ async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(
 ) -> None:
     patient = ObjectTier(replace(config, timeout_s=60.0), FACTS)
     config = replace(config, timeout_s=0.3)
-    circuit = Circuit(ObjectTier(config, FACTS), config, lambda word: SPACE, slot_bytes=4096)
+    guarded = GuardedTier(
+        ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
+    )
     names = [name_of(number) for number in range(100)]
     slots = [filled((4096,), number) for number in range(100)]
     spilled = await patient.spill(names[:20], slots[:20])
     assert spilled == [Result.DONE] * 20
     server.suspend()
     try:
-        for call in (circuit.fetch, circuit.spill):
+        for call in (guarded.fetch, guarded.spill):
             targets = [slot_of((4096,)) for _ in names]
             results = await asyncio.wait_for(call(names, targets), PATIENCE_S)
             assert results is not None
             assert set(results) <= {Result.FAILED, Result.CANCELLED}
-            assert circuit.num_running == 0
+            assert guarded.num_running == 0
             assert not any(map(any, map(bytes_of, targets)))
         asked = [name_of(number, space=bytes(16)) for number in range(100)]
-        assert await asyncio.wait_for(circuit.probe(asked), PATIENCE_S) is None
+        assert await asyncio.wait_for(guarded.probe(asked), PATIENCE_S) is None
     finally:
         server.resume()
     async with asyncio.timeout(PATIENCE_S):
-        while await circuit.fetch(names[:1], targets[:1]) != [Result.DONE]:  # noqa: ASYNC110 of a server
+        while await guarded.fetch(names[:1], targets[:1]) != [Result.DONE]:  # noqa: ASYNC110 of a server
             await asyncio.sleep(0.1)
     assert bytes_of(targets[0]) == bytes_of(slots[0])
-    await circuit.close()
+    await guarded.close()
     await patient.close()
 
 

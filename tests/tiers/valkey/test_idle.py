@@ -19,7 +19,7 @@ from safe_offload.tiers.seal import PLAIN
 from safe_offload.tiers.valkey.login import Login
 from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.replies import WireError
-from safe_offload.tiers.valkey.servers import Pool, Servers
+from safe_offload.tiers.valkey.servers import ConnectionPool, Servers
 from safe_offload.tiers.valkey.tier import ValkeyTier
 from safe_offload.tiers.valkey.wire import Wire
 from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
@@ -261,7 +261,7 @@ async def test_a_pool_has_never_more_connections_than_it_may() -> None:
     async def look(wire: Wire) -> None:
         await asyncio.sleep(0)
 
-    pool, others = Pool(1, connect), list[asyncio.Future[None]]()
+    pool, others = ConnectionPool(1, connect), list[asyncio.Future[None]]()
     await pool.use(look)
     with pytest.raises(WireError):
         await pool.use(lose)

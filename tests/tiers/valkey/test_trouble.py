@@ -12,7 +12,7 @@ import pytest
 
 from safe_offload.tiers import naming
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.circuit import Circuit
+from safe_offload.tiers.guarded_tier import GuardedTier
 from safe_offload.tiers.valkey.names import description_key, key_of
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
@@ -273,9 +273,13 @@ async def test_connections_are_bounded_and_closed(server: Server, make: Make) ->
 # ---- servers that hang and die ------------------------------------------------------------------
 
 
-def circuit_of(tier: ValkeyTier, url: str, **values: Any) -> Circuit:
-    return Circuit(
-        tier, url_config(url, **values), lambda word: SPACE, slot_bytes=4096, chance=lambda: 0.5
+def guarded_tier_of(tier: ValkeyTier, url: str, **values: Any) -> GuardedTier:
+    return GuardedTier(
+        tier,
+        url_config(url, **values),
+        lambda generation: SPACE,
+        slot_bytes=4096,
+        chance=lambda: 0.5,
     )
 
 
@@ -284,17 +288,17 @@ async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(
 ) -> None:
     url = f"redis://{server.host_port}"
     tier = make(url)
-    circuit, names, slots = circuit_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
+    guarded, names, slots = guarded_tier_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
     assert await tier.spill(names, slots) == [Result.DONE] * 8
     server.stop()
     try:
-        calls = [circuit.fetch(names, slots), circuit.spill(names_of(16)[8:], slots_of(8, MIB))]
+        calls = [guarded.fetch(names, slots), guarded.spill(names_of(16)[8:], slots_of(8, MIB))]
         async with asyncio.timeout(PATIENCE_S):
-            assert await circuit.probe(names) is None
+            assert await guarded.probe(names) is None
             for results in await asyncio.gather(*calls):
                 assert results is not None
                 assert Result.DONE not in results
-        assert circuit.num_running == 0
+        assert guarded.num_running == 0
     finally:
         server.go_on()
     assert await tier.fetch(names, slots) == [Result.DONE] * 8, "it goes on with new connections"
@@ -354,7 +358,7 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, 
     is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
     url = f"redis://{pair.servers[0].host_port}"
     tier = make(url)
-    short, patient = (circuit_of(tier, url, timeout_s=s) for s in (2 * STALL_S, 60.0))
+    short, patient = (guarded_tier_of(tier, url, timeout_s=s) for s in (2 * STALL_S, 60.0))
     assert await tier.spill(names, slots) == [Result.DONE] * 60
     hung.stop()
     try:

@@ -20,9 +20,9 @@ from safe_offload.tiers.valkey.replies import (
     REPLY_BYTES_MAX,
     SMALL_BYTES,
     WORD_BYTES_MAX,
+    ErrorReply,
     Misfit,
     OversizeError,
-    Problem,
     WireError,
 )
 from safe_offload.tiers.valkey.wire import Wire
@@ -93,13 +93,13 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, si
     )
     feed(wire, data, lambda: rng.randint(1, size))
     assert [await reply for reply in replies[:2]] == [
-        [1, 0, b"OK", Problem("OOM", "no"), 17],
+        [1, 0, b"OK", ErrorReply("OOM", "no"), 17],
         HEADER,
     ]
     assert bytes_of(target) == noted == bytes_of(source)
     assert [await reply for reply in replies[2:5]] == [
         None,
-        Problem("WRONGTYPE", "Operation"),
+        ErrorReply("WRONGTYPE", "Operation"),
         [b"ab", [], [3, None]],
     ]
     assert isinstance(await replies[5], Misfit)
@@ -244,7 +244,7 @@ async def test_what_was_not_asked_for_ends_the_connection(wire: Wire) -> None:
 async def test_only_the_code_of_an_error_is_taken_for_one(wire: Wire, code: str) -> None:
     reply = wire.ask_lines([b""], 1)
     feed(wire, f"-{code} text\r\n".encode())
-    assert await reply == [Problem("ERR", "text")]
+    assert await reply == [ErrorReply("ERR", "text")]
 
 
 async def test_a_lost_connection_fails_all_replies(wire: Wire) -> None:

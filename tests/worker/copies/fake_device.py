@@ -330,7 +330,7 @@ class FakeGpu:
     # ---- memory --------------------------------------------------------------------------------
 
     def empty(self, size: int, *, dtype: torch.dtype, device: Any = None, **_: Any) -> torch.Tensor:
-        """Memory of the device, or of the host if none is named; never given to anybody twice."""
+        """Memory of the device, or of the host if none is named; never given out twice."""
         tensor = torch.zeros(size, dtype=dtype)
         if device is not None:
             self.runtime_call("empty", is_unsafe=True)

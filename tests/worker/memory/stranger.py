@@ -18,7 +18,7 @@ def new_socket() -> socket.socket:
 
 
 def pose(size_bytes: int, names: list[str]) -> None:
-    """Give whoever comes a memory of ours, and tell in the end what was written to it."""
+    """Give each process that comes a memory of ours, and tell in the end what was written to it."""
     memory = os.memfd_create("stranger")
     os.ftruncate(memory, size_bytes)
     for name in names:

@@ -102,7 +102,7 @@ def test_a_store_of_one_block_is_reported_by_all_and_copied_by_one(make_ranks):
     compute(ranks)
     one = StepPlan(stores_after_forward=(Transfer(5, (4,), (9,)),), fences=())
     assert step(ranks, one) == [{5: None}] * NUM_RANKS
-    # A fence on it holds up nobody who does not copy it.
+    # A fence on it holds up no rank that does not copy it.
     for worker in ranks:
         worker.step(StepPlan(fences=(5,)))
     step(ranks, StepPlan(loads=(Transfer(6, (1,), (9,)),)))

@@ -82,7 +82,7 @@ def is_listening(name: str) -> bool:
 
 
 def read_by(posing: subprocess.Popen[str]) -> str:
-    """The largest byte that anybody wrote to the memory of a stranger."""
+    """The largest byte that any process wrote to the memory of a stranger."""
     assert posing.stdin is not None
     posing.stdin.write("\n")
     posing.stdin.flush()

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal
 from safe_offload.commands.doctor.tiers.rates import (
-    Trial,
+    TierTrial,
     in_time,
     milliseconds,
     round_trip,
@@ -67,7 +67,7 @@ _LIFECYCLE: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketTrial(Trial):
+class BucketTrial(TierTrial):
     """What the trial of a bucket found.
 
     Attributes:

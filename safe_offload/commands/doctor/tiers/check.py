@@ -9,7 +9,7 @@ from typing import Any
 from safe_offload.commands.doctor.findings import Finding
 from safe_offload.commands.doctor.tiers.bucket import check_bucket, try_bucket
 from safe_offload.commands.doctor.tiers.directory import check_directory, try_directory
-from safe_offload.commands.doctor.tiers.rates import Trial, check_rates
+from safe_offload.commands.doctor.tiers.rates import TierTrial, check_rates
 from safe_offload.commands.doctor.tiers.safety import check_safety
 from safe_offload.commands.doctor.tiers.server import check_server, try_server
 from safe_offload.config.tier_url import BUCKETS, FILE, SERVERS
@@ -43,7 +43,7 @@ def check_tier(
 
 
 def judge(
-    config: TierConfig, trial: Trial, token_bytes: int, compute_tokens_per_s: int
+    config: TierConfig, trial: TierTrial, token_bytes: int, compute_tokens_per_s: int
 ) -> Iterator[Finding]:
     """Judge what the trial of a tier found; see `check_tier`."""
     _, check = _KINDS[config.location.scheme]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, warning
-from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, Trial, rates_of
+from safe_offload.commands.doctor.tiers.rates import OBJECT_BYTES, TierTrial, rates_of
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import MIB, format_bytes
@@ -36,7 +36,7 @@ MEMORY: Final = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryTrial(Trial):
+class DirectoryTrial(TierTrial):
     """What the trial of a directory found.
 
     Attributes:

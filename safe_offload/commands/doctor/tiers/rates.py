@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TierTrial:
     """What the trial of a tier found, whatever its kind.
 
     Attributes:
@@ -131,7 +131,7 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     return found[0] if found else failed(f"{label} does not come to an end")
 
 
-def check_rates(trial: Trial, token_bytes: int, compute_tokens_per_s: int) -> Finding:
+def check_rates(trial: TierTrial, token_bytes: int, compute_tokens_per_s: int) -> Finding:
     """Judge the rates of a tier.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from safe_offload.commands.cache.valkey_client import Server, code_of
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.commands.doctor.tiers.rates import (
-    Trial,
+    TierTrial,
     in_time,
     milliseconds,
     round_trip,
@@ -59,7 +59,7 @@ _WORD_LENGTH_MAX: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTrial(Trial):
+class ServerTrial(TierTrial):
     """What the trial of a server found; None and empty stand for what could not be seen.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.loads.sharing import WAIT_MAX_S
+from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
 from tests.simulator.groups import BLOCK_TOKENS
@@ -283,7 +283,7 @@ def test_copies_that_never_end_are_not_waited_for_without_end(make_rig, timeout_
 
 
 def test_the_bound_is_of_all_waits_of_a_request_together(make_rig):
-    """Whoever loads is aborted again and again: the wait for the next begins anew, not the time."""
+    """Each request that loads is aborted: the wait for the next begins anew, not the time."""
     rig = make_shared(make_rig, num_blocks=150)
     rig.hold_copies(True)
     times = times_of_waiting(rig, "patient")

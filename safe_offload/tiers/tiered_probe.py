@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_offload.tiers.circuit import Circuit
+    from safe_offload.tiers.guarded_tier import GuardedTier
 
 HEAD_START_S = 0.02
 """Within it a tier on this machine or near it answers for 5,600 blocks."""
@@ -21,13 +21,13 @@ WAIT_SHARE = 2
 time left to fetch it."""
 
 
-class Inquiry:
+class TieredProbe:
     """Finds out which blocks are in which tier; it belongs to the loop's thread.
 
     Args:
-        circuits: the tiers, nearest first.
+        guarded_tiers: the tiers, nearest first.
         keys: group and hash of each block.
-        word: see `Probe`.
+        generation: see `Probe`.
         late: gets the tasks that go on when this has ended; they take themselves out.
 
     Attributes:
@@ -36,14 +36,14 @@ class Inquiry:
 
     def __init__(
         self,
-        circuits: Sequence[Circuit],
+        guarded_tiers: Sequence[GuardedTier],
         keys: Sequence[tuple[int, bytes]],
-        word: str,
+        generation: str,
         late: set[asyncio.Task[None]],
     ) -> None:
-        self._circuits = circuits
+        self._guarded_tiers = guarded_tiers
         self._keys = keys
-        self._word = word
+        self._generation = generation
         self._late = late
         self._asking: dict[asyncio.Task[None], int] = {}
         self._answered_s: dict[int, float] = {}
@@ -51,22 +51,22 @@ class Inquiry:
         self.tiers = bytearray(len(keys))
 
     def __repr__(self) -> str:
-        return f"<Inquiry for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
+        return f"<TieredProbe for {len(self._keys)} keys, {len(self._asking)} tiers are asked>"
 
     async def run(self) -> None:
         """Ask; return when all is found, or nothing more is worth waiting for."""
-        if len(self._circuits) == 1:
+        if len(self._guarded_tiers) == 1:
             await self._ask(1)
             return
         loop = asyncio.get_running_loop()
         self._begin_s = loop.time()
         try:
-            for number in range(1, len(self._circuits) + 1):
+            for number in range(1, len(self._guarded_tiers) + 1):
                 if not self._missing():
                     return
                 task = loop.create_task(self._ask(number))
                 self._asking[task] = number
-                if number < len(self._circuits):
+                if number < len(self._guarded_tiers):
                     await asyncio.wait({task}, timeout=HEAD_START_S)
                     self._take_answers()
             while self._asking and self._missing():
@@ -81,15 +81,15 @@ class Inquiry:
                 task.cancel()
             raise
         finally:
-            self._let_go()
+            self._release()
 
     def _missing(self) -> list[int]:
         return [place for place, number in enumerate(self.tiers) if not number]
 
     async def _ask(self, number: int) -> None:
-        circuit, places = self._circuits[number - 1], self._missing()
-        names = circuit.names([self._keys[place] for place in places], self._word)
-        found = await circuit.probe(names)
+        guarded, places = self._guarded_tiers[number - 1], self._missing()
+        names = guarded.names([self._keys[place] for place in places], self._generation)
+        found = await guarded.probe(names)
         if found is None:
             return
         self._answered_s[number] = asyncio.get_running_loop().time() - self._begin_s
@@ -108,13 +108,15 @@ class Inquiry:
         if not any(self.tiers):
             return math.inf  # each has a deadline of its own
         numbers = self._asking.values()
-        wait_s = max(self._circuits[number - 1].config.wait_s for number in numbers) / WAIT_SHARE
+        wait_s = (
+            max(self._guarded_tiers[number - 1].config.wait_s for number in numbers) / WAIT_SHARE
+        )
         beyond = [s for number, s in self._answered_s.items() if number > max(numbers)]
         if beyond:  # a nearer tier that is later than that gets as long again
             wait_s = min(wait_s, 2 * min(beyond))
         return self._begin_s + wait_s
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Cancel the tasks of tiers that are not needed, and let the others go on.
 
         They are judged at their own deadlines, or a tier that hangs would not be noticed.

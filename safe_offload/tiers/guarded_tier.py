@@ -44,7 +44,7 @@ class Operation(enum.Enum):
     SPILL = "spill"
 
 
-class State(enum.Enum):
+class BreakerState(enum.Enum):
     """Of a circuit breaker: in between it is half open."""
 
     CLOSED = "closed"
@@ -58,10 +58,10 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.CLOSED: {State.OPEN},
-    State.OPEN: {State.READY, State.CLOSED},
-    State.READY: {State.TRYING, State.CLOSED},
-    State.TRYING: {State.OPEN, State.CLOSED, State.READY},
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.READY, BreakerState.CLOSED},
+    BreakerState.READY: {BreakerState.TRYING, BreakerState.CLOSED},
+    BreakerState.TRYING: {BreakerState.OPEN, BreakerState.CLOSED, BreakerState.READY},
 }
 
 
@@ -71,7 +71,7 @@ class Breaker:
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self._name = name
         self._chance = chance
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self._num_failures = 0
         self._pause_s = PAUSE_S
 
@@ -80,46 +80,46 @@ class Breaker:
 
     def admits(self) -> bool:
         """Return whether a call may be made; if so, one of the three below must follow."""
-        if self.state is State.READY:
-            self._become(State.TRYING)
+        if self.state is BreakerState.READY:
+            self._become(BreakerState.TRYING)
             return True
-        return self.state is State.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def withdraw(self) -> None:
         """Let the next call be the trial, if the one that was has been given up."""
-        if self.state is State.TRYING:
-            self._become(State.READY)
+        if self.state is BreakerState.TRYING:
+            self._become(BreakerState.READY)
 
     def succeed(self) -> None:
         """A call has worked."""
         self._num_failures = 0
-        if self.state is not State.CLOSED:
-            self._become(State.CLOSED)
+        if self.state is not BreakerState.CLOSED:
+            self._become(BreakerState.CLOSED)
             self._pause_s = PAUSE_S
             logger.info("%s works again.", self._name)
 
     def fail(self, problem: str) -> None:
         """A call has failed."""
         self._num_failures += 1
-        if self.state is State.CLOSED and self._num_failures >= FAILURES_MAX:
+        if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
             logger.warning(
                 "%s has failed %d times in a row, last because %s. It is left alone and tried "
                 "again in about %g s, then after longer pauses. Requests are served without it "
                 "meanwhile.",
                 *(self._name, self._num_failures, problem, self._pause_s),
             )
-        elif self.state is not State.TRYING:
+        elif self.state is not BreakerState.TRYING:
             return
-        self._become(State.OPEN)
+        self._become(BreakerState.OPEN)
         pause_s = self._pause_s * (0.5 + self._chance())
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asyncio.get_running_loop().call_later(pause_s, self._end_pause)
 
     def _end_pause(self) -> None:
-        if self.state is State.OPEN:
-            self._become(State.READY)
+        if self.state is BreakerState.OPEN:
+            self._become(BreakerState.READY)
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: BreakerState) -> None:
         assert state in _NEXT[self.state], (self.state, state)
         self.state = state
 
@@ -142,12 +142,12 @@ class Call:
 LEFT_ALONE = "left_alone"
 
 
-class Circuit:
+class GuardedTier:
     """A tier with its deadlines and breakers; it belongs to the loop's thread but for `take_…`.
 
     Args:
         tier: is closed by `close`.
-        namespace_of: from the word of a message to the namespace of this rank's objects.
+        namespace_of: from the generation of a message to the namespace of this rank's objects.
         slot_bytes: of an object.
         write_bytes_per_s: of this rank; None for no limit.
         chance: from 0 to 1, for the lengths of pauses.
@@ -185,28 +185,28 @@ class Circuit:
         self._calls: deque[Call] = deque(maxlen=CALLS_MAX)
 
     def __repr__(self) -> str:
-        return f"<Circuit of {self.tier.label}: {list(self._breakers.values())}>"
+        return f"<GuardedTier of {self.tier.label}: {list(self._breakers.values())}>"
 
     @property
     def is_out(self) -> bool:
         """Return whether the tier is left alone by reads."""
         reading = (self._breakers[Operation.PROBE], self._breakers[Operation.FETCH])
-        return any(breaker.state is not State.CLOSED for breaker in reading)
+        return any(breaker.state is not BreakerState.CLOSED for breaker in reading)
 
     @property
     def is_out_for_writing(self) -> bool:
         """Return whether the tier is left alone by writes."""
-        return self._breakers[Operation.SPILL].state is not State.CLOSED
+        return self._breakers[Operation.SPILL].state is not BreakerState.CLOSED
 
-    def namespace(self, word: str) -> bytes:
-        """Return the namespace for the word of a message."""
-        if word not in self._namespaces:
-            self._namespaces[word] = self._namespace_of(word)
-        return self._namespaces[word]
+    def namespace(self, generation: str) -> bytes:
+        """Return the namespace for the generation of a message."""
+        if generation not in self._namespaces:
+            self._namespaces[generation] = self._namespace_of(generation)
+        return self._namespaces[generation]
 
-    def names(self, keys: Sequence[tuple[int, bytes]], word: str) -> list[Name]:
+    def names(self, keys: Sequence[tuple[int, bytes]], generation: str) -> list[Name]:
         """Return the names of blocks by group and hash."""
-        namespace = self.namespace(word)
+        namespace = self.namespace(generation)
         return [Name(namespace, group_idx, block_hash) for group_idx, block_hash in keys]
 
     def take_calls(self) -> list[Call]:
@@ -221,7 +221,7 @@ class Circuit:
     async def try_out(self) -> None:
         """Probe until there is an answer, or the log says that the tier cannot work."""
         name = Name(bytes(NAMESPACE_BYTES), 0, bytes(32))
-        while self._breakers[Operation.PROBE].state is State.CLOSED:
+        while self._breakers[Operation.PROBE].state is BreakerState.CLOSED:
             if await self.probe([name]) is not None:
                 return
 
@@ -231,8 +231,8 @@ class Circuit:
         Cancelled, it counts as neither success nor failure.
         """
         breaker = self._breakers[Operation.PROBE]
-        is_trial = breaker.state is State.READY
-        if self._breakers[Operation.FETCH].state is State.OPEN or not breaker.admits():
+        is_trial = breaker.state is BreakerState.READY
+        if self._breakers[Operation.FETCH].state is BreakerState.OPEN or not breaker.admits():
             self._note(Operation.PROBE, 0.0, {LEFT_ALONE: len(names)})
             return None
         loop = asyncio.get_running_loop()

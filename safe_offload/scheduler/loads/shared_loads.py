@@ -11,7 +11,7 @@ What bounds the wait (docs/guarantees.md: H5):
 
 - A load is waited for while it is under way and its request lives. vLLM frees the blocks of a
   request that has been aborted without caching them, and a failed load has nothing to cache.
-- A request waits at most so many seconds over its whole life, whatever it waits for.
+- A request waits at most `wait_max_s` over its whole life, whatever it waits for.
 - A load that a request has stopped waiting for, and every older one, it does not wait for again.
 - A load that has landed must have brought it further. If it did not, because vLLM does not keep
   what the request needs of it, the request waits for no other before it has run.
@@ -28,7 +28,7 @@ from safe_offload.observe.counters import Count, Counters
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from safe_offload.scheduler.geometry import Geometry
+    from safe_offload.scheduler.geometry import GroupGeometry
     from safe_offload.scheduler.pending import Load
 
 WAIT_MAX_S = 10.0
@@ -46,7 +46,7 @@ class Wait:
         waited_s: over its whole life, up to `asked_s`.
         newest_id: of the loads that it has waited for.
         num_computed_tokens: on the GPU when its present wait began.
-        stuck_at: so many were there, and a load that landed made them no more; -1 for none.
+        stuck_at: those that were there when a load landed that made them no more; -1 for none.
     """
 
     load: Load | None = None
@@ -76,14 +76,14 @@ class Wait:
         self.stuck_at = -1
 
 
-class Sharing:
+class SharedLoads:
     """Decides which request waits for which load; it has no state of its own.
 
     Args:
         wait_max_s: of one request, over its whole life.
     """
 
-    def __init__(self, geometry: Geometry, wait_max_s: float, counters: Counters) -> None:
+    def __init__(self, geometry: GroupGeometry, wait_max_s: float, counters: Counters) -> None:
         self._geometry = geometry
         self._wait_max_s = wait_max_s
         self._counters = counters
@@ -140,7 +140,7 @@ class Sharing:
         return self._is_kept(load, hashes, num_computed_tokens)
 
     def _is_kept(self, load: Load, hashes: Sequence[bytes], num_computed_tokens: int) -> bool:
-        """Whether vLLM's prefix cache has more than so many tokens once the load has landed.
+        """Whether vLLM's prefix cache has more than these tokens once the load has landed.
 
         By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
         prompt needs and nothing else; what the load's own request has of its prompt beyond the load
@@ -165,6 +165,6 @@ class Sharing:
 
 
 def _is_shared(load: Load, hashes: Sequence[bytes], count: int) -> bool:
-    """Whether a request has the first so many hashes of the one that loads."""
+    """Whether a request has the first `count` hashes of the one that loads."""
     known = min(len(hashes), len(load.hashes))
     return count <= known and hashes[count - 1] == load.hashes[count - 1]
