@@ -45,7 +45,7 @@ def test_nothing_but_misses_comes_of_a_hostile_server(protocol: str, tmp_path: P
     assert sum(report.answers.values()) >= NUM_ANSWERS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_fault_of_a_bad_tier_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
