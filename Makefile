@@ -44,7 +44,7 @@ COMPAT_TESTS := tests/scheduler tests/simulator tests/observe tests/worker/test_
 
 # What matters most, within two minutes on two cores.
 QUICK_TESTS := tests/observe tests/scheduler tests/simulator tests/config/test_options.py tests/config/test_tiers.py tests/test_connector.py \
-	$(addprefix tests/worker/test_,bridge.py deadlines.py shared_ranks.py transfers.py transfers_end.py verify.py) \
+	$(addprefix tests/worker/test_,bridge.py deadlines.py transfers.py transfers_end.py verify.py) tests/worker/memory/test_shared_ranks.py \
 	tests/test_layering.py tests/test_layout.py tests/test_protocol.py
 # All tests of a GPU. Collecting only these takes seconds, and none of the tools that the other tests need.
 GPU_TESTS := tests/gpu tests/benchmarks/test_transfer.py
