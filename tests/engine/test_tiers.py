@@ -105,12 +105,17 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_
 def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
     model: GetModel, tmp_path: Path
 ) -> None:
-    """A host of 80 blocks holds one prompt of 63; the directory holds all three."""
+    """A host of 80 blocks holds one prompt of 63; the directory holds all three.
+
+    On a busy machine one may be computed instead, since it has waited as long as computing takes.
+    """
     one = job(model("llama"), "llama", tmp_path / "tier", num_cpu_blocks=80)
-    (report,) = run(tmp_path / "engine", replace(one, turns=(*ABC, *ABC)))
+    (report,) = run(tmp_path / "engine", replace(one, turns=4 * ABC))
     report.check_well()
-    assert report.tokens[3:] == report.tokens[:3]
-    assert all(answer.num_host > 0 for answer in report.answers[3:]), report.answers
+    assert report.tokens == 4 * report.tokens[:3]
+    for number, name in enumerate(ABC):
+        again = report.answers[3 + number :: 3]
+        assert any(answer.num_host > 0 for answer in again), (name, again)
 
 
 PROMPTS = make_prompts(NUM_TOKENS, "ABCDE")

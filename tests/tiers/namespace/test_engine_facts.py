@@ -157,6 +157,7 @@ def test_every_field_counts_or_is_in_the_list_with_its_reason(config):
     assert {owner for owner, _ in unseen} <= ignored_parts | {
         *("LoggingConfig", "StructuredOutputsConfig", "ReasoningConfig", "WatermarkConfig"),
         *("AuxOutputConfig", "WeightTransferConfig", "PoolerConfig", "FaultToleranceConfig"),
+        "WatchdogConfig",
         *("QuantKey", "ScalarType", "ScaleDesc"),  # of a mapping in quantization_config
     }
 
