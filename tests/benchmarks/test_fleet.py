@@ -89,17 +89,6 @@ def settle(engine: FleetCore) -> None:
         engine.step()
 
 
-def test_what_one_engine_computed_the_other_has_from_the_tier(engines: list[FleetCore]) -> None:
-    one, other = engines
-    prompt = random_tokens(1_000)
-    first = one.serve("a", prompt)
-    settle(one)
-    second = other.serve("a", prompt)
-    assert (first.num_hit, second.num_hit) == (0, 992)
-    assert first.is_right
-    assert second.is_right
-
-
 def test_wrong_bytes_of_a_tier_are_found(
     engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,17 +106,6 @@ def test_wrong_bytes_of_a_tier_are_found(
     found = other.serve("a", random_tokens(1_000))
     assert not found.is_right
     assert "wrong bytes" in found.problem
-
-
-def test_an_answer_that_does_not_come_is_a_problem(
-    engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_engine, "ANSWER_TIMEOUT_S", 0.0)
-    found = engines[0].serve("a", random_tokens(500))
-    assert not found.is_right
-    assert "no answer" in found.problem
-    monkeypatch.undo()
-    settle(engines[0])
 
 
 # ---- what is late -------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from tests.benchmarks.hits import (
     FoundByLength,
     check_answers,
     make_report,
-    rule_ratio,
 )
 
 COMPUTED = Answer(0.1, 0.2, (1,), 0, 0, 48, 0.0, 0.0, 0.0)
@@ -31,11 +30,6 @@ def found(loaded_s: float) -> FoundByLength:
         RULE: Found([0.021, 0.021, 0.2], [0.020] * 3, [0.005] * 3, 1),
     }
     return {32: by_way}
-
-
-def test_the_rule_is_held_against_the_better_of_loading_and_computing() -> None:
-    assert rule_ratio(found(loaded_s=0.012)[32]) == pytest.approx(1.05)
-    assert rule_ratio(found(loaded_s=0.005)[32]) == pytest.approx(2.1)
 
 
 def test_the_table_and_the_file() -> None:

@@ -12,7 +12,6 @@ from tests.benchmarks.layouts import (
     APART,
     NUM_LAYERS,
     WHOLE,
-    busy_s,
     measure_copies,
     ratios,
 )
@@ -44,12 +43,3 @@ def test_copies_differ_in_the_number_of_ranges_only() -> None:
     apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))
     assert apart == NUM_LAYERS * whole
     assert set(ratios(found.samples)) == {"store", "load", "both"}
-
-
-def test_a_ratio_is_of_the_same_round() -> None:
-    samples = {APART: [{"a": 1.0}, {"a": 4.0, "b": 1.0}], WHOLE: [{"a": 2.0}, {"a": 2.0}]}
-    assert ratios(samples) == {"a": [2.0, 0.5]}
-
-
-def test_copies_at_the_same_time_count_once() -> None:
-    assert busy_s([(0.0, 2.0), (0.5, 1.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
