@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import EngineProcess
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.errors import SafeOffloadError
 
 TIMEOUT_S = 600.0

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safe_offload.commands.bench import engine as bench_engine
-from safe_offload.commands.bench.engine import CPU_BYTES_MIN, OURS, BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import NUM_PROMPTS
+from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess
-from safe_offload.commands.bench.engine_watch import Watched, answer_watched, start_watching
+from safe_offload.commands.bench.engine_report import NUM_PROMPTS
 from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
@@ -34,6 +33,7 @@ from safe_offload.commands.bench.report import (
 )
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
+from tests.benchmarks.engine_watch import Watched, answer_watched, start_watching
 from tests.benchmarks.engines import TIMEOUT_S, ours
 from tests.benchmarks.transfer_cases import KIB, Case, Traffic
 from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
@@ -121,7 +121,7 @@ def measure_engines(options: BenchOptions, log_folder: Path | None) -> tuple[Fou
         ranges: dict[str, str] = {}
         for layout in samples:
             config = ours(
-                cpu_bytes_to_use=options.cpu_bytes or CPU_BYTES_MIN,
+                **options.host_size,
                 enable_cross_layers_blocks=layout == WHOLE,
                 min_load_tokens=0,
             )

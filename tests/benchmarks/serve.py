@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, Turns
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.serve_report import ServeFound, make_report

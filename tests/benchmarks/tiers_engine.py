@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import (
-    CPU_BYTES_MIN,
+    DEFAULT_CPU_BYTES,
     OURS,
     PROMPT_TOKEN_IDS,
     BenchOptions,
@@ -98,7 +98,7 @@ class _Bench:
     def start(self, name: str, *, has_tier: bool = True) -> EngineProcess:
         """Return an engine that has started."""
         tiers = [dict(self._options.tier)] if has_tier else []
-        extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": tiers, **self._options.extra}
+        extra = {"cpu_bytes_to_use": DEFAULT_CPU_BYTES, "tiers": tiers, **self._options.extra}
         config = {"kv_connector": OURS, "kv_connector_extra_config": extra}
         how = BenchOptions(
             model=self._options.model,
