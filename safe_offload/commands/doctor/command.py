@@ -96,7 +96,7 @@ def examine(
     trials: list[Trial] = []
     # MultiConnector's children all copy in the same way.
     config = written.configs()[0]
-    found += guarded("copies", _check_copies, config, machine.available_bytes, trials)
+    found += guarded("copies", _check_copies, config, trials)
     is_gpu = any(trial.is_gpu for trial in trials)
     vllm = probe.facts()
     configs = _configs(written, vllm)
@@ -110,8 +110,6 @@ def examine(
     measured: dict[str, Any] = {"machine": _figures(machine), "copies": [asdict(t) for t in trials]}
     if vllm.model is not None:
         measured["model"] = asdict(vllm.model)
-        for trial in trials[:1]:
-            found += guarded("model", _break_even, vllm, trial, measured)
     found += guarded("tiers", _check_tiers, configs, vllm, measured)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
         found += guarded("tiers", check_user, is_root=machine.is_root)
@@ -140,19 +138,11 @@ def _memory_findings(
     found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
     found += guarded("memory", memory.check_huge_pages, machine)
     found += guarded("memory", memory.check_numa, machine, nodes, pools)
-    for trial in trials:
-        found += guarded("memory", copies.check_ready, trial, pools)
     return found
 
 
-def _check_copies(
-    config: OffloadConfig, available_bytes: int, trials: list[Trial]
-) -> Iterator[Finding]:
+def _check_copies(config: OffloadConfig, trials: list[Trial]) -> Iterator[Finding]:
     """Try the copies of every device, and put what was found into `trials` too."""
-    too_little = list(copies.check_room(available_bytes))
-    yield from too_little
-    if too_little:
-        return
     from safe_offload.commands.doctor.trial import devices, run_trial
 
     for device in devices():
@@ -164,27 +154,11 @@ def _check_copies(
 def _check_tiers(
     configs: Sequence[OffloadConfig], vllm: VllmFacts, measured: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Try the tiers, and compare them with computing if that has been measured."""
     token_bytes = 0 if vllm.model is None else int(vllm.model.token_bytes)
-    compute = measured.get("break_even", {}).get("compute_tokens_per_s", 0)
     for config in configs:
         for tier in config.tiers:
             figures = measured.setdefault("tiers", [])
-            yield from tiers.check_tier(tier, figures, token_bytes, compute)
-
-
-def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:
-    from safe_offload.commands.doctor.trial import weight_seconds
-
-    assert vllm.model is not None
-    load_gbps = [rates["load"] for rates in trial.gbps.values()]
-    if not load_gbps:
-        return  # there is no way to load
-    num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
-    seconds = weight_seconds(trial.device, vllm.model.dtype)
-    result = model.break_even(vllm.model, num_ranks, max(load_gbps), seconds)
-    measured["break_even"] = asdict(result)
-    yield from model.check_break_even(result)
+            yield from tiers.check_tier(tier, figures, token_bytes)
 
 
 def _figures(machine: Machine) -> dict[str, Any]:

@@ -44,9 +44,6 @@ class ModelFacts:
     num_request_blocks: int  # that a request of `max_model_len` holds
     max_model_len: int
     num_groups: int
-    num_parameters: int  # that compute each token; of experts only those that are chosen
-    dtype: str
-    num_step_tokens_max: int  # a step computes no more
 
     @property
     def token_bytes(self) -> float:

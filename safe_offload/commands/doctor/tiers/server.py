@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from safe_offload.commands.cache.valkey_client import Server, code_of
@@ -20,8 +19,6 @@ from safe_offload.commands.doctor.findings import Finding, error, info, ok, refu
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
     in_time,
-    milliseconds,
-    round_trip,
     trial_facts,
     trial_names,
     try_rates,
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
     from redis import Redis
 
 ANSWER_S: Final = 3.0
-NUM_PINGS: Final = 21
 TTL_S: Final = 300
 _LRU: Final = "allkeys-lru"
 _WORD_LENGTH_MAX: Final = 40
@@ -75,7 +71,6 @@ class ServerTrial(TierTrial):
             the code of the answer.
         unseen: what could not be asked.
         ttl_s: what the server says of a key that lives TTL_S.
-        latency_s: of one round trip.
     """
 
     with_rates = "a server with room for some MiB that answers in time"
@@ -90,7 +85,6 @@ class ServerTrial(TierTrial):
     denied: Mapping[str, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     ttl_s: float | None = None
-    latency_s: float = 0.0
 
 
 def try_server(config: TierConfig) -> ServerTrial:
@@ -105,7 +99,6 @@ def _try(config: TierConfig) -> ServerTrial:
     server = Server(config, ANSWER_S)
     try:
         with server.errors():
-            latency_s = max(round_trip(partial(_name, node), NUM_PINGS) for node in server.nodes)
             seen = [look(node) for node in server.nodes]
             refused, is_cluster, ttl_s = _refusals(server)
             sent = *sent_by(config), *([GET] if GETEX in refused else [])
@@ -129,7 +122,6 @@ def _try(config: TierConfig) -> ServerTrial:
         denied=denied,
         unseen=tuple(sorted({name for each in seen for name in each["unseen"]})),
         ttl_s=ttl_s,
-        latency_s=latency_s,
         write_bytes_per_s=rates[0],
         read_bytes_per_s=rates[1],
     )
@@ -176,11 +168,6 @@ def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
     return tuple(kind for kind in kinds if any(each.get(kind) for each in seen))
 
 
-def _name(node: Redis) -> str:
-    """Give a connection the name that the tier gives it; return the code of an error."""
-    return _code_of_answer(node, SETNAME, CLIENT_NAME)
-
-
 def _code_of_answer(node: Redis, name: str, *arguments: object) -> str:
     from redis.exceptions import ResponseError
 
@@ -204,7 +191,10 @@ def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
     keys = [key_of(name).decode() for name in trial_names(namespace(trial_facts()))]
     node, expiry = server.node_of(keys[0]), ("PX", TTL_S * 1000)
     may_ask = _code_of_answer(node, SLOTS) != "NOPERM"
-    codes = {SETNAME: _name(node), SLOTS: "" if may_ask else "NOPERM"}
+    codes = {
+        SETNAME: _code_of_answer(node, SETNAME, CLIENT_NAME),
+        SLOTS: "" if may_ask else "NOPERM",
+    }
     for name, *arguments in (
         *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, TTL_S * 1000)),
     ):
@@ -269,7 +259,6 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
             f"{label} does not tell this user everything: {', '.join(trial.unseen)}; a user with "
             "+info +config|get sees it",
         )
-    yield info("tiers.latency", f"{label}: a round trip takes {milliseconds(trial.latency_s)}")
 
 
 def _access(trial: ServerTrial) -> Finding:
