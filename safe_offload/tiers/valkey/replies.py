@@ -263,18 +263,25 @@ class AnyReply(Want):
     Args:
         keep: how many elements of a list are kept, by how many lists it lies in; all of those that
             lie deeper.
+        text_bytes_max: of each string; they are received into scratch memory.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, keep: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        keep: Sequence[int] = (),
+        text_bytes_max: int = TEXT_BYTES_MAX,
+    ) -> None:
         super().__init__(loop)
         self._keep = keep
+        self._text_bytes_max = text_bytes_max
         self._open: list[_OpenList] = []
         self._left_bytes = REPLY_BYTES_MAX
         self._text_bytes = -1
 
     def wish(self) -> int:
         """See `Want.wish`."""
-        return PIECE_BYTES
+        return max(PIECE_BYTES, self._text_bytes + 2)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
         """See `Want.read`."""
@@ -289,7 +296,7 @@ class AnyReply(Want):
             self._begin_list(_number(line[1:]))
         elif line[:1] == b"$" and line != b"$-1":
             self._text_bytes = _number(line[1:])
-            if not 0 <= self._text_bytes <= TEXT_BYTES_MAX:
+            if not 0 <= self._text_bytes <= self._text_bytes_max:
                 raise WireError("the server answered too long a text")
         elif line[:1] == b"-" and self._open:
             raise WireError("the server answered an error in a list")

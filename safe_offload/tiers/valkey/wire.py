@@ -22,6 +22,7 @@ from safe_offload.tiers.base import SINK, Buffers
 from safe_offload.tiers.valkey.replies import (
     RECEIPT_BYTES,
     SCRATCH_BYTES,
+    TEXT_BYTES_MAX,
     AnyReply,
     ErrorReply,
     Line,
@@ -93,9 +94,14 @@ class Wire(asyncio.BufferedProtocol):
         self._ask(command, want)
         return want.future
 
-    def ask_tree(self, command: Iterable[bytes], keep: Sequence[int] = ()) -> asyncio.Future[Tree]:
+    def ask_tree(
+        self,
+        command: Iterable[bytes],
+        keep: Sequence[int] = (),
+        text_bytes_max: int = TEXT_BYTES_MAX,
+    ) -> asyncio.Future[Tree]:
         """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
-        want = AnyReply(self._loop, keep)
+        want = AnyReply(self._loop, keep, text_bytes_max)
         self._ask(command, want)
         return want.future
 

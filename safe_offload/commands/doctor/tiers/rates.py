@@ -58,8 +58,8 @@ def trial_names(namespace: bytes) -> list[Name]:
 
 def try_rates(
     config: TierConfig,
-    places: Callable[[bytes], Iterable[str]],
-    delete: Callable[[str], object],
+    places: Callable[[bytes], Iterable[T]],
+    delete: Callable[[T], object],
 ) -> tuple[float, float]:
     """Return bytes a second of writing and of reading over the network; nothing is left there.
 

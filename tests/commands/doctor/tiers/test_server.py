@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,18 +259,14 @@ def test_a_server_that_drips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not come to an end" in trial.problem
 
 
-def test_what_a_server_says_of_itself_is_printed_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_says_of_itself_is_printed_escaped() -> None:
     said = "\x1b]0;owned\x07" * 100
 
-    class Node:
-        def info(self) -> dict[str, object]:
-            numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
-            return numbers | {"valkey_version": said, "maxmemory_policy": said}
-
-        def config_get(self, name: str) -> dict[str, str]:
-            return {name: ""}
-
-    seen = tier_server.look(Node())  # type: ignore[arg-type]
+    numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
+    facts = numbers | {"valkey_version": said, "maxmemory_policy": said}
+    info = "".join(f"{name}:{value}\r\n" for name, value in facts.items())
+    client = SimpleNamespace(ask=lambda *_: [info.encode(), [b"save", b""]])
+    seen = tier_server.look(client, None)  # type: ignore[arg-type]
     changes = {"version": seen["version"], "policies": (seen["policy"],)}
     text = render(list(check(**changes).values()))
     assert all(line.isprintable() for line in text.splitlines())
