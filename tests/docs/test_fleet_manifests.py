@@ -423,7 +423,7 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(
         plain = dataclasses.replace(config, location=replace_scheme(config, "redis"), ca_file=None)
         with pytest.raises(OSError, match="write rediss://"):
             await ValkeyTier(plain, FACTS).probe([name_of(1)])
-        found = await asyncio.to_thread(lambda: list(check_tier(config, [])))
+        found = await asyncio.to_thread(lambda: list(check_tier(config)))
         assert not [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
 
 

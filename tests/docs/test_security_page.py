@@ -118,7 +118,7 @@ def test_doctor_finds_nothing_missing_for_the_user_of_the_page(
     server: ServerOfThePage, values: dict[str, Any]
 ) -> None:
     url = f"redis://vllm:PASSWORD@{server.host_port}"
-    found = {one.id: one for one in check_tier(TierConfig.at(url, **values), [])}
+    found = {one.id: one for one in check_tier(TierConfig.at(url, **values))}
     assert found["tiers.access"].severity is Severity.OK, found["tiers.access"]
     assert "read at" in found["tiers.rate"].found
 

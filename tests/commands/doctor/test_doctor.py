@@ -92,7 +92,7 @@ def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(trial, "run_trial", lambda *_: tried)
             patch.setattr(trial, "devices", lambda: [CPU])
-            found, _ = command.examine(Written.read(text), Answer(vllm), machine)
+            found = command.examine(Written.read(text), Answer(vllm), machine)
         print(render(found))
         return found
 
@@ -185,11 +185,8 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
     assert "export VLLM_PLUGINS=mine,safe_offload" in found["configuration.plugin"]["fix"]
     assert found["versions.vllm"]["severity"] == "warning"
     assert "vLLM 0.40.0+cpu is not one" in found["versions.vllm"]["found"]
-    assert document["measured"]["machine"]["memlock_bytes"] == 0
     if not torch.cuda.is_available():
         assert found["memory.memlock"]["severity"] == "info", "the CPU engine locks nothing"
-    (tried, *_) = document["measured"]["copies"]
-    assert tried["passed"]
 
 
 # ---- broken -----------------------------------------------------------------------------------

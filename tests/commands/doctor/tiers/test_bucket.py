@@ -37,7 +37,7 @@ def environment(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) ->
 
 def found_of(url: str, endpoint: str) -> dict[str, Finding]:
     config = TierConfig.at(url, endpoint=endpoint)
-    found = {one.id: one for one in check_tier(config, [], 131072)}
+    found = {one.id: one for one in check_tier(config, 131072)}
     assert found.pop("tiers.key")
     return found
 

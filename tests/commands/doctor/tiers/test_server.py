@@ -58,7 +58,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found_of(server: Server, user: str = "", **values: Any) -> dict[str, Finding]:
     config = TierConfig.at(f"redis://{user}{server.host_port}", **values)
-    return {one.id: one for one in check_tier(config, [], 131072)}
+    return {one.id: one for one in check_tier(config, 131072)}
 
 
 def rights(*names: str) -> str:
@@ -159,7 +159,7 @@ def test_the_command_that_is_not_allowed_is_named_and_no_other(
     allowed = rights(*(each for each in EVERY if each != name))
     set_user(server, f"tier reset on nopass ~safe-offload:* {allowed}")
     with server.client() as client:
-        problems = wrong(list(check_tier(config, [])))
+        problems = wrong(list(check_tier(config)))
         assert client.execute_command("SELECT", database.strip("/") or "0")
         left = client.keys("safe-offload:*")
         assert bool(left) == (name == "del")
@@ -213,7 +213,7 @@ def test_tls(tmp_path: Path) -> None:
         found = {one.id: one for one in check_tier(TierConfig.at(url, ca_file=str(tls.ca)), [])}
         assert "Redis " in found["tiers.server"].found
         assert "read at" in found["tiers.rate"].found
-        (refused,) = check_tier(TierConfig.at(url), [])
+        (refused,) = check_tier(TierConfig.at(url))
     assert "the certificate of" in refused.found
 
 
@@ -222,7 +222,7 @@ def test_tls(tmp_path: Path) -> None:
 
 def test_no_server() -> None:
     config = TierConfig.at(f"redis://{LOCALHOST}:{free_port()}")
-    (problem,) = check_tier(config, [])
+    (problem,) = check_tier(config)
     assert (problem.id, problem.severity) == ("tiers.server", Severity.ERROR)
     assert "there is no connection" in problem.found
     assert problem.fix
