@@ -26,6 +26,7 @@ from safe_offload.commands.bench.engine import (
 from safe_offload.commands.bench.engine_process import Answer, EngineProcess, Question, answer
 from safe_offload.commands.bench.report import median_and_spread, table
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
@@ -106,7 +107,7 @@ class _Bench:
             kv_transfer_config=config,
             engine_args={"prefix_caching_hash_algo": HASH_ALGORITHM} | self._options.engine_args,
         )
-        chosen = engine_options(how, self._work)[OURS]
+        chosen = engine_options(tiny(how, self._work))[OURS]
         engine = EngineProcess(name, chosen, self._work / f"{name}.log")
         engine.wait_until_started(START_TIMEOUT_S)
         return engine

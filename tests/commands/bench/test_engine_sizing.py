@@ -34,15 +34,6 @@ def test_the_pools_hold_as_many_requests_as_asked_for(cpu_bytes, expected) -> No
     assert found.host_size == expected
 
 
-def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
-    tmp_path: Path,
-) -> None:
-    """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
-    options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
-    chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
-    assert (chosen["block_size"], chosen["num_gpu_blocks_override"]) == (16, 200)
-
-
 class Asked(SafeOffloadError):
     """The engine was started; nothing more of it is needed."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
