@@ -156,11 +156,9 @@ class DryRun(TierStore):
         self._orphans = set[str]()
 
     def is_cache(self) -> bool:
-        """See `TierStore`."""
         return self._store.is_cache()
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         return self._store.namespaces()
 
     def items(self, namespace: str = "") -> Iterator[Item]:
@@ -173,7 +171,6 @@ class DryRun(TierStore):
                 yield item
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         return self._store.pieces(item)
 
     def delete(self, items: Sequence[Item]) -> list[Item]:

@@ -53,12 +53,10 @@ class ValkeyStore(TierStore):
         return {namespace: self._description(namespace) for namespace in sorted(found)}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `TierStore`."""
         for node, keys in self._keys(f"{PREFIX}{namespace}:*" if namespace else ALL_KEYS):
             yield from self._items(node, keys)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         key = item.place.encode()
         yield self._range(key, 0, HEADER_BYTES)
         at = HEADER_BYTES
@@ -69,16 +67,13 @@ class ValkeyStore(TierStore):
             raise FileNotFoundError(errno.ENOENT, "evicted")
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `TierStore`."""
         were_there = self._unlink([item.place.encode() for item in items])
         return [item for item, was in zip(items, were_there, strict=True) if was]
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See `TierStore`."""
         self._unlink([description_key(bytes.fromhex(name)) for name in namespaces])
 
     def close(self) -> None:
-        """See `TierStore`."""
         self._client.close()
 
     def _keys(self, pattern: str) -> Iterator[tuple[Node, list[bytes]]]:

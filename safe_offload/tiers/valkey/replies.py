@@ -128,11 +128,9 @@ class Lines(Want):
             self.finish(self._lines)
 
     def wish(self) -> int:
-        """See `Want.wish`."""
         return min((self._count - len(self._lines)) * (LINE_BYTES_MAX + 2), SCRATCH_BYTES)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         last = data.rfind(_END, start, end)
         if last < 0:
             _line_end(data, start, end)
@@ -171,7 +169,6 @@ class Value(Want):
         self._to_drain = 0
 
     def wish(self) -> int:
-        """See `Want.wish`."""
         if self._length <= SMALL_BYTES:
             return SCRATCH_BYTES
         if not self._is_begun:
@@ -181,13 +178,11 @@ class Value(Want):
         return HEADER_BYTES if self._header is None else 2
 
     def target(self) -> memoryview | None:
-        """See `Want.target`."""
         if self._header is None or not self._slot or self._length <= SMALL_BYTES:
             return None
         return self._slot[0]
 
     def took(self, count: int) -> None:
-        """See `Want.took`."""
         buffer = self._slot.popleft()
         if self._note is not None:
             self._note(buffer[:count])
@@ -196,12 +191,10 @@ class Value(Want):
         self.is_ending = not self._slot
 
     def fail(self, error: WireError) -> None:
-        """See `Want.fail`."""
         self._slot.clear()
         super().fail(error)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         if not self._is_begun:
             return self._read_length(data, start, end)
         if self._to_drain:
@@ -280,11 +273,9 @@ class AnyReply(Want):
         self._text_bytes = -1
 
     def wish(self) -> int:
-        """See `Want.wish`."""
         return max(PIECE_BYTES, self._text_bytes + 2)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         if self._text_bytes >= 0:
             return self._read_text(data, start, end)
         line_end = _line_end(data, start, end)

@@ -137,21 +137,17 @@ class Wire(asyncio.BufferedProtocol):
     # ---- what the event loop calls ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         kind = StaleError if self._is_rested else WireError
         self.abort(kind("the server closed the connection"))
 
     def eof_received(self) -> bool:
-        """See `asyncio.BufferedProtocol`."""
         self.connection_lost(None)
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`."""
         if self._error is not None:
             return self._view
         if self._start == self._end:
@@ -173,7 +169,6 @@ class Wire(asyncio.BufferedProtocol):
         return self._view[self._end : self._end + max(room, 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
         if self._error is not None:
             return
         self.heard_at_s = self._loop.time()
