@@ -31,10 +31,8 @@ class Item(NamedTuple):
     """An object that was found.
 
     Attributes:
-        namespace: name of its namespace.
         place: where it is, as the place itself calls it.
         name: what its header must say; None if no object is found there.
-        size_bytes: that it takes.
         used_at_s: when it was last used, since 1970; 0 if that is not known.
         is_temporary: it is being written, or was when its writer died.
     """

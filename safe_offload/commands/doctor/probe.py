@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from safe_offload.commands.doctor.vllm_facts import MARK
 from safe_offload.config.transfer_config import CONNECTOR_NAME
-from safe_offload.start import plugin
+from safe_offload.start import checks, plugin
 
 ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest request has to fit
 
@@ -77,6 +77,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
             if namespace.model_tag is not None:
                 vars(namespace)["model"] = namespace.model_tag
             engine_args = AsyncEngineArgs.from_cli_args(namespace)
+        checks.require_no_other_offloading(engine_args)
     except SystemExit:
         tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
         return
@@ -110,7 +111,6 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "num_local_ranks": num_ranks
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
-        "other_offloading_gib": args.kv_offloading_size,
         "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 

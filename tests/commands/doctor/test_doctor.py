@@ -40,7 +40,6 @@ ENGINE = EngineConfigFacts(
     transfer_config={"kv_connector": NAME},
     num_ranks=2,
     num_local_ranks=2,
-    other_offloading_gib=None,
     has_hash_seed=True,
 )
 MODEL = ModelFacts(
@@ -226,7 +225,6 @@ def pool(**settings: object) -> dict[str, str]:
         ("role", WARNING, "kv_both", config(kv_role="kv_consumer")),
         ("size-keys", WARNING, "", pool(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)),
         ("prefix-caching", ERROR, "no-enable-prefix-caching", engine(prefix_caching=False)),
-        ("offloading-size", ERROR, '_to_use": "8GiB"', engine(other_offloading_gib=8.0)),
         ("hash", WARNING, "", engine(hash_algorithm="xxhash")),
         ("arguments", ERROR, "refuses its arguments: --x", sound(arguments_problem="--x")),
         ("plugin", ERROR, "", sound(connector="", connector_problem="Unsupported connector")),

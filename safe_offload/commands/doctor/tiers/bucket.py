@@ -32,12 +32,7 @@ _LIFECYCLE: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTrial(TierTrial):
-    """What the trial of a bucket found.
-
-    Attributes:
-        denied: what cannot be done, and why.
-        fix: what to do about it.
-    """
+    """What the trial of a bucket found: what cannot be done, why, and what to do about it."""
 
     with_rates = "a bucket that can be written and read"
     denied: Mapping[str, str] = field(default_factory=dict)

@@ -40,14 +40,10 @@ class DirectoryTrial(TierTrial):
     """What the trial of a directory found.
 
     Attributes:
-        fix: of that, where there is a special one.
-        exists: the directory is there.
+        fix: of the problem, where there is a special one.
         uid: that owns what this process writes.
         others: users that own namespaces in it.
-        file_system: its type, empty if unknown.
-        free_bytes: that this user may still write.
         held_bytes: what the tier holds already.
-        is_direct: files can bypass the page cache.
         lock_problem: what is wrong with `flock`; empty if nothing is.
     """
 

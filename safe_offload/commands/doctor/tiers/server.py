@@ -57,17 +57,9 @@ class ServerTrial(TierTrial):
     """What the trial of a server found; None and empty stand for what could not be seen.
 
     Attributes:
-        version: its name and version.
-        num_nodes: that have keys.
-        is_cluster: keys are spread over nodes.
-        maxmemory_bytes: of all nodes; 0 for no limit.
-        used_bytes: of all nodes.
-        policies: what nodes evict.
-        persistence: what is written to disk.
-        num_evicted: keys, since the nodes started.
+        maxmemory_bytes: of all nodes, as `used_bytes`; 0 for no limit.
         denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
             the code of the answer.
-        unseen: what could not be asked.
         ttl_s: what the server says of a key that lives TTL_S.
     """
 
