@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal
+from safe_offload.commands.doctor.findings import Finding, error, ok, refusal
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
     in_time,
@@ -23,11 +23,6 @@ from safe_offload.tiers import naming
 from safe_offload.tiers.objects.store import Problem, fix_for, open_store, problem_of, shown
 
 ANSWER_S: Final = 5.0
-_LIFECYCLE: Final = {
-    "s3": "aws s3api put-bucket-lifecycle-configuration",
-    "gs": "gcloud storage buckets update --lifecycle-file",
-    "az": "az storage account management-policy create",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +122,3 @@ def check_bucket(config: TierConfig, trial: BucketTrial) -> Iterator[Finding]:
         yield error("tiers.access", f"{label} refuses: {denied}", "all four actions", fix)
     else:
         yield ok("tiers.access", f"{label} can be listed, written, read and deleted from")
-    how = _LIFECYCLE[config.location.scheme]
-    yield info(
-        "tiers.lifecycle",
-        f"whether {label} deletes what is old cannot be seen, and the tier deletes nothing: give "
-        f"the bucket a lifecycle rule, such as one of 7 days ({how})",
-    )

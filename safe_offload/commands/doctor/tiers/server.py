@@ -60,7 +60,6 @@ class ServerTrial(TierTrial):
         maxmemory_bytes: of all nodes, as `used_bytes`; 0 for no limit.
         denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
             the code of the answer.
-        ttl_s: what the server says of a key that lives TTL_S.
     """
 
     with_rates = "a server with room for some MiB that answers in time"
@@ -74,7 +73,6 @@ class ServerTrial(TierTrial):
     num_evicted: int | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
-    ttl_s: float | None = None
 
 
 def try_server(config: TierConfig) -> ServerTrial:
@@ -89,7 +87,7 @@ def _try(config: TierConfig) -> ServerTrial:
     client = Client(config, ANSWER_S)
     try:
         seen = [look(client, node) for node in client.nodes]
-        refused, is_cluster, ttl_s = _refusals(client)
+        refused, is_cluster = _refusals(client)
         sent = *sent_by(config), *([GET] if GETEX in refused else [])
         denied = {name: refused[name] for name in sent if name in refused}
         rates = 0.0, 0.0
@@ -109,7 +107,6 @@ def _try(config: TierConfig) -> ServerTrial:
         num_evicted=_sum(seen, "evicted_keys"),
         denied=denied,
         unseen=tuple(sorted({name for each in seen for name in each["unseen"]})),
-        ttl_s=ttl_s,
         write_bytes_per_s=rates[0],
         read_bytes_per_s=rates[1],
     )
@@ -164,13 +161,8 @@ def _code_of_answer(client: Client, node: Node, name: str, *arguments: bytes) ->
     return answer.code if isinstance(answer, ErrorReply) else ""
 
 
-def _refusals(client: Client) -> tuple[dict[str, str], bool, float | None]:
-    """Try what tiers send.
-
-    Returns:
-        The codes of what is refused, by command; whether keys are spread over nodes; and how long
-        a key lives that was to live TTL_S, None if that is not told.
-    """
+def _refusals(client: Client) -> tuple[dict[str, str], bool]:
+    """Try what tiers send; return codes of what is refused, and whether there are more nodes."""
     keys = [key_of(name) for name in trial_names(namespace(trial_facts()))]
     node, milliseconds = client.node_of(keys[0]), b"%d" % (TTL_S * 1000)
     expiry = b"PX", milliseconds
@@ -183,14 +175,13 @@ def _refusals(client: Client) -> tuple[dict[str, str], bool, float | None]:
         *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, milliseconds)),
     ):
         codes[name] = _code_of_answer(client, node, name, keys[0], *arguments)
-    (left_ms,) = client.ask(node, (b"PTTL", keys[0]))
     codes[DEL] = _code_of_answer(client, node, DEL, keys[0])
     # Where it may not be asked, MOVED is all that tells a node of a cluster.
     is_cluster = client.is_cluster or (
         not may_ask and any(_code_of_answer(client, node, EXISTS, key) == "MOVED" for key in keys)
     )
     is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
-    return is_told, is_cluster, left_ms / 1000 if isinstance(left_ms, int) else None
+    return is_told, is_cluster
 
 
 def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
@@ -233,8 +224,6 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
         )
     elif trial.persistence is not None:
         yield ok("tiers.persistence", f"{label} writes nothing to disk, as far as it tells")
-    if config.ttl_s is not None:
-        yield _ttl(trial)
     if trial.unseen:
         yield info(
             "tiers.unseen",
@@ -296,17 +285,3 @@ def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
         else:
             so_far = "" if trial.num_evicted is None else f"; {trial.num_evicted:,} keys so far"
             yield ok(id, f"{found}{so_far}")
-
-
-def _ttl(trial: ServerTrial) -> Finding:
-    id = "tiers.ttl"
-    if trial.ttl_s is None:
-        return info(id, f"{trial.label} does not tell how long a key lives (PTTL)")
-    if not TTL_S - 60 <= trial.ttl_s <= TTL_S:
-        return warning(
-            id,
-            f"{trial.label} gave {trial.ttl_s:.0f} s to a key that was to live {TTL_S} s",
-            "keys that live as long as they are told to",
-            "look for a proxy, or a clock of the server that jumps",
-        )
-    return ok(id, f"{trial.label} lets keys live as long as they are told to")

@@ -45,7 +45,7 @@ def found_of(url: str, endpoint: str) -> dict[str, Finding]:
 def test_a_bucket_is_tried_and_left_as_it_was(bucket_server: BucketServer) -> None:
     found = found_of("s3://kv-cache/doctor", bucket_server.endpoint)
     assert not wrong(list(found.values()))
-    assert set(found) == {"tiers.bucket", "tiers.access", "tiers.lifecycle", "tiers.rate"}
+    assert set(found) == {"tiers.bucket", "tiers.access", "tiers.rate"}
     assert "tokens a second" in found["tiers.rate"].found
     bucket: Any = open_store(TierConfig.at("s3://kv-cache/doctor", endpoint=bucket_server.endpoint))
     assert not [meta["path"] for page in obstore.list(bucket) for meta in page]
@@ -102,7 +102,6 @@ def check(**changes: Any) -> dict[str, Finding]:
 def test_a_sound_bucket() -> None:
     found = check()
     assert not wrong(list(found.values()))
-    assert "give the bucket a lifecycle rule" in found["tiers.lifecycle"].found
     assert "1526 tokens a second" in found["tiers.rate"].found
 
 

@@ -37,7 +37,6 @@ SOUND = ServerTrial(
     policies=("allkeys-lru",),
     persistence=(),
     num_evicted=7,
-    ttl_s=300.0,
     write_bytes_per_s=1e9,
     read_bytes_per_s=2e9,
 )
@@ -89,7 +88,7 @@ def test_a_server_is_tried_and_left_as_it_was(server: Server) -> None:
     assert "maxmemory of 256.00 MiB" in found["tiers.memory"].found
     assert set(found) == {
         *("tiers.server", "tiers.access", "tiers.memory", "tiers.eviction", "tiers.persistence"),
-        *("tiers.ttl", "tiers.rate"),
+        "tiers.rate",
     }
     assert "tokens a second" in found["tiers.rate"].found
 
@@ -318,8 +317,6 @@ def test_what_is_wrong_with_a_server(id: str, changes: dict[str, Any], fix: str)
 def test_times_to_live() -> None:
     config = TierConfig.at("redis://kv:6379", ttl_s=60.0)
     assert not wrong(list(check(config, policies=("volatile-lru",)).values()))
-    assert list(wrong(list(check(config, ttl_s=-0.001).values()))) == ["tiers.ttl"]
-    assert check(config, ttl_s=None)["tiers.ttl"].severity is Severity.INFO
 
 
 def test_a_server_that_tells_nothing_is_not_judged() -> None:
