@@ -178,11 +178,7 @@ class ObjectTier:
     async def _reject(self, name: Name, result: Result) -> Result:
         """Delete an object that cannot be used; return what is wrong with it."""
         self._seen.pop(name, None)
-        if self._log.is_due(result):
-            logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s",
-                *(self.label, result.value, _path_of(name)),
-            )
+        self._log.bad_object(self.label, result, _path_of(name))
         try:
             await self._request("delete", self._store.delete_async(_path_of(name)))
         except StoreError:
