@@ -77,19 +77,19 @@ class BucketStore(TierStore):
             if len(head) < HEADER_BYTES:
                 yield head
 
-    def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `TierStore`; stores do not say what was there."""
-        if items:
-            self._delete([item.place for item in items])
+    def _delete(self, items: Sequence[Item]) -> list[Item]:
+        """Stores do not say what was there."""
+        self._remove([item.place for item in items])
         return list(items)
 
-    def forget(self, namespaces: Sequence[str]) -> None:
-        if namespaces:
-            self._delete([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
+    def _forget(self, namespaces: Sequence[str]) -> None:
+        self._remove([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
 
-    def _delete(self, paths: list[str]) -> None:
+    def _remove(self, paths: list[str]) -> None:
         import obstore
 
+        if not paths:
+            return
         with self._errors():
             try:
                 obstore.delete(self._store, paths)

@@ -66,11 +66,13 @@ class DirectoryStore(TierStore):
         finally:
             os.close(file_fd)
 
-    def delete(self, items: Sequence[Item]) -> list[Item]:
-        return [item for item in items if self._delete(item)]
+    def _delete(self, items: Sequence[Item]) -> list[Item]:
+        return [item for item in items if self._remove(item)]
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
         """See `TierStore`; engines that share the directory know of it."""
+        if self.is_dry:
+            return super().prune(to_bytes, used_before_s)
         give_up_at_s = time.monotonic() + _PATIENCE_S
         while True:
             before_ns = int(used_before_s * 1e9)
@@ -83,8 +85,8 @@ class DirectoryStore(TierStore):
                 )
             time.sleep(_PAUSE_S)
 
-    def forget(self, namespaces: Sequence[str]) -> None:
-        """See `TierStore`; an engine may be writing to one of them again."""
+    def _forget(self, namespaces: Sequence[str]) -> None:
+        """An engine may be writing to one of them again."""
         for namespace in namespaces:
             self._remove_folders(namespace)
         self.prune(None, 0.0)  # so that engines know how much is there now
@@ -127,7 +129,7 @@ class DirectoryStore(TierStore):
         finally:
             os.close(folder_fd)
 
-    def _delete(self, item: Item) -> bool:
+    def _remove(self, item: Item) -> bool:
         try:
             with self._folder_of(item) as (folder_fd, file):
                 return directory.remove(file, folder_fd)

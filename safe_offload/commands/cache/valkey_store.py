@@ -66,11 +66,11 @@ class ValkeyStore(TierStore):
         if not self._client.answer(self._client.node_of(key), b"EXISTS", key):
             raise FileNotFoundError(errno.ENOENT, "evicted")
 
-    def delete(self, items: Sequence[Item]) -> list[Item]:
+    def _delete(self, items: Sequence[Item]) -> list[Item]:
         were_there = self._unlink([item.place.encode() for item in items])
         return [item for item, was in zip(items, were_there, strict=True) if was]
 
-    def forget(self, namespaces: Sequence[str]) -> None:
+    def _forget(self, namespaces: Sequence[str]) -> None:
         self._unlink([description_key(bytes.fromhex(name)) for name in namespaces])
 
     def close(self) -> None:
