@@ -265,7 +265,8 @@ class GuardedTier:
     ) -> Sequence[Result] | None:
         """Call `Tier.fetch`, and return None if the tier is left alone.
 
-        However often it is cancelled, nothing writes to the slots when it returns or raises.
+        However often it is cancelled, nothing writes to the slots when it returns or raises. What
+        is cancelled before an object was done counts as neither success nor failure.
         """
         return await self._move(Operation.FETCH, self.tier.fetch, names, slots)
 
@@ -309,6 +310,7 @@ class GuardedTier:
             lane.release()
             self._note(operation, 0.0, {LEFT_ALONE: len(names)})
             return None
+        is_trial = breaker.state is BreakerState.TRYING
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         task = loop.create_task(_run(call, names, slots))
@@ -330,8 +332,10 @@ class GuardedTier:
                     problem = f"a {operation.value} had not begun after {seconds:g} s"
             if problem:
                 breaker.fail(problem)
-            else:
+            elif counts[Result.CANCELLED] < len(names):
                 breaker.succeed()
+            elif is_trial:
+                breaker.withdraw()
         outcome = {result.value: count for result, count in counts.items()}
         if cancelled := outcome.pop(Result.CANCELLED.value, 0):
             outcome["timed_out" if is_late else Result.CANCELLED.value] = cancelled

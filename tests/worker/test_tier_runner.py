@@ -139,6 +139,9 @@ class Rig:
     def is_left_alone(self, kind: str) -> bool:
         return f"({kind}), open>" in repr(self.guarded_tiers[0])
 
+    def is_half_open(self, kind: str) -> bool:
+        return f"({kind}), ready>" in repr(self.guarded_tiers[0])
+
     def probe(self, number: int, *hashes: bytes, generation: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
         self.runner.probe(Probe(number, keys(*hashes), generation))
@@ -885,6 +888,41 @@ def test_one_call_at_a_time_tries_it_again(make_rig):
     assert rig.outcome(1) == ()
     rig.tier.holds = set()
     assert rig.fetch(3, [3], A) == ()
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_a_trial_that_its_caller_gives_up_says_nothing_of_the_tier(make_rig, kind):
+    rig = make_rig()
+    rig.fail(kind)
+    rig.loop.pass_time(PAUSE_S)
+    rig.tier.holds = {kind}
+    assert getattr(rig, kind)(1, [1, 2], A, B) is None
+    give_up(rig)
+    assert rig.outcome(1) is not None
+    assert rig.is_half_open(kind)
+    rig.tier.holds = set()
+    rig.fail(kind, 1)
+    assert rig.is_left_alone(kind), "the next one is the trial"
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_what_its_caller_gives_up_forgives_no_failure_before_it(make_rig, kind):
+    rig = make_rig()
+    rig.fail(kind, FAILURES_MAX - 1)
+    rig.tier.holds = {kind}
+    assert getattr(rig, kind)(1, [1], A) is None
+    give_up(rig)
+    assert rig.outcome(1) is not None
+    rig.tier.holds = set()
+    rig.fail(kind, 1)
+    assert rig.is_left_alone(kind)
+
+
+def give_up(rig: Rig) -> None:
+    """Cancel who waits for a tier."""
+    for pending in rig.runner.statistics():
+        assert pending.task is not None
+        pending.task.cancel()
 
 
 def test_pauses_grow_up_to_a_bound_and_begin_again_small(make_rig):
