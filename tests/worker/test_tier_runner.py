@@ -31,7 +31,7 @@ from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFact
 from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share
-from safe_offload.worker.tier_runner import TierRunner
+from safe_offload.worker.tier_runner import PendingMessage, TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.worker.fake_backend import FakeBackend, transfer
 from tests.worker.hand_tier import HandLoop, HandTier
@@ -1001,6 +1001,25 @@ def test_nothing_is_begun_while_it_closes(make_rig):
     assert rig.outcome(1) == (0,)
     assert near.calls[0] == "fetch 1"
     assert not [call for call in near.calls[1:] + far.calls if call.startswith(("fetch", "probe"))]
+
+
+def test_what_comes_in_at_the_very_moment_of_closing_does_not_kill_the_loop(make_rig, monkeypatch):
+    rig = make_rig()
+    rig.tier.holds = {"probe"}
+    rig.probe(1, A)
+    rig.transfers.submit(Direction.LOAD, transfer(7))
+    task, late = PendingMessage.task, iter([Probe(2, keys(B))])
+
+    def read(pending: PendingMessage) -> Any:
+        for probe in late:  # vLLM's thread goes on while the loop's looks at what there is
+            rig.runner.probe(probe)
+        return task.__get__(pending)
+
+    monkeypatch.setattr(PendingMessage, "task", property(read, task.__set__))
+    assert not rig.close(), "before its copy has ended"
+    rig.backend.complete_all()
+    assert (rig.presence(1), rig.presence(2)) == (bytes(1), bytes(1))
+    assert rig.transfers.drain() == [(7, None)]
 
 
 @pytest.mark.parametrize("kind", ["probe", "close"])
