@@ -38,12 +38,12 @@ from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
 from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.engine.http_server import hold_port
 from tests.kubernetes_api import VERSIONS, changed, check, manifests
 from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
 from tests.valkey_server import (
     LOCALHOST,
     Certificates,
-    free_port,
     redis_binary,
     valkey_binary,
     wait_for,
@@ -402,7 +402,7 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(
     for words in UNKNOWN_TO_REDIS_7_0:
         acl = acl.replace(words, "")
     files = mounted(STATEFUL_SET, secret | {"users.acl": acl}, tmp_path / "etc")
-    port = free_port()
+    held, port = hold_port()
     options = {name: files.get(value, value) for name, value in arguments_of_valkey().items()}
     options |= {"--tls-port": str(port), "--bind": LOCALHOST}
     written = transfer_config(DEPLOYMENT)["kv_connector_extra_config"]["tiers"][0]
@@ -411,7 +411,7 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(
     here["url"] = here["url"].replace("@kv-cache:6379", f"@localhost:{port}")
     (config,) = OffloadConfig.from_extra_config({"tiers": [here]}, world_size=2).tiers
     source, target = filled((4096, 512)), slot_of((4096, 512))
-    with running(str(redis_binary()), options, tmp_path):
+    with held, running(str(redis_binary()), options, tmp_path):
         opened, _ = open_tier(config, 4608, FACTS)
         try:
             assert await opened.spill([name_of(1)], [source]) == [Result.DONE]

@@ -183,12 +183,14 @@ class Run:
     def _wake(self) -> None:
         """Go on once more if tiers have been silent for so long that the engine stepped no more.
 
-        What comes next notices that they have ended.
+        What comes next notices that they have ended. vLLM's own cache is empty by then, else each
+        time lazy stores would find something new to spill.
         """
         core, ledger = self.core, self.checkers.ledger
         for number in range(WAKES_MAX):
             if not (list(ledger.open_tier_transfers()) and ledger.have_tiers_been_silent()):
                 return
+            core.scheduler.reset_prefix_cache()
             for _ in range(WAKE_TICKS):
                 for worker in core.workers:
                     worker.loop.turn()

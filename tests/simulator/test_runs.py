@@ -54,6 +54,8 @@ REGRESSIONS = {
     "idle with spills that wait": ("swarm", 1827),
     # A checker that took a probe which no request waits for any more for something that is left.
     "a probe that goes on": ("swarm", 13),
+    # Lazy: what woke the engine for a tier that had been silent had blocks stored and spilled anew.
+    "woken without end": ("swarm", 40019),
 }
 """Seeds that broke a promise once, and what was wrong."""
 

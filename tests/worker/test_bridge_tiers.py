@@ -25,7 +25,7 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.guarded_tier import FAILURES_MAX
+from safe_offload.tiers.breaker import FAILURES_MAX
 from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import IDLE_WAIT_S

@@ -25,20 +25,13 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Buffers, Name, Result
-from safe_offload.tiers.guarded_tier import (
-    FAILURES_MAX,
-    GRACE_S,
-    LEFT_ALONE,
-    PAUSE_S,
-    PAUSE_S_MAX,
-    GuardedTier,
-    Operation,
-)
+from safe_offload.tiers.breaker import FAILURES_MAX, PAUSE_S, PAUSE_S_MAX
+from safe_offload.tiers.guarded_tier import GRACE_S, LEFT_ALONE, GuardedTier, Operation
 from safe_offload.tiers.namespace.namespace import Doubt, Learned, NamespaceFacts
 from safe_offload.tiers.tiered_probe import HEAD_START_S, WAIT_SHARE
 from safe_offload.worker.copies.base import Direction
 from safe_offload.worker.memory.shared_memory import Share
-from safe_offload.worker.tier_runner import TierRunner
+from safe_offload.worker.tier_runner import PendingMessage, TierRunner
 from safe_offload.worker.transfers import Transfers
 from tests.worker.fake_backend import FakeBackend, transfer
 from tests.worker.hand_tier import HandLoop, HandTier
@@ -138,6 +131,9 @@ class Rig:
 
     def is_left_alone(self, kind: str) -> bool:
         return f"({kind}), open>" in repr(self.guarded_tiers[0])
+
+    def is_half_open(self, kind: str) -> bool:
+        return f"({kind}), ready>" in repr(self.guarded_tiers[0])
 
     def probe(self, number: int, *hashes: bytes, generation: str = "") -> bytes | None:
         """Ask; return the answer if there is one at once."""
@@ -887,6 +883,41 @@ def test_one_call_at_a_time_tries_it_again(make_rig):
     assert rig.fetch(3, [3], A) == ()
 
 
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_a_trial_that_its_caller_gives_up_says_nothing_of_the_tier(make_rig, kind):
+    rig = make_rig()
+    rig.fail(kind)
+    rig.loop.pass_time(PAUSE_S)
+    rig.tier.holds = {kind}
+    assert getattr(rig, kind)(1, [1, 2], A, B) is None
+    give_up(rig)
+    assert rig.outcome(1) is not None
+    assert rig.is_half_open(kind)
+    rig.tier.holds = set()
+    rig.fail(kind, 1)
+    assert rig.is_left_alone(kind), "the next one is the trial"
+
+
+@pytest.mark.parametrize("kind", ["fetch", "spill"])
+def test_what_its_caller_gives_up_forgives_no_failure_before_it(make_rig, kind):
+    rig = make_rig()
+    rig.fail(kind, FAILURES_MAX - 1)
+    rig.tier.holds = {kind}
+    assert getattr(rig, kind)(1, [1], A) is None
+    give_up(rig)
+    assert rig.outcome(1) is not None
+    rig.tier.holds = set()
+    rig.fail(kind, 1)
+    assert rig.is_left_alone(kind)
+
+
+def give_up(rig: Rig) -> None:
+    """Cancel who waits for a tier."""
+    for pending in rig.runner.statistics():
+        assert pending.task is not None
+        pending.task.cancel()
+
+
 def test_pauses_grow_up_to_a_bound_and_begin_again_small(make_rig):
     rig = make_rig(chance=lambda: 0.5)
     rig.fail("probe")
@@ -970,6 +1001,25 @@ def test_nothing_is_begun_while_it_closes(make_rig):
     assert rig.outcome(1) == (0,)
     assert near.calls[0] == "fetch 1"
     assert not [call for call in near.calls[1:] + far.calls if call.startswith(("fetch", "probe"))]
+
+
+def test_what_comes_in_at_the_very_moment_of_closing_does_not_kill_the_loop(make_rig, monkeypatch):
+    rig = make_rig()
+    rig.tier.holds = {"probe"}
+    rig.probe(1, A)
+    rig.transfers.submit(Direction.LOAD, transfer(7))
+    task, late = PendingMessage.task, iter([Probe(2, keys(B))])
+
+    def read(pending: PendingMessage) -> Any:
+        for probe in late:  # vLLM's thread goes on while the loop's looks at what there is
+            rig.runner.probe(probe)
+        return task.__get__(pending)
+
+    monkeypatch.setattr(PendingMessage, "task", property(read, task.__set__))
+    assert not rig.close(), "before its copy has ended"
+    rig.backend.complete_all()
+    assert (rig.presence(1), rig.presence(2)) == (bytes(1), bytes(1))
+    assert rig.transfers.drain() == [(7, None)]
 
 
 @pytest.mark.parametrize("kind", ["probe", "close"])

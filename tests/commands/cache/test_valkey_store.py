@@ -24,8 +24,9 @@ from tests.commands.cache.calls import (
     value_of,
 )
 from tests.commands.cache.conftest import Keys
+from tests.engine.http_server import hold_port
 from tests.tiers.contract import name_of
-from tests.valkey_server import LOCALHOST, Cluster, Server, free_port, redis_binary
+from tests.valkey_server import LOCALHOST, Cluster, Server, redis_binary
 
 THIRD = key_of(name_of(3, space=FIRST))
 
@@ -151,7 +152,9 @@ def test_a_cluster_is_one_place(call: Call, tmp_path: Path) -> None:
 
 
 def test_no_server(call: Call, tmp_path: Path) -> None:
-    check_refusal(call("ls", f"redis://{LOCALHOST}:{free_port()}"), "there is no connection")
+    held, port = hold_port()
+    with held:
+        check_refusal(call("ls", f"redis://{LOCALHOST}:{port}"), "there is no connection")
     check_refusal(call("ls", f"unix://{tmp_path}/none"), "No such file")
 
 

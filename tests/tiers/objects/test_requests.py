@@ -111,9 +111,10 @@ async def test_credentials_that_cannot_be_had_are_named(
         names, slots = [name_of(1), name_of(2)], [filled((512,)), filled((512,))]
         assert await tier.fetch(names, slots) == [Result.FAILED] * 2
         assert await tier.spill(names, slots) == [Result.FAILED] * 2
-        with pytest.raises(OSError, match="the request failed"):
+        with pytest.raises(OSError, match="no credentials were found"):
             await tier.probe(names)
         await tier.close()
     for what in ("read", "write", "ask"):
-        assert f"Tier s3://bucket/kv failed to {what}: the request failed" in caplog.text
-    assert "if it has no credentials, at the variables AWS_…, the role of the" in caplog.text
+        told = f"Tier s3://bucket/kv failed to {what}: there is no such bucket, or no credentials"
+        assert told in caplog.text
+    assert "look at the variables AWS_…, the role of the" in caplog.text

@@ -17,6 +17,7 @@ from safe_offload.tiers.valkey.names import description_key, key_of
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.engine.http_server import hold_port
 from tests.tiers.contract import (
     FACTS,
     SPACE,
@@ -28,7 +29,7 @@ from tests.tiers.contract import (
     spill_one,
 )
 from tests.tiers.valkey.scripted_server import PATIENCE_S, reason_of, until
-from tests.valkey_server import Certificates, Cluster, Server, free_port, redis_binary, url_config
+from tests.valkey_server import Certificates, Cluster, Server, redis_binary, url_config
 
 SECRET = "correct-horse"
 MIB = 1 << 20
@@ -121,7 +122,9 @@ async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
 
 
 async def test_nobody_is_there(make: Make, tmp_path: Path) -> None:
-    assert "Connect call failed" in await reason_of(make(f"redis://127.0.0.1:{free_port()}"))
+    held, port = hold_port()
+    with held:
+        assert "Connect call failed" in await reason_of(make(f"redis://127.0.0.1:{port}"))
     assert "No such file" in await reason_of(make(f"unix://{tmp_path}/none"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -20,6 +21,7 @@ from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.objects.store import open_store
 from tests.bucket_server import BucketServer
 from tests.commands.doctor.test_doctor import wrong
+from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
 SOUND = BucketTrial(
     label="s3://kv/prod",
@@ -82,6 +84,19 @@ def test_what_cannot_be_used(
     assert why in problem.found
     assert problem.fix
     assert secret not in json.dumps([one.to_json() for one in found.values()])
+
+
+async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", no_role.endpoint)
+        found = await asyncio.to_thread(found_of, "s3://kv/x", "http://127.0.0.1:9")
+    assert "or no credentials" in found["tiers.bucket"].found
+    assert "make the bucket" in found["tiers.bucket"].fix
+    assert "the role of the machine" in found["tiers.bucket"].fix
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from safe_offload.commands.doctor.tiers.server import ServerTrial, try_server
 from safe_offload.config.tiers import TierConfig
 from safe_offload.config.units import GIB
 from tests.commands.doctor.test_doctor import wrong
-from tests.valkey_server import LOCALHOST, Certificates, Cluster, Server, free_port, redis_binary
+from tests.engine.http_server import hold_port
+from tests.valkey_server import LOCALHOST, Certificates, Cluster, Server, redis_binary
 
 PASSWORD = "hunter2-secret"
 SENT = "client|setname cluster|slots exists set del"
@@ -221,8 +222,9 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_no_server() -> None:
-    config = TierConfig.at(f"redis://{LOCALHOST}:{free_port()}")
-    (problem,) = check_tier(config, [])
+    held, port = hold_port()
+    with held:
+        (problem,) = check_tier(TierConfig.at(f"redis://{LOCALHOST}:{port}"), [])
     assert (problem.id, problem.severity) == ("tiers.server", Severity.ERROR)
     assert "there is no connection" in problem.found
     assert problem.fix
