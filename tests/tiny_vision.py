@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     HIDDEN_SIZE,
     NUM_BYTE_TOKENS,
     SPECIAL_TOKENS,

@@ -62,17 +62,14 @@ class HostSlots:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Slots.num_usable_slots`."""
         return self._backend.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        """See `Slots.buffers`."""
         memory = self._memory
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
 
     def release(self) -> None:
-        """See `Slots.release`."""
         self._memory = None
 
 

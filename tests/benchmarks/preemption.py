@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.preemption_report import (
     BASELINE,

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, Turns
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 from tests.benchmarks.serve_report import ServeFound, make_report
 from tests.benchmarks.serve_workload import (
     GROWING,
@@ -198,6 +199,7 @@ def server_options(
     """Return how to start each server: the same but for connector or KV pool."""
     for_all, for_some = count_blocks(sizes)
     bench_options = BenchOptions(
+        "llama",
         prompt_tokens=sizes.longest_tokens,
         answer_tokens=sizes.answer_tokens,
         num_gpu_blocks=for_some,
@@ -206,7 +208,7 @@ def server_options(
         kv_transfer_config=arguments.kv_transfer_config,
         engine_args={"host": _HOST, "uvicorn_log_level": "warning", "max_num_seqs": sizes.users},
     )
-    options = engine_options(bench_options, folder)
+    options = engine_options(tiny(bench_options, folder))
     baseline = options[BASELINE]
     large = baseline.arguments | {"num_gpu_blocks_override": for_all}
     return options | {LIMIT: EngineOptions(large, baseline.environment)}

@@ -19,7 +19,7 @@ from tests.benchmarks.hits import (
     rule_ratio,
 )
 
-COMPUTED = Answer(0.1, 0.2, (1,), 0, 0, 48, 0.0, 0.0, 0.0)
+COMPUTED = Answer(0.1, 0.2, (1,), 0, 0, 48)
 ON_HOST = replace(COMPUTED, num_host_tokens=32, num_computed_tokens=16)
 ON_GPU = replace(COMPUTED, num_gpu_tokens=32, num_computed_tokens=16)
 

@@ -53,5 +53,5 @@ def test_help_names_subcommands_and_options(arguments: list[str], word: str, cap
     ],
 )
 def test_what_cannot_be_measured_is_an_error(arguments: list[str], message: str, capsys) -> None:
-    assert main(["bench", "engine", *arguments]) == 1
+    assert main(["bench", "engine", "--model", "some/model", *arguments]) == 1
     assert message in capsys.readouterr().err

@@ -340,7 +340,7 @@ def test_the_certificate_is_right_to_the_letter(
 
 SMALL = {"--maxmemory": "64mb", "--io-threads": "2"}
 FOREIGN_KEY = "sessions:1"
-UNKNOWN_TO_REDIS_7_0 = ("+client|setinfo ", "+client|no-touch ")
+UNKNOWN_TO_REDIS_7_0 = ("+client|no-touch ",)
 
 
 def arguments_of_valkey() -> dict[str, str]:
@@ -423,7 +423,7 @@ async def test_an_engine_uses_the_server_over_tls_as_both_are_configured(
         plain = dataclasses.replace(config, location=replace_scheme(config, "redis"), ca_file=None)
         with pytest.raises(OSError, match="write rediss://"):
             await ValkeyTier(plain, FACTS).probe([name_of(1)])
-        found = await asyncio.to_thread(lambda: list(check_tier(config, [])))
+        found = await asyncio.to_thread(lambda: list(check_tier(config)))
         assert not [one for one in found if one.severity in (Severity.ERROR, Severity.WARNING)]
 
 

@@ -103,15 +103,14 @@ def rights_of(user: str) -> set[str]:
 
 def test_the_users_of_the_page_may_do_what_is_sent() -> None:
     assert re.findall(r"^user (\S+)", ACLS, re.MULTILINE) == ["default", *NOT_ALLOWED]
-    of_redis_py = {"client|setinfo"}
-    assert rights_of("vllm") == {*commands.EVERY, *of_redis_py}
+    assert rights_of("vllm") == set(commands.EVERY)
     reading = (*commands.READING, *commands.LOGIN, commands.SLOTS)
-    assert rights_of("vllm-reader") == {*reading, *of_redis_py}
+    assert rights_of("vllm-reader") == set(reading)
     operators = {*commands.LOOKING, *commands.DELETING}
-    assert rights_of("kv-operator") == {*operators, *of_redis_py, "client|no-touch"}
+    assert rights_of("kv-operator") == {*operators, "client|no-touch"}
     assert f"{allowing(commands.LOOKING)}`, and `{allowing(commands.DELETING)}`" in CLI_PAGE
     secret = set(re.findall(r"\+([a-z|-]+)", SECRET))
-    assert secret >= {*commands.EVERY, *operators, *of_redis_py, "client|no-touch"}
+    assert secret >= {*commands.EVERY, *operators, "client|no-touch"}
 
 
 @pytest.mark.parametrize("values", [{}, {"ttl_s": 3600.0}])
@@ -119,7 +118,7 @@ def test_doctor_finds_nothing_missing_for_the_user_of_the_page(
     server: ServerOfThePage, values: dict[str, Any]
 ) -> None:
     url = f"redis://vllm:PASSWORD@{server.host_port}"
-    found = {one.id: one for one in check_tier(TierConfig.at(url, **values), [])}
+    found = {one.id: one for one in check_tier(TierConfig.at(url, **values))}
     assert found["tiers.access"].severity is Severity.OK, found["tiers.access"]
     assert "read at" in found["tiers.rate"].found
 

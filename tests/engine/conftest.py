@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
+from examples.tiny_models import ModelKind, write_tiny_model
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,

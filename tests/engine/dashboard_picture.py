@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import EXAMPLES, Prometheus, as_asked, prometheus

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
+from examples.tiny_models import ModelKind, count_prompt_blocks
 from tests.engine.children import engine
 from tests.fresh_process import ENVIRONMENT, start_engine
 from tests.network import enter

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

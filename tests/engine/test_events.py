@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
 
 NUM_BLOCKS, NUM_SLOTS = 60, 70

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind
+from examples.tiny_models import ModelKind
 from tests.engine.conftest import GetModel, GetReport
 from tests.engine.engines import (
     MLA,

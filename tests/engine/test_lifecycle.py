@@ -20,7 +20,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import safe_offload
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.conftest import GetModel
 from tests.engine.engines import connector, make_prompts
 from tests.engine.http_server import HANG_S, HttpServer, make_body

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     HEAD_DIM,
     HIDDEN_SIZE,
     NUM_HEADS,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_models import ModelKind
 from safe_offload.commands.bench.engine_process import EngineProcess, generate
-from safe_offload.commands.bench.tiny_models import ModelKind
 from tests.benchmarks import preemption
 from tests.benchmarks.preemption import ENGINES, Workload, run_watched
 from tests.engine.conftest import GetModel

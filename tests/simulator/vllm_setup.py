@@ -105,7 +105,7 @@ class EngineShape:
 def _base_config(connector: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from safe_offload.commands.bench.tiny_models import write_tiny_model
+    from examples.tiny_models import write_tiny_model
     from safe_offload.start.plugin import register
 
     register()

@@ -42,7 +42,6 @@ class BucketStore(TierStore):
         self._store: Any = open_store(config) if store is None else store
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         import obstore
 
         with self._errors():
@@ -60,7 +59,6 @@ class BucketStore(TierStore):
                 yield from filter(None, map(_item_of, page))
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         import obstore
 
         with self._errors(gone=True):
@@ -86,7 +84,6 @@ class BucketStore(TierStore):
         return list(items)
 
     def forget(self, namespaces: Sequence[str]) -> None:
-        """See `TierStore`."""
         if namespaces:
             self._delete([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
 

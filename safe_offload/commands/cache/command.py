@@ -66,12 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Do what the arguments say, and return the exit status.
-
-    Raises:
-        CacheError: the place cannot be used as asked.
-        ConfigError: an argument means nothing.
-    """
+    """Do what the arguments say, and return the exit status."""
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     store = places.open_store(arguments.place, config)
@@ -106,16 +101,12 @@ def _age_s(text: str) -> float:
 
 @dataclass(slots=True)
 class Listed:
-    """What is known of a namespace.
+    """What is known of a namespace; times are since 1970, 0 if they are not known.
 
     Attributes:
-        namespace: its name.
         facts: what it is made of, as written beside its objects.
         after_reset: it was begun by an engine whose cache had been reset.
-        num_objects: in it.
-        size_bytes: of the objects.
-        last_used_s: when one of them was last used, since 1970; 0 if that is not known.
-        first_used_s: when the one was used that was not used for longest.
+        first_used_s: when the object was used that was not used for longest.
         num_temporaries: objects that are being written, or were when their writer died.
     """
 

@@ -42,15 +42,12 @@ class DirectoryStore(TierStore):
             ) from None
 
     def is_cache(self) -> bool:
-        """See `TierStore`."""
         return bool(self._namespaces()) or os.access(USAGE_FILE, os.F_OK, dir_fd=self._root_fd)
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         return {name: self._description(name) for name in self._namespaces()}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `TierStore`."""
         for file, _ in directory.walk(self._root_fd, namespace):
             name = name_at(file.namespace, file.folder, file.file)
             place = f"{file.namespace}/{file.folder}/{file.file}"
@@ -58,7 +55,6 @@ class DirectoryStore(TierStore):
             yield Item(file.namespace, place, name, file.size_bytes, used_at_s, file.is_temporary)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         with self._folder_of(item) as (folder_fd, file):
             file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
         try:
@@ -71,7 +67,6 @@ class DirectoryStore(TierStore):
             os.close(file_fd)
 
     def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `TierStore`."""
         return [item for item in items if self._delete(item)]
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
@@ -95,7 +90,6 @@ class DirectoryStore(TierStore):
         self.prune(None, 0.0)  # so that engines know how much is there now
 
     def close(self) -> None:
-        """See `TierStore`."""
         os.close(self._root_fd)
 
     def _namespaces(self) -> list[str]:

@@ -31,10 +31,8 @@ class Item(NamedTuple):
     """An object that was found.
 
     Attributes:
-        namespace: name of its namespace.
         place: where it is, as the place itself calls it.
         name: what its header must say; None if no object is found there.
-        size_bytes: that it takes.
         used_at_s: when it was last used, since 1970; 0 if that is not known.
         is_temporary: it is being written, or was when its writer died.
     """
@@ -156,11 +154,9 @@ class DryRun(TierStore):
         self._orphans = set[str]()
 
     def is_cache(self) -> bool:
-        """See `TierStore`."""
         return self._store.is_cache()
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         return self._store.namespaces()
 
     def items(self, namespace: str = "") -> Iterator[Item]:
@@ -173,7 +169,6 @@ class DryRun(TierStore):
                 yield item
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         return self._store.pieces(item)
 
     def delete(self, items: Sequence[Item]) -> list[Item]:

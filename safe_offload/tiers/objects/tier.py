@@ -101,15 +101,12 @@ class ObjectTier:
         return [found.get(name, True) and not self._is_withheld(name) for name in names]
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._run(self._read, names, slots, self._connections.for_fetch)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._run(self._write, names, slots, self._connections.for_spill)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         for task in self._looking:
             task.cancel()
         await self._calls.close()

@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.compat import model_facts
 from safe_offload.tiers.namespace.engine_facts import (
     IGNORED,

@@ -16,7 +16,7 @@ import pytest
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.compat import model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry

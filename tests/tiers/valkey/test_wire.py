@@ -279,3 +279,14 @@ async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire: Wire) -
     assert isinstance(reply, asyncio.Future)
     with pytest.raises(WireError):
         await reply
+
+
+async def test_a_text_may_be_as_long_as_was_said(wire: Wire) -> None:
+    size = 150_000
+    reply = wire.ask_tree([b""], text_bytes_max=size)
+    feed(wire, b"$%d\r\n%b\r\n" % (size, b"x" * size))
+    assert await reply == b"x" * size
+    longer = wire.ask_tree([b""], text_bytes_max=size)
+    feed(wire, b"$%d\r\n" % (size + 1))
+    with pytest.raises(WireError, match="too long a text"):
+        await longer

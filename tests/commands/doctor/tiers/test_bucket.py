@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import socket
-from pathlib import Path
 from typing import Any
 
 import obstore
@@ -15,7 +14,7 @@ import pytest
 from safe_offload.commands.doctor.findings import Finding, Severity
 from safe_offload.commands.doctor.tiers import bucket as tier_bucket
 from safe_offload.commands.doctor.tiers import rates as tier_rates
-from safe_offload.commands.doctor.tiers.bucket import BucketTrial, credentials_of
+from safe_offload.commands.doctor.tiers.bucket import BucketTrial
 from safe_offload.commands.doctor.tiers.check import check_tier, judge
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.objects.store import open_store
@@ -25,8 +24,6 @@ from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
 SOUND = BucketTrial(
     label="s3://kv/prod",
-    credentials="a profile of the AWS tools",
-    latency_s=0.02,
     write_bytes_per_s=1e8,
     read_bytes_per_s=2e8,
 )
@@ -42,7 +39,7 @@ def environment(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) ->
 
 def found_of(url: str, endpoint: str) -> dict[str, Finding]:
     config = TierConfig.at(url, endpoint=endpoint)
-    found = {one.id: one for one in check_tier(config, [], 131072, 15000)}
+    found = {one.id: one for one in check_tier(config, 131072)}
     assert found.pop("tiers.key")
     return found
 
@@ -50,12 +47,8 @@ def found_of(url: str, endpoint: str) -> dict[str, Finding]:
 def test_a_bucket_is_tried_and_left_as_it_was(bucket_server: BucketServer) -> None:
     found = found_of("s3://kv-cache/doctor", bucket_server.endpoint)
     assert not wrong(list(found.values()))
-    assert found["tiers.credentials"].found.endswith("an access key in the environment")
-    assert set(found) == {
-        *("tiers.credentials", "tiers.bucket", "tiers.access", "tiers.lifecycle"),
-        *("tiers.latency", "tiers.rate"),
-    }
-    assert "tokens a second (computing: at most 15000" in found["tiers.rate"].found
+    assert set(found) == {"tiers.bucket", "tiers.access", "tiers.rate"}
+    assert "tokens a second" in found["tiers.rate"].found
     bucket: Any = open_store(TierConfig.at("s3://kv-cache/doctor", endpoint=bucket_server.endpoint))
     assert not [meta["path"] for page in obstore.list(bucket) for meta in page]
 
@@ -116,46 +109,14 @@ def test_a_store_that_answers_nothing(
     assert word in found["tiers.bucket"].found
 
 
-@pytest.mark.parametrize(
-    ("scheme", "environment", "kind"),
-    [
-        ("s3", {"AWS_ACCESS_KEY_ID": "x"}, "an access key in the environment"),
-        ("s3", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/x"}, "the role of a pod (web identity)"),
-        ("s3", {"AWS_PROFILE": "prod"}, "a profile of the AWS tools"),
-        ("s3", {}, "those of the machine's role, if it has one"),
-        ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/x"}, "the file of application default"),
-        ("az", {"AZURE_FEDERATED_TOKEN_FILE": "/x"}, "the identity of a pod"),
-    ],
-)
-def test_kinds_of_credentials(
-    scheme: str,
-    environment: dict[str, str],
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert credentials_of(scheme, environment).startswith(kind)
-
-
-def test_credentials_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws" / "credentials").touch()
-    assert credentials_of("s3", {}).startswith("the files of the AWS tools")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert credentials_of("s3", {}).endswith("which need boto3: it is not installed")
-
-
 def check(**changes: Any) -> dict[str, Finding]:
     trial = dataclasses.replace(SOUND, **changes)
-    return {one.id: one for one in judge(CONFIG, trial, 131072, 15000)}
+    return {one.id: one for one in judge(CONFIG, trial, 131072)}
 
 
 def test_a_sound_bucket() -> None:
     found = check()
     assert not wrong(list(found.values()))
-    assert "give the bucket a lifecycle rule" in found["tiers.lifecycle"].found
     assert "1526 tokens a second" in found["tiers.rate"].found
 
 

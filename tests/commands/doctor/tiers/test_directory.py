@@ -39,7 +39,7 @@ CONFIG = TierConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
     trial = dataclasses.replace(SOUND_TIER, **changes)
-    return {one.id: one for one in judge(config, trial, 131072, 15000)}
+    return {one.id: one for one in judge(config, trial, 131072)}
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -81,7 +81,7 @@ def test_a_sound_tier() -> None:
     found = check()
     assert not wrong(list(found.values()))
     assert "80.00 GiB free, 20.00 GiB held already" in found["tiers.room"].found
-    assert "30518 tokens a second (computing: at most 15000" in found["tiers.rate"].found
+    assert "30518 tokens a second" in found["tiers.rate"].found
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ def test_the_command_tries_every_tier(tmp_path: Path, monkeypatch: pytest.Monkey
     written = Written.read(
         ours(tiers=[{"url": f"file://{tmp_path / name}"} for name in ("near", "far")])
     )
-    found, measured = examine(written, Answer(SOUND), MACHINE)
+    found = examine(written, Answer(SOUND), MACHINE)
     labels = [one.found.split()[0] for one in found if one.id == "tiers.directory"]
     assert labels == [f"file://{tmp_path}/near", f"file://{tmp_path}/far"]
-    assert [one["label"] for one in measured["tiers"]] == labels

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     ANSWER_BYTES,
     BOS_ID,
     EOS_ID,

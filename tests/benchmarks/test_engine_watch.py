@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench import engine_watch
-from safe_offload.commands.bench.engine_watch import WorkerProbe
 from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.transfers import Transfers
+from tests.benchmarks import engine_watch
+from tests.benchmarks.engine_watch import WorkerProbe
 from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 
