@@ -118,13 +118,9 @@ class HostMachine:
 
 
 class TimedRunner(ModelRunner):
-    """A model runner whose forward takes what a model's would.
+    """A model runner whose forward takes what a model's would."""
 
-    Attributes:
-        starved_s: how long this engine was late because its threads had no core.
-    """
-
-    starved_s = 0.0
+    starved_s = 0.0  # how long this engine was late because its threads had no core
     _begin_s = _starved_before_s = _all_starved_before_s = 0.0
     _has_computed = False
 
@@ -160,11 +156,7 @@ class TimedRunner(ModelRunner):
 
 
 class FleetCore(TensorCore):
-    """The engine.
-
-    Args:
-        tiers: as `tiers` in a configuration has them.
-    """
+    """The engine. `tiers`: as `tiers` in a configuration has them."""
 
     guarded_tiers: tuple[GuardedTier, ...] = ()
 

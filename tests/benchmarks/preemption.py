@@ -229,9 +229,7 @@ class Ledger:
     """Which tokens were computed, and which of them once more.
 
     It is told what the scheduler does, in that order, and knows each request by its id.
-
-    Attributes:
-        num_prompt_hits: tokens that requests got from a cache before they were ever preempted.
+    `num_prompt_hits`: tokens that requests got from a cache before they were ever preempted.
     """
 
     def __init__(self) -> None:

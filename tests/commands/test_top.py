@@ -38,9 +38,7 @@ from tests.simulator.vllm_setup import EngineShape, make_config
 class Server:
     """Real metrics of the connector, of two engines, and a server that shows them.
 
-    Attributes:
-        status: of every answer.
-        text: answered instead of the metrics, if not None.
+    `status`: of every answer; `text`: answered instead of the metrics, if not None.
     """
 
     def __init__(self) -> None:

@@ -42,10 +42,8 @@ def sent(
 ) -> str:
     """The id of an image as the engine gets it.
 
-    Args:
-        algorithm: of vLLM's hashes.
-        elsewhere: encoders run in another engine.
-        fields: of `ProcessorInputs`.
+    `algorithm`: of vLLM's hashes; `elsewhere`: encoders run in another engine; `fields`: of
+    `ProcessorInputs`.
     """
     items = MultiModalDataParser().parse_mm_data({"image": [image]})
     inputs = ProcessorInputs([1], items, **fields)

@@ -79,28 +79,18 @@ SERVER: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Storm:
-    """What a storm left behind, for the tests to judge.
-
-    Attributes:
-        replies: to the requests of the storm.
-        gust: to the requests that were sent when the storm had drained.
-        returns: to every prompt once more, after that.
-        metrics_of_storm: of the server, when the storm had drained.
-        metrics: of the server, at the very end.
-        log: of the server, all of its life.
-        is_healthy: what /health said at the very end.
-    """
+    """What a storm left behind, for the tests to judge."""
 
     kind: ModelKind
     prompts: list[list[int]]
     expected: list[Expected]
-    replies: list[Reply]
-    gust: list[Reply]
-    returns: list[Reply]
-    metrics_of_storm: dict[str, float]
-    metrics: dict[str, float]
-    log: str
-    is_healthy: bool
+    replies: list[Reply]  # to the requests of the storm
+    gust: list[Reply]  # to the requests that were sent when the storm had drained
+    returns: list[Reply]  # to every prompt once more, after that
+    metrics_of_storm: dict[str, float]  # of the server, when the storm had drained
+    metrics: dict[str, float]  # of the server, at the very end
+    log: str  # of the server, all of its life
+    is_healthy: bool  # what /health said at the very end
 
     @property
     def all_replies(self) -> list[Reply]:

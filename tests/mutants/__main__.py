@@ -35,8 +35,7 @@ PACKAGE = Path(__file__).parents[2] / "safe_offload"
 def mutated(mutant: Mutant) -> ast.Module:
     """Return a file, parsed, with the mutant in it.
 
-    Raises:
-        AnchorError: the file does not say what the mutant changes, or says it more than once.
+    Raises AnchorError if the file does not say what the mutant changes, or says it more than once.
     """
     source = (PACKAGE / mutant.file).read_text()
     return mutate(source, mutant.function, mutant.old, mutant.new)

@@ -19,21 +19,16 @@ _WHERE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One statement of our code, changed; see above.
+    """One statement of our code, changed; see above."""
 
-    Attributes:
-        name: what is broken, in words.
-        tests: arguments for pytest, in place of profiles.
-    """
-
-    name: str
+    name: str  # what is broken, in words
     file: str
     function: str
     old: str
     new: str
     promise: str
     profiles: tuple[str, ...] = ()
-    tests: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()  # arguments for pytest, in place of profiles
 
 
 def _read(paragraph: str) -> Mutant:

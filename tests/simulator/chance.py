@@ -16,11 +16,7 @@ Item = TypeVar("Item")
 
 
 class Chance:
-    """Named random choices.
-
-    Args:
-        seed: of the run.
-    """
+    """Named random choices. `seed`: of the run."""
 
     def __init__(self, seed: int | str) -> None:
         self._prefix = f"{seed}/"

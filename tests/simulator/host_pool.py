@@ -27,9 +27,7 @@ def evict_host(engine: EngineCore) -> None:
 class OtherEngine:
     """Another engine that takes slots of the same host pool.
 
-    Args:
-        engine: whose pool it shares.
-        left: slots that it leaves.
+    `engine`: whose pool it shares; `left`: slots that it leaves.
     """
 
     def __init__(self, engine: EngineCore, left: int = 0) -> None:

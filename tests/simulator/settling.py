@@ -22,11 +22,8 @@ class Settling:
     vLLM goes on with the request that it would preempt last, whatever becomes of the others. So all
     of them take no longer than one after the other, each computed from its first token. But a
     request cannot be preempted while it holds blocks for a load. In a pool that is too small for
-    two, they may so take turns with every block, and each turn takes a load.
-
-    Args:
-        core: the engine.
-        copy_ticks_max: how late its copies may end.
+    two, they may so take turns with every block, and each turn takes a load. `core`: the engine;
+    `copy_ticks_max`: how late its copies may end.
     """
 
     def __init__(self, core: EngineCore, copy_ticks_max: int) -> None:
@@ -56,11 +53,7 @@ class Settling:
         )
 
     def check(self) -> None:
-        """No more steps have passed than may.
-
-        Raises:
-            Finding: it takes too long.
-        """
+        """No more steps have passed than may."""
         num_steps = self._core.num_steps - self._began_at
         if num_steps > self.steps_max:
             raise Finding(

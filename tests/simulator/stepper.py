@@ -14,22 +14,14 @@ from tests.simulator.vllm_setup import EngineShape, as_model_runner, make_schedu
 
 
 class Stepper:
-    """The scheduler, its requests and their answers.
-
-    Args:
-        shape: what the engine is made of.
-
-    Attributes:
-        answers: tokens by request id, of those that are not finished too.
-        finish_reasons: by request id.
-        counts: what our connector has counted.
-    """
+    """The scheduler, its requests and their answers. `shape`: what the engine is made of."""
 
     def __init__(self, shape: EngineShape) -> None:
         self.shape = shape
+        # Tokens by request id, of those that are not finished too.
         self.answers: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, Any] = {}
-        self.counts: Counter[str] = Counter()
+        self.finish_reasons: dict[str, Any] = {}  # by request id
+        self.counts: Counter[str] = Counter()  # what our connector has counted
         with as_model_runner(shape):
             self.scheduler, self._hasher = make_scheduler(shape)
 

@@ -70,17 +70,11 @@ FINAL_FAULTS_MAX: FaultCounts = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A combination that is left out.
+    """A combination that is left out."""
 
-    Attributes:
-        what: it is.
-        why: which component refuses it, and how.
-        refuses: whether a profile has it.
-    """
-
-    what: str
-    why: str
-    refuses: Callable[[Profile], bool]
+    what: str  # it is
+    why: str  # which component refuses it, and how
+    refuses: Callable[[Profile], bool]  # whether a profile has it
 
 
 def _kinds(profile: Profile) -> list[str]:
@@ -123,9 +117,7 @@ RULES = (
 def profile_of(name: str, seed: int) -> Profile:
     """The profile of a run; synchronous where vLLM's own hits are wrong if it is not.
 
-    Args:
-        name: one of `NAMES`.
-        seed: of the run.
+    `name`: one of `NAMES`; `seed`: of the run.
     """
     profile = draw(seed) if name == SWARM else PROFILES[name]
     if hits_overwritten_states(profile.shape):

@@ -31,11 +31,7 @@ class _NothingToWaitFor:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that `run_once` drives.
-
-    Args:
-        clock: what the loop's timers go by.
-    """
+    """An event loop that `run_once` drives. `clock`: what the loop's timers go by."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

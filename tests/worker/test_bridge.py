@@ -144,8 +144,7 @@ class Worker:
     ) -> tuple[str, ...]:
         """All hooks of a step in one of the orders in which vLLM calls them.
 
-        Returns:
-            What `get_transfer_results` answered.
+        Returns what `get_transfer_results` answered.
         """
         bridge = self.bridge
         bridge.handle_preemptions(plan)

@@ -68,9 +68,8 @@ class Gates:
 def finish_under_held_stores(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Run the first prompt to its end, step by step, while no store can complete.
 
-    Returns:
-        Its tokens, the highest reference count of any block on the way, and what is held right
-        after the step that finished it.
+    Returns its tokens, the highest reference count of any block on the way, and what is held right
+    after the step that finished it.
     """
     llm_engine = llm.llm_engine
     prompt = {"prompt_token_ids": job["prompts"][job["turns"][0]]}

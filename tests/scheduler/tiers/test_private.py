@@ -52,9 +52,8 @@ def serve(
 ) -> int:
     """Answer the prompt of all tests as `who`; returns how many tokens the host had.
 
-    Args:
-        who: fields of vLLM's request, and the id of an image, and its place.
-        content: what the prompt means; what is computed of it is other words.
+    `who`: fields of vLLM's request, and the id of an image, and its place; `content`: what the
+    prompt means; what is computed of it is other words.
     """
     fields = dict(who)
     image_id, offset = fields.pop("image", None), fields.pop("at", 0)

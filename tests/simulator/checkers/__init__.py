@@ -41,21 +41,13 @@ class Checkers:
             self.tiers = TierChecker(core, self.ledger)
 
     def after_step(self) -> None:
-        """What must hold between any two steps.
-
-        Raises:
-            Finding: it does not.
-        """
+        """What must hold between any two steps."""
         self.references.check()
         self.progress.check()
         self.events.check()
 
     def after_drain(self) -> None:
-        """What must hold when all work has drained.
-
-        Raises:
-            Finding: it does not.
-        """
+        """What must hold when all work has drained."""
         self.references.check_drained()
         self.events.check_drained()
 

@@ -40,11 +40,7 @@ class Findings:
 
 
 class LogWatch(logging.Handler):
-    """Reads every line of the log that an operator would see.
-
-    Args:
-        secrets: must be in none.
-    """
+    """Reads every line of the log that an operator would see. `secrets`: must be in none."""
 
     def __init__(self, findings: Findings, secrets: Sequence[str]) -> None:
         super().__init__(logging.INFO)

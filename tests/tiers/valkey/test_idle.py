@@ -164,9 +164,7 @@ def test_an_idle_connection_is_kept_alive(runner: asyncio.Runner, valkey: Server
 class Waiting:
     """A server that ends each connection when it has answered, and is asked something again.
 
-    Args:
-        num_answers: of each connection.
-        ends: how; as a closed socket does if it is not told.
+    `num_answers`: of each connection; `ends`: how; as a closed socket does if it is not told.
     """
 
     def __init__(self, num_answers: int, ends: Any = None) -> None:

@@ -61,15 +61,10 @@ GEOMETRIES = {
 
 
 class Subject(ABC):
-    """A backend and the memory that it copies between.
+    """A backend and the memory that it copies between."""
 
-    Attributes:
-        backend: under test.
-        layout: where the slots lie in the host memory.
-    """
-
-    backend: Backend
-    layout: HostLayout
+    backend: Backend  # under test
+    layout: HostLayout  # where the slots lie in the host memory
 
     @property
     def geometry(self) -> Geometry:

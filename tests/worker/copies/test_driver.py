@@ -24,17 +24,12 @@ HIP_7_2_3, HIP_7_13, HIP_8_0 = 70_200_003, 71_300_000, 80_000_000
 
 
 class FakeLibrary:
-    """Functions of both drivers under their own names; every call is kept.
-
-    Attributes:
-        calls: name and arguments.
-        status: what each call named here answers, 0 if it is not named.
-        batches: for each batched copy its sources, sizes, source order and indices of attributes.
-    """
+    """Functions of both drivers under their own names; every call is kept."""
 
     def __init__(self, *missing: str, hip_version: int = HIP_7_13) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.status: dict[str, int] = {}
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []  # name and arguments
+        self.status: dict[str, int] = {}  # what each call named here answers, 0 if it is not named
+        # For each batched copy its sources, sizes, source order and indices of attributes.
         self.batches: list[tuple[list[int], list[int], int, list[int]]] = []
         self.batch_address: int | None = None
         self._missing = missing
