@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +47,7 @@ MakeConnector = Callable[..., SafeCPUOffloadConnector]
 
 
 @pytest.fixture
-def make_connector() -> Iterator[MakeConnector]:
+def make_connector():
     made: list[SafeCPUOffloadConnector] = []
 
     def make(
@@ -77,7 +77,7 @@ def make_connector() -> Iterator[MakeConnector]:
 
 
 @pytest.fixture
-def worker(make_connector: MakeConnector) -> SafeCPUOffloadConnector:
+def worker(make_connector):
     connector = make_connector(KVConnectorRole.WORKER)
     connector.register_kv_caches({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
     return connector
@@ -218,7 +218,7 @@ def test_what_is_hardly_meant_is_warned_about_once(make_connector, logged, chang
 
 
 @pytest.fixture(params=KVConnectorRole, ids=lambda role: role.name)
-def idle(request: pytest.FixtureRequest, make_connector: MakeConnector) -> Any:
+def idle(request, make_connector):
     """A connector of either role without prefix caching."""
     return make_connector(request.param, switch_off)
 

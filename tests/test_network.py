@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -38,7 +37,7 @@ class Echo:
 
 
 @pytest.fixture
-def echo() -> Iterator[Echo]:
+def echo():
     server = Echo()
     yield server
     server.listener.close()

@@ -29,7 +29,7 @@ class FakeCores:
 
 
 @pytest.fixture
-def make_cores(monkeypatch: pytest.MonkeyPatch):
+def make_cores(monkeypatch):
     def make(own: set[int], parent: set[int]) -> FakeCores:
         cores = FakeCores(own, parent)
         for name in ("sched_getaffinity", "sched_setaffinity"):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -94,7 +93,7 @@ TIERS = [{"url": "file:///mnt/near", "capacity": "1GiB"}, {"url": "file:///mnt/f
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     server = Server()
     yield server
     server.stop()
@@ -107,7 +106,7 @@ def shown(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
 
@@ -346,9 +345,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("key", "interval_s"), [(b"q", "100000"), (b"Q", "100000"), (b"\x03", "1")]
 )
-def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(
-    server: Server, key: bytes, interval_s: str
-) -> None:
+def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, key, interval_s):
     ours, theirs = os.openpty()
     before = termios.tcgetattr(theirs)
     child = subprocess.Popen(

@@ -147,7 +147,7 @@ def make_gust(rng: random.Random) -> list[Ask]:
 
 
 @pytest.fixture(scope="module", params=["gemma3", pytest.param("llama", marks=pytest.mark.nightly)])
-def storm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Storm:
+def storm(request, tmp_path_factory):
     """Let a storm pass over a server with the connector and see what is left."""
     kind: ModelKind = request.param
     print(f"storm of {kind}, STORM_SEED={SEED}")
@@ -207,7 +207,7 @@ def observe_final_state(server: HttpServer) -> dict[str, float]:
 # ---- what must hold ------------------------------------------------------------------------------
 
 
-def test_the_server_survives_the_storm(storm: Storm) -> None:
+def test_the_server_survives_the_storm(storm):
     assert storm.is_healthy
     lost = [reply for reply in storm.all_replies if reply.error is not None]
     assert not lost, f"STORM_SEED={SEED}: {len(lost)} requests failed, the first is {lost[0]}"
@@ -222,7 +222,7 @@ def test_the_server_survives_the_storm(storm: Storm) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-def test_every_token_that_a_client_received_is_the_baselines(storm: Storm) -> None:
+def test_every_token_that_a_client_received_is_the_baselines(storm):
     """Of cut-off answers too, and of every prompt once more from what the storm left behind."""
     wrong, num_tokens, num_ties = [], 0, 0
     for reply in storm.all_replies:
@@ -241,15 +241,15 @@ def test_every_token_that_a_client_received_is_the_baselines(storm: Storm) -> No
     assert num_ties <= NUM_REQUESTS // 50
 
 
-def test_every_block_and_slot_is_free_when_the_storm_is_over(storm: Storm) -> None:
+def test_every_block_and_slot_is_free_when_the_storm_is_over(storm):
     assert {name: storm.metrics[name] for name in MUST_BE_ZERO} == dict.fromkeys(MUST_BE_ZERO, 0)
 
 
-def test_nothing_went_wrong_inside_the_connector(storm: Storm) -> None:
+def test_nothing_went_wrong_inside_the_connector(storm):
     assert {name: storm.metrics[name] for name in FAILURES} == dict.fromkeys(FAILURES, 0)
 
 
-def test_it_was_a_storm(storm: Storm) -> None:
+def test_it_was_a_storm(storm):
     """Else the tests above show nothing: preemption, aborts at all moments, eviction, host hits."""
     print(describe_storm(storm))
     metrics = storm.metrics_of_storm

@@ -25,7 +25,7 @@ from tests.simulator.device import CopyFault
 
 
 @pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def errors(monkeypatch):
     """What the planner logs as an error."""
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)

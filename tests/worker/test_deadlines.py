@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -12,8 +11,8 @@ from safe_offload.errors import TransferError
 from safe_offload.protocol import FailureReason
 from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.copies.base import Direction
-from tests.worker.driven import DrivenTransfers, drained, flush, submit
-from tests.worker.fake_backend import ONE_COPY, SLOT_BYTES, FakeBackend
+from tests.worker.driven import drained, flush, submit
+from tests.worker.fake_backend import ONE_COPY, SLOT_BYTES
 from tests.worker.watched_loop import HandClock
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -22,19 +21,17 @@ BEYOND_S = 31.0
 
 
 @pytest.fixture
-def clock() -> HandClock:
+def clock():
     return HandClock()
 
 
 @pytest.fixture
-def start(
-    start: Callable[..., DrivenTransfers], clock: HandClock
-) -> Callable[..., DrivenTransfers]:
+def start(start, clock):
     return functools.partial(start, make_event_loop=clock.new_event_loop)
 
 
 @pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def errors(monkeypatch):
     """What is logged as an error."""
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -177,9 +174,7 @@ def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeyp
 # ---- with fences and the end -------------------------------------------------------------------
 
 
-def test_a_fence_on_what_timed_out_has_nothing_to_wait_for(
-    backend: FakeBackend, start: Callable[..., DrivenTransfers], clock: HandClock
-):
+def test_a_fence_on_what_timed_out_has_nothing_to_wait_for(backend, start, clock):
     transfers = start(ONE_COPY)
     submit(transfers, STORE, 1, 2)
     clock.advance(transfers.loop, BEYOND_S)

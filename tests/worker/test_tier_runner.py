@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -206,7 +206,7 @@ def content(word: int) -> bytes:
 
 
 @pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
+def make_rig():
     rigs: list[Rig] = []
 
     def make(*tiers: HandTier, **options: Any) -> Rig:

@@ -109,7 +109,7 @@ def spans_of(watched: Watched) -> dict[str, float]:
     return Observed(CONNECTOR, 1, HOST_HIT_PLACE, watched).spans()
 
 
-def test_the_spans_of_a_host_hit_follow_one_another() -> None:
+def test_the_spans_of_a_host_hit_follow_one_another():
     expected_ms = {
         TO_SCHEDULER: 2.0,
         TO_WORKER: 1.2,
@@ -128,11 +128,11 @@ def test_the_spans_of_a_host_hit_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize("watched", [make_host_hit(), make_gpu_hit()])
-def test_the_spans_add_up_to_the_time_to_first_token(watched: Watched) -> None:
+def test_the_spans_add_up_to_the_time_to_first_token(watched):
     assert sum(spans_of(watched).values()) == pytest.approx(watched.answer.ttft_s)
 
 
-def test_loads_in_several_transfers_are_one_span_from_the_first_to_the_last() -> None:
+def test_loads_in_several_transfers_are_one_span_from_the_first_to_the_last():
     hit = make_host_hit()
     hit.probe["submits"].insert(1, (after(0.0033), "load", 9))
     hit.probe["copies"].append(("load", after(0.0062), after(0.0072), 50))
@@ -146,12 +146,12 @@ def test_loads_in_several_transfers_are_one_span_from_the_first_to_the_last() ->
     assert found.copied("load") == (2, 1050, pytest.approx(0.003))
 
 
-def test_a_prompt_that_is_computed_in_chunks_is_not_taken_apart() -> None:
+def test_a_prompt_that_is_computed_in_chunks_is_not_taken_apart():
     chunks = [(after(0.004), after(0.010), 64), (after(0.011), after(0.018), 36)]
     assert spans_of(make_watched(steps=chunks)) == {}
 
 
-def test_what_the_medians_of_the_spans_leave_over_is_the_rest() -> None:
+def test_what_the_medians_of_the_spans_leave_over_is_the_rest():
     """Two of three hits are 10 ms late, each in another span, so that no span's median knows."""
     late_in_forward = make_host_hit(ttft_s=0.035, scheduler_token_s=0.034)
     late_in_forward.probe["steps"][2] = (after(0.009), after(0.033), COMPUTING)
@@ -164,7 +164,7 @@ def test_what_the_medians_of_the_spans_leave_over_is_the_rest() -> None:
     assert rows[TTFT] == pytest.approx([35.0, 20.0, 20.0])
 
 
-def test_the_table_is_printed_with_what_was_moved() -> None:
+def test_the_table_is_printed_with_what_was_moved():
     text = render_breakdown(make_observed())
     assert "(medians of 1): 0.0 MB in 1 loads, 2.00 ms from issued to done" in text
     assert "0.0 MB in 2 stores, 7.00 ms from issued to done" in text
@@ -172,7 +172,7 @@ def test_the_table_is_printed_with_what_was_moved() -> None:
     assert copy.split() == ["copy,", "its", "thread", "woken", "2.00"]
 
 
-def test_nothing_is_printed_of_a_connector_whose_copies_are_not_seen() -> None:
+def test_nothing_is_printed_of_a_connector_whose_copies_are_not_seen():
     observed = make_observed()
     for one in observed:
         one.watched.probe["copies"].clear()

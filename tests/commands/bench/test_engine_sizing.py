@@ -26,7 +26,7 @@ def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int =
     ("cpu_bytes", "pool_bytes", "expected"),
     [(None, 100 << 30, 40 << 30), (None, 1 << 20, CPU_BYTES_MIN), ("1GiB", 100 << 30, "1GiB")],
 )
-def test_the_pool_holds_as_many_requests_as_asked_for(cpu_bytes, pool_bytes, expected) -> None:
+def test_the_pool_holds_as_many_requests_as_asked_for(cpu_bytes, pool_bytes, expected):
     """1,000 blocks hold 10 requests, so 1.6 take 160; each has a tenth of the bytes."""
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
     assert scale(BenchOptions(cpu_bytes=cpu_bytes), asked, pool_bytes) == BenchOptions(
@@ -34,9 +34,7 @@ def test_the_pool_holds_as_many_requests_as_asked_for(cpu_bytes, pool_bytes, exp
     )
 
 
-def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
-    tmp_path: Path,
-) -> None:
+def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(tmp_path):
     """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
     options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
     chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
@@ -65,7 +63,7 @@ def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[En
     return asked
 
 
-def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch):
     sizing, measured = engines_started(monkeypatch, "--model", "some/model")
     assert sizing.arguments["max_model_len"] == 16_016
     assert sizing.arguments["block_size"] is None, "vLLM chooses"
@@ -75,7 +73,7 @@ def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.Mon
     assert measured.arguments["block_size"] == 16
 
 
-def test_a_pool_that_was_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_was_given_is_not_asked_for(monkeypatch):
     arguments = ("--model", "some/model", "--num-gpu-blocks", "99")
     (measured,) = engines_started(monkeypatch, *arguments)
     assert measured.arguments["num_gpu_blocks_override"] == 99

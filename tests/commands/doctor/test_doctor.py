@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class Answer:
 
 
 @pytest.fixture
-def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def examine(monkeypatch):
     """Examine facts; return what was found as it is printed. The copies have been tried."""
 
     def call(
@@ -149,7 +148,7 @@ def test_on_a_sound_machine_there_is_nothing_to_change(examine):
 
 
 @pytest.fixture(scope="module")
-def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def broken_process(tmp_path_factory):
     """The real command, started where vLLM is too new and may load no plugin and lock nothing."""
     folder = tmp_path_factory.mktemp("site")
     metadata = folder / "vllm-0.40.0+cpu.dist-info"
@@ -169,7 +168,7 @@ def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> Any:
+def answers(tmp_path_factory, broken_process):
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
@@ -423,7 +422,7 @@ def test_too_little_memory_to_try_copies(examine):
     assert "copies.self-test" in wrong(examine(**machine(available_bytes=MIB)))
 
 
-def test_every_id_is_explained_and_no_other() -> None:
+def test_every_id_is_explained_and_no_other():
     root = Path(__file__).parents[3]
     themes = "configuration|versions|memory|copies|model"
     sources = [path.read_text() for path in (root / "safe_offload/commands/doctor").glob("*.py")]

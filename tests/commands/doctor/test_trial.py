@@ -29,7 +29,7 @@ CONFIG = OffloadConfig()
 
 
 @pytest.fixture(autouse=True)
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_copies(monkeypatch):
     monkeypatch.setattr(trial, "LARGE", SMALL)
     monkeypatch.setattr(trial, "TIMED_COPIES", 1)
 

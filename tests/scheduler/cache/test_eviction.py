@@ -21,7 +21,7 @@ NUM_SLOTS = 24
 
 
 @pytest.fixture(params=list(POLICIES))
-def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+def policy(request):
     return POLICIES[request.param](NUM_SLOTS)
 
 

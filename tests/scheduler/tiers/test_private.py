@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -41,7 +40,7 @@ EVICTED_ONLY = replace(TIER, stores_evicted=True)
 
 
 @pytest.fixture(autouse=True)
-def _ids_are_told() -> Iterator[None]:
+def _ids_are_told():
     """Requests come from processes that tell ids of content from others."""
     with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=True):
         yield

@@ -43,7 +43,7 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def other_user(base: Path) -> Path:
+def other_user(base):
     """A directory of a user who is not root, who may read and write everything."""
     root = base / "tier"
     root.mkdir(mode=0o700)

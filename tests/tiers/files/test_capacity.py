@@ -31,7 +31,6 @@ from safe_offload.tiers.files.capacity import (
     keep,
 )
 from safe_offload.tiers.files.directory import Stored, size_on_disk, walk
-from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import HEADER_BYTES, namespace_folder
 from tests.tiers.contract import (
     PATIENCE_S,
@@ -51,7 +50,7 @@ SOURCE = filled((OBJECT_BYTES,))
 
 
 @pytest.fixture
-def make(make: Callable[..., FileTier]) -> Callable[..., FileTier]:
+def make(make):
     return lambda capacity_bytes=LIMIT_BYTES, num_threads=4: make(
         capacity_bytes=capacity_bytes, num_threads=num_threads
     )

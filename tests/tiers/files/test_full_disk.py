@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ class Tier(FileTier):
 
 
 @pytest.fixture
-def make(make: Callable[..., Tier]) -> Callable[[Path], Tier]:
+def make(make):
     return lambda path: make(path, Tier, num_threads=1)
 
 

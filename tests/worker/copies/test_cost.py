@@ -13,7 +13,7 @@ LONG = Timed(32, 32 * MIB, 720e-6)
 
 
 @pytest.fixture
-def cost() -> Cost:
+def cost():
     learnt = Cost.learn([SMALL, MANY, LONG])
     assert learnt is not None
     return learnt

@@ -14,7 +14,7 @@ import pytest
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.worker.copies import driver
 from safe_offload.worker.copies.base import Direction
-from safe_offload.worker.copies.driver import DESCRIPTORS_MAX, CudaDriver, Driver, HipDriver
+from safe_offload.worker.copies.driver import DESCRIPTORS_MAX, CudaDriver, HipDriver
 from safe_offload.worker.copies.lane import PIECE_RANGES
 from safe_offload.worker.copies.ranges import Ranges
 from tests.worker.copies.fake_device import FakeGpu, value
@@ -75,7 +75,7 @@ DRIVERS = [CudaDriver, HipDriver]
 
 
 @pytest.fixture(params=DRIVERS, ids=["CUDA", "HIP"])
-def both(request: pytest.FixtureRequest) -> tuple[FakeLibrary, Driver]:
+def both(request):
     library = FakeLibrary()
     return library, request.param(library)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ class Touched:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FirstTouch]]:
+def start(monkeypatch):
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)  # the thread has no priority
     started: list[FirstTouch] = []
 

@@ -84,7 +84,7 @@ class Ranks:
 
 
 @pytest.fixture
-def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ranks]]:
+def make_ranks(monkeypatch):
     monkeypatch.setattr(shared_memory, "time", time)  # which `pass_deadline` replaces
     if ours_in(os.getpid()) != (0, 0):
         gc.collect()  # what other tests no longer use
