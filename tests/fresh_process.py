@@ -5,8 +5,6 @@ One process imports it once, and each of these is a fork of it. There are two su
 `start_engine` have imported all that an engine needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

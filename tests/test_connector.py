@@ -1,7 +1,5 @@
 """The frame around both halves: no error leaves a hook, and a wrong setting stops the start."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import re

@@ -1,7 +1,5 @@
 """`make gpu-report` without a GPU: parts that pass, fail, hang and die."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

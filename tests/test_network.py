@@ -1,7 +1,5 @@
 """The bad networks of the tests: are they as bad as they say?"""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Threads that are all there, and on which cores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ reads, and then waits until computing would have ended. So what is measured is n
 machine is, and a wrong byte from a tier is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

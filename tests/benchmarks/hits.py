@@ -8,8 +8,6 @@ last time says what a hit in its own cache takes. No two processes of one engine
 so each engine's time is held against what the same engine takes to compute the same prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -1,7 +1,5 @@
 """What the benchmark `preemption` found: figures from each recovery, as a table and JSON."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field

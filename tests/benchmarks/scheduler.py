@@ -4,8 +4,6 @@ vLLM's real scheduler serves fixed traces with each connector's scheduler side: 
 Every hook that the scheduler calls is timed, or with --counts what it executes is counted.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

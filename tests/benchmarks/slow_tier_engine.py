@@ -4,8 +4,6 @@ vLLM's scheduler and the scheduler side of our connector are real. There is no m
 no worker: a stand-in takes each plan and reports what has ended by then.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass, field

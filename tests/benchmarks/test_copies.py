@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks copies`: latencies, and vLLM's copies beside ours."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The benchmark `fleet`: a sample of it, and that it tells wrong, missing and late answers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The benchmark `hits`: its figures, and that nothing counts that is not what it should be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks layouts`: both layouts, on engines too, and what is made of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks preemption`: what it counts, without an engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

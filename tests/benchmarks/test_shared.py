@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks shared`, and what it must show: one load for all who want it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The benchmark `slow_tier`: its bound holds, its clock is right, a quiet step costs nothing."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """What threads of an engine use, told by their names."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks tiers`: what is measured, what is told, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 

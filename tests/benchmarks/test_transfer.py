@@ -1,7 +1,5 @@
 """The benchmark of the copies: for real on the CPU, over a device of threads for the GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`safe-offload config`: every setting, and what a configuration sets, without vLLM."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

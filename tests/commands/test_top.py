@@ -1,7 +1,5 @@
 """`safe-offload top` over a server of HTTP that says what the connector's metrics say."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

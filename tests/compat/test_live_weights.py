@@ -1,7 +1,5 @@
 """What is noticed of weights that may change; tests/engine has real engines."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ids of media: which of them vLLM has made of content, on its own classes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A block in one piece: which layout vLLM settles on, by its own code and its own backends."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging

@@ -5,8 +5,6 @@ characters and lone surrogates in keys and values, values that cannot be rendere
 the same inside of a whole `--kv-transfer-config`.
 """
 
-from __future__ import annotations
-
 import enum
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What may be printed of what others wrote; tests/config/test_secrets.py searches all messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.config.printing import (

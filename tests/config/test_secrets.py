@@ -5,8 +5,6 @@ the configuration is searched for it, for pieces of it, and for how it looks in 
 base64.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

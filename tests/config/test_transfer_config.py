@@ -1,7 +1,5 @@
 """What is filled in and refused around our settings, and that other connectors are left alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 `make site` checks the links between the pages of docs/; README.md is not one of them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

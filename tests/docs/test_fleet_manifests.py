@@ -1,7 +1,5 @@
 """The manifests of examples/kubernetes/fleet: the schemas, the connector and a real Valkey."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """What docs/guarantees.md names exists: tests, files, profiles; no id and no mutant is missing."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

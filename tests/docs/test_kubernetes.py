@@ -1,7 +1,5 @@
 """The manifests of examples/kubernetes, against the schemas of the Kubernetes API."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

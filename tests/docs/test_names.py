@@ -5,8 +5,6 @@ arguments of Python calls, source files. A wrong one does harm in silence: vLLM 
 parameter that it does not know.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

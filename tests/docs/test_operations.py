@@ -1,7 +1,5 @@
 """docs/reference/log-lines.md knows everything that the package says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What docs/guides/security.md tells users to write: the ACLs on a real server, and the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

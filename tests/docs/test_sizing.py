@@ -4,8 +4,6 @@ Layers of the shape that the table gives go through vLLM's own layout, and throu
 that counts tokens and longest requests for our line at the start.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients of a vLLM server: they ask, stream, go away, and know what the answer should be."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ When a child fails, the test shows the end of what it printed.
 An engine computes with one thread, so that two of them can run beside each other on two cores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

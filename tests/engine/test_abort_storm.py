@@ -9,8 +9,6 @@ one, and `STORM_REQUESTS=1000` a longer one. What the engine does with it depend
 timing, the workload does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

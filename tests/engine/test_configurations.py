@@ -1,7 +1,5 @@
 """Settings under which the connector does less, and the engine as much as ever."""
 
-from __future__ import annotations
-
 from tests.engine.engines import (
     ABC_TWICE,
     NUM_PROMPT_TOKENS,

@@ -1,7 +1,5 @@
 """KV events of a real engine, from vLLM's own publisher to a router over real ZeroMQ sockets."""
 
-from __future__ import annotations
-
 from safe_offload.commands.bench.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
 

@@ -3,8 +3,6 @@
 `FAULTY_REQUESTS=1000 python -m pytest tests/engine/test_failing_copies.py` sends more of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """No block of the GPU's pool is ever held for the connector, also while its stores run (I2)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.engine.conftest import GetModel

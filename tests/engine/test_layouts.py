@@ -1,7 +1,5 @@
 """Layouts of the KV cache: whole blocks where they can be had, silence where they cannot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ One server does all of it, so that the tests are steps: they run in the order of
 one only needs the server to be up.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

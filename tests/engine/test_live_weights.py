@@ -4,8 +4,6 @@ Answers are compared with those of an engine that has no connector and forgets i
 before each of them: what either of the caches brings from before a change shows in the tokens.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import replace

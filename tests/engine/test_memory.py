@@ -5,8 +5,6 @@ host pool of 256 MiB holds. The engines run in their children's own processes, s
 resident memory is that of scheduler and worker together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts come back from host memory, for each kind of attention that is cached in its own way."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.engines import (

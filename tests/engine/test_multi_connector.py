@@ -4,8 +4,6 @@ The other one is vLLM's ExampleConnector, which keeps KV cache in files and load
 It supports neither the hybrid KV cache manager nor a prefill in chunks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

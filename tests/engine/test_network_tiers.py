@@ -1,7 +1,5 @@
 """Real engines that share a server: what one has computed, another one answers."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import replace
 from pathlib import Path

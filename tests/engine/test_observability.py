@@ -1,7 +1,5 @@
 """Dashboard, alerts and the page on metrics: a real Prometheus scrapes a real server."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

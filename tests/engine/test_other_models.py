@@ -1,7 +1,5 @@
 """Real engines over one directory: what another model has computed is served to none."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Several worker processes, each with its share of the layers or heads and of the host pool."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

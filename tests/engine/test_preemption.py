@@ -4,8 +4,6 @@ One engine answers every prompt alone, forgets all that it and the connector hav
 all prompts at once, in a pool for half of them, as `python -m tests.benchmarks preemption` does.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

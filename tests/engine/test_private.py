@@ -1,7 +1,5 @@
 """Real engines that share a directory, and mean other things by the same names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

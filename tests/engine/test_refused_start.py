@@ -1,7 +1,5 @@
 """A real server whose start the connector refuses: the reason is what its output ends with."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

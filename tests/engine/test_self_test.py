@@ -1,7 +1,5 @@
 """A real server on a machine whose copies are wrong: it serves, and the host cache is not used."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """Real engines with a tier: restarts, engines side by side, machines, a tier that dies."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace

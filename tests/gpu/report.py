@@ -5,8 +5,6 @@ process of its own with a limit of time: what fails, hangs or takes the GPU with
 does not keep the others from running. The same where torch, vLLM or the GPU itself is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools

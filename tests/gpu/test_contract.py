@@ -1,7 +1,5 @@
 """The GPU backend on a GPU: the contract on every copy path."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.protocol import MemoryKind

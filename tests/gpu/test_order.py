@@ -1,7 +1,5 @@
 """Order on the device: fences, loads behind the compute stream, bytes of every neighbour."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -7,8 +7,6 @@ not run, the GPU backend, is left to tests over the stand-in device: one of them
     python -m tests.mutants [--only TEXT] [--seeds 120] [--markdown]
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -8,8 +8,6 @@ stands nowhere in the function, or more than once, is an error.
     min(counts.values())        if no statement is that: a part of one
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from typing import Any, cast

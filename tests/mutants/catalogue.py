@@ -6,8 +6,6 @@ file below `safe_offload/`. Lines with a minus say once in the function what is 
 `anchors`), those with a plus stand in its place.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ vLLM's scheduler, both halves of our connector and the transfers are real. Memor
 the model runner are the simulator's: every word that attention reads is checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

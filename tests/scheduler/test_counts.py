@@ -1,7 +1,5 @@
 """What an operator reads off the counters: evictions, hits that did not arrive, resets, slots."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Failures as vLLM's real scheduler meets them: bounded, counted, and never its problem."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

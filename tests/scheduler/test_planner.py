@@ -1,7 +1,5 @@
 """The scheduler side on vLLM's real Scheduler, one promise at a time."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Set
 from typing import Any

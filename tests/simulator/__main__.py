@@ -6,8 +6,6 @@ docs/guarantees.md. A run that breaks one is made as small as possible and print
 that repeats it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import logging

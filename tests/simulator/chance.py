@@ -5,8 +5,6 @@ numbers. So a request that is left out, when a failing run is made smaller, does
 happens to the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

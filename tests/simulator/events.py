@@ -4,8 +4,6 @@ A run is the list of its events and a seed. Leaving events out gives a smaller r
 which is how a failing one is shrunk.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

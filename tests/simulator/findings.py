@@ -1,7 +1,5 @@
 """What a checker reports."""
 
-from __future__ import annotations
-
 
 class Finding(Exception):
     """A promise that was seen broken.

@@ -1,7 +1,5 @@
 """What others do to the host pool of an engine while it matches and plans."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ step reads and writes. The tokens that it samples are those that the prefix lead
 (`words.Sequel`), whatever the memory holds: a wrong word in memory is a finding of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -6,8 +6,6 @@ is that of an engine: memory has no contents here. The tests see so which of the
 the others show, and `python -m tests.benchmarks scheduler` what each costs the scheduler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

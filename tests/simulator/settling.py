@@ -1,7 +1,5 @@
 """The last phase of a run: no request comes any more, and everything must settle within a bound."""
 
-from __future__ import annotations
-
 import math
 
 from tests.simulator.engine_core import EngineCore

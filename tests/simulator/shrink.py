@@ -1,7 +1,5 @@
 """Make a failing run small: leave out events, as long as the same promise is broken."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The simulator's ranks (`EngineCore`) and the stand-ins for other connectors' wor
 are two things that it is stepped with.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ switches features off at random. A run with everything on finds less: what fails
 would have failed later, and full caches, deaths and resets keep one another from happening.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace

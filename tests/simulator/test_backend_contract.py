@@ -1,7 +1,5 @@
 """The simulator's backend keeps the contract of the real ones: what it lets pass, they let pass."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

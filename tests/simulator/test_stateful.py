@@ -1,7 +1,5 @@
 """Hypothesis drives the simulated engine: requests, aborts, resets and faults in any order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import HealthCheck, settings

@@ -1,7 +1,5 @@
 """Profiles drawn from seeds, and the last phase of their runs, which must settle within a bound."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """The stand-in for a tier: it does what a tier promises, and what its faults say."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Coroutine

@@ -6,8 +6,6 @@ is torn or another's, is noticed here too: no fault hands out wrong words as rig
 with which a test shows that a checker would see it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ It is asyncio's own loop without a selector: nothing is ever waited for, time pa
 simulator says so, and callbacks run in the order in which they became ready.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

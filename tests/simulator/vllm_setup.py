@@ -1,7 +1,5 @@
 """vLLM's real objects, as small as they can be: configuration, scheduler, connectors."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile

@@ -5,8 +5,6 @@ whole prefix that ends with the token, from the KV cache group and from the rank
 prefixes have different words at the same position, so a block of another request shows.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence

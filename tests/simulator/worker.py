@@ -4,8 +4,6 @@ The model runner calls the connector's hooks in the order of vLLM's two model ru
 v1/worker/gpu_model_runner.py with kv_connector_model_runner_mixin.py, and v1/worker/gpu/).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

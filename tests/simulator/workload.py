@@ -1,7 +1,5 @@
 """From a profile and a seed to the events of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.simulator.chance import Chance

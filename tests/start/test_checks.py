@@ -1,7 +1,5 @@
 """What is refused in the process that the user starts, before it starts the engine's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Valkey server behind a bad network: what is given up ends at once, and lets go of its slots."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

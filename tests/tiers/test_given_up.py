@@ -4,8 +4,6 @@ A server answers half of an object, the call is given up, and the test writes to
 server goes on: Valkey and a bucket, on both event loops, with and without TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

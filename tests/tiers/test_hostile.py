@@ -1,7 +1,5 @@
 """Some answers of hostile servers; `python -m tests.tiers.hostile` takes many more."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Objects that are sealed with a key: what is refused, whatever its writer knows."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

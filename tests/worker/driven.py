@@ -1,7 +1,5 @@
 """Transfers that the test drives, on a loop that it can look at."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tier in a dictionary whose calls end when the test says so, on a loop that the test turns."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

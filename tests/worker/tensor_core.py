@@ -5,8 +5,6 @@ the loop runs on its thread, the backend copies when it likes, and the forward w
 words in the order of a compute stream. So a run is not repeatable; what it finds is real.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiers behind the worker's hooks: real threads, real host memory, a tier in a dictionary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

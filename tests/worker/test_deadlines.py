@@ -1,7 +1,5 @@
 """Deadlines: what has not begun in time fails, what has begun is waited for and told once."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

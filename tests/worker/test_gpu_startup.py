@@ -4,8 +4,6 @@ vLLM's own code is driven over the GPU of threads (vllm_gpu.py). Where a step is
 the tests at the end read vLLM's source: they fail when a version does it in another order.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

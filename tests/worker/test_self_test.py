@@ -1,7 +1,5 @@
 """No way to copy is used that has not proven itself on the memory that it will copy."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Sleep and wake-up (vLLM 0.33 on): copies have ended before the KV cache's memory goes (G5)."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

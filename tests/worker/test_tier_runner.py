@@ -1,7 +1,5 @@
 """Messages to tiers: each is answered exactly once, and no slot is touched after that."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Transfers, driven by a backend whose copies end when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

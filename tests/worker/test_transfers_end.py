@@ -1,7 +1,5 @@
 """How transfers end: by a death of their loop, or because they are closed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -11,8 +11,6 @@ Source: vllm/v1/worker/gpu_worker.py, gpu_model_runner.py, gpu/model_runner.py, 
 (0.32.0 and 0.33.0).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

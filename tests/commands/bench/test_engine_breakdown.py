@@ -1,7 +1,5 @@
 """Where a request's time goes: spans, sums and tables, from observations made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

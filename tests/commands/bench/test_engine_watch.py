@@ -1,7 +1,5 @@
 """What the benchmark sees of a worker: its steps, and the copies of a real backend."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

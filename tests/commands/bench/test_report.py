@@ -1,7 +1,5 @@
 """What all benchmarks share: tables, ranges, files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

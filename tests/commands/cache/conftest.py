@@ -1,7 +1,5 @@
 """Places of tiers with objects in them, each kind spoken to behind the back of the command."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod

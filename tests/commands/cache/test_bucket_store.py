@@ -1,7 +1,5 @@
 """`safe-offload cache` on object stores: what cannot be done; test_places.py has what can."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

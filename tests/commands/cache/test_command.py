@@ -1,7 +1,5 @@
 """`safe-offload cache`: what a directory of a file tier holds, also while engines use it."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

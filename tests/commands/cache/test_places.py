@@ -1,7 +1,5 @@
 """`safe-offload cache` does the same in every kind of place."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.tiers.naming import namespace_folder

@@ -3,8 +3,6 @@
 The tier's own connection logs in first: tests/tiers/valkey/test_servers.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from redis import SSLConnection
 

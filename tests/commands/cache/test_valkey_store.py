@@ -1,7 +1,5 @@
 """`safe-offload cache` on real servers: what only Valkey and Redis do; test_places.py has more."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on a sound machine, and on set-ups that are broken in one way each."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The copies on trial: the order of fenced overwrites, on both kinds of backend."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from contextlib import closing

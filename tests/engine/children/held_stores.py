@@ -5,8 +5,6 @@ the GPU's pool has been read; "fenced" holds each store until the engine fences 
 at which it may still read its source.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -4,8 +4,6 @@ That replaying them gives what the directory holds, whatever happens, is the sim
 (I12). Here they are compared with those of vLLM's own connector, on vLLM's real scheduler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

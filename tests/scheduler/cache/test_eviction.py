@@ -1,7 +1,5 @@
 """Every eviction policy keeps the contract; each has an order of its own."""
 
-from __future__ import annotations
-
 import pickle
 import random
 

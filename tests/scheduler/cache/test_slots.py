@@ -1,7 +1,5 @@
 """Host slots: who gets them, and that no call half happens."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

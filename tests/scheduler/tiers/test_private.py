@@ -1,7 +1,5 @@
 """What no tier is asked for or given: blocks whose hashes do not say what they hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Tiers, as vLLM's real scheduler meets them: what they have becomes an ordinary host hit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

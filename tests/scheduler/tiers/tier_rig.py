@@ -4,8 +4,6 @@ Between vLLM's scheduler and the workers it takes what a plan says of tiers, and
 would report. What it brings are the words that some engine has spilled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

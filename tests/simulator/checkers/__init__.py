@@ -5,8 +5,6 @@ reports of the ranks, the words in memory, vLLM's reference counts. They keep bo
 believe none of ours.
 """
 
-from __future__ import annotations
-
 from tests.simulator.checkers.completions import CompletionChecker
 from tests.simulator.checkers.contents import ContentChecker
 from tests.simulator.checkers.events import EventChecker

@@ -3,8 +3,6 @@
 That the forward reads the right words is checked by the model runner itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

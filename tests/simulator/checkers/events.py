@@ -1,7 +1,5 @@
 """I12: replaying the KV events gives exactly what can be hit on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A book of all transfers, kept from what crosses between the two processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

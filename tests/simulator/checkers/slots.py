@@ -1,7 +1,5 @@
 """I5: taking host slots is one atomic step, and running out is a smaller grant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ I9: it waits for tiers only while they are asked for what it lacks, and in all a
 What is looked at is vLLM's own: its requests, their states, their tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Each is a miss or a store that is dropped, with a result that says why and a line in the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

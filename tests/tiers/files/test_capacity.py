@@ -1,7 +1,5 @@
 """What a directory may hold: kept by all processes, the least recently used goes first."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """A write that is refused does not empty the cache, whichever process has the room."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

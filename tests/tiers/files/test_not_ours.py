@@ -4,8 +4,6 @@ What is accepted, and why, is in docs/guides/security.md. Another user is anothe
 user id of nobody; where only root can prepare something, the test needs root.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

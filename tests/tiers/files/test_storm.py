@@ -1,7 +1,5 @@
 """A short storm; `python -m tests.tiers.files.storm` runs a long one."""
 
-from __future__ import annotations
-
 from tests.tiers.files.storm import main
 
 

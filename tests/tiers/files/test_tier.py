@@ -1,7 +1,5 @@
 """The file tier, on disk and on tmpfs: the contract, and all that a directory can do to it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

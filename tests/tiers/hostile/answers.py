@@ -1,7 +1,5 @@
 """What a hostile Valkey server sends: the kinds of its answers, and how the next one is chosen."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import random

@@ -1,7 +1,5 @@
 """Traffic of some tiers with one hostile server, and what must hold of it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

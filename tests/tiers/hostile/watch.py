@@ -1,7 +1,5 @@
 """What must not happen while a tier talks to a hostile server, and how it is noticed."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """All of vLLM's configuration changes the namespace, but what is listed with its reason."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """What the files of a model contain: any change is another digest, and nothing is read twice."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The facts behind a namespace: all that changes the bytes changes them, and nothing else does."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

@@ -3,8 +3,6 @@
 tests/tiers/test_given_up.py has the calls that are given up in the middle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The search for what a store has: few requests, and the right end."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 

@@ -3,8 +3,6 @@
 The stores are scripted ones on this machine. That they are like the clouds' own is not shown here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

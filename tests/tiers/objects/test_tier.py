@@ -1,7 +1,5 @@
 """The object store tier on a real server: the contract, and what a server can do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from asyncio import DefaultEventLoopPolicy

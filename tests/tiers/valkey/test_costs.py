@@ -1,7 +1,5 @@
 """What a Valkey server that is not trusted can cost: bytes, and steps that hold the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """A connection that the server closed while it was idle costs no call; one that fails does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

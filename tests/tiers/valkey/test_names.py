@@ -1,7 +1,5 @@
 """What objects are called on a server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

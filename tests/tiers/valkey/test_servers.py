@@ -1,7 +1,5 @@
 """How a server is greeted, which of several has what, and what a hostile one gets out of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

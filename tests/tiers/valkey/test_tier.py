@@ -1,7 +1,5 @@
 """A Valkey or Redis server as a tier: the contract, over TCP, TLS, a socket and a cluster."""
 
-from __future__ import annotations
-
 from asyncio import DefaultEventLoopPolicy
 from typing import Any
 

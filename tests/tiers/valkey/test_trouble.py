@@ -1,7 +1,5 @@
 """What a Valkey or Redis server can do to its tier: refuse, fill up, hang, die, move keys."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is made of the bytes that a server answers, whatever they are and however they are cut."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -9,8 +9,6 @@ The expected bytes are worked out here block by block from the geometry alone, a
 as a whole: GPU storage and host pool, gaps and neighbours included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from abc import ABC, abstractmethod

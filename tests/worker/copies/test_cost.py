@@ -1,7 +1,5 @@
 """What a copy is expected to take, learnt from three that were timed."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.worker.copies.cost import Cost, Timed

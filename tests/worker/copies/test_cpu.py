@@ -1,7 +1,5 @@
 """The backend for a KV cache in host memory: the contract, and what only it does."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

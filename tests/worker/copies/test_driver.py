@@ -1,7 +1,5 @@
 """The drivers' calls, over libraries that are Python objects: names, arguments, chunks, errors."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The GPU backend over a device of threads: the contract on every copy path, locking, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

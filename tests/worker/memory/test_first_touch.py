@@ -1,7 +1,5 @@
 """Host memory that is made ready shortly before it is used."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Where host memory lies, from what the system tells of nodes and pages."""
 
-from __future__ import annotations
-
 import mmap
 import os
 

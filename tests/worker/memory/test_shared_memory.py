@@ -1,7 +1,5 @@
 """One memory for several ranks: they all have it or none has, and it goes with the last of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

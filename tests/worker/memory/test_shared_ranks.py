@@ -1,7 +1,5 @@
 """Ranks that hold the same KV cache, over one host memory: who stores what, and what is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on buckets of tiers: a real store, and credentials that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on directories of tiers: real ones, and file systems that are not here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on what the page on security asks for and a tier lacks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

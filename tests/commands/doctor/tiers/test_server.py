@@ -1,7 +1,5 @@
 """`safe-offload doctor` on servers of tiers: real ones, and settings that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
