@@ -87,6 +87,23 @@ def test_no_block_is_held_after_a_request_finishes_with_stores_in_flight(make_ri
 # ---- I3: stale, duplicate and foreign ids ------------------------------------------------------
 
 
+def test_an_id_that_comes_again_before_the_request_runs_is_dropped(make_rig):
+    rig = make_rig(num_blocks=30)
+    a = rig.prompt(41, 1)
+    rig.run_alone("a", a)
+    rig.fill_gpu_cache("b", 2)
+    rig.add("a2", a)
+    rig.step_until(lambda: bool(rig.scheduler.finished_recving_kv_req_ids))
+    assert rig.scheduler.finished_recving_kv_req_ids == {"a2"}
+    state = rig.planner.book.get("a2")
+    assert state.is_announced
+    again = _output(received={"a2"})
+    rig.connector.update_connector_output(again)
+    assert again.finished_recving is None
+    rig.drain()
+    rig.check_tokens("a2", 4)
+
+
 def test_ids_of_another_connector_pass(make_rig):
     """Under MultiConnector the sets hold ids that are not ours, and vLLM needs them."""
     rig = make_rig()
