@@ -25,7 +25,6 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from safe_offload.commands.cli import main
 from safe_offload.commands.doctor.findings import Severity
 from safe_offload.commands.doctor.tiers.check import check_tier
 from safe_offload.commands.doctor.tiers.safety import check_safety
@@ -34,7 +33,6 @@ from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Result
 from safe_offload.tiers.choice import open_tier
-from safe_offload.tiers.valkey.names import key_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
 from tests.kubernetes_api import VERSIONS, changed, check, manifests
 from tests.tiers.contract import FACTS, bytes_of, filled, name_of, slot_of
@@ -444,42 +442,6 @@ def test_valkey_of_that_version_takes_the_arguments_and_lets_only_the_engines_in
     for login in ({}, {"username": "vllm", "password": "wrong"}):
         with client(socket, **login) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
-
-
-@pytest.fixture
-def url(socket):
-    return f"unix://{tier().location.user}@{socket}"
-
-
-@pytest.mark.parametrize("ttl_s", [None, 60.0])
-async def test_the_engines_user_may_do_what_the_tier_does(url, vllm, folder, ttl_s):
-    password_file = str(folder / "password")
-    opened = ValkeyTier(TierConfig.at(url, password_file=password_file, ttl_s=ttl_s), FACTS)
-    names = [name_of(number) for number in range(3)]
-    source, target = filled((4096, 512)), slot_of((4096, 512))
-    try:
-        assert await opened.spill(names, [source] * 3) == [Result.DONE] * 3
-        assert await opened.spill(names, [source] * 3) == [Result.PRESENT] * 3
-        assert await opened.probe(names) == [True] * 3
-        assert await opened.fetch(names[:1], [target]) == [Result.DONE]
-        assert bytes_of(target) == bytes_of(source)
-        vllm.set(key_of(names[1]), b"torn")
-        assert await opened.fetch(names[1:2], [target]) == [Result.CORRUPT]
-        assert await opened.probe(names) == [True, False, True], "it was deleted"
-    finally:
-        await opened.close()
-    assert len(list(vllm.scan_iter("*"))) == 3, "and the description of the namespace"
-
-
-@pytest.mark.parametrize("command", ["ls", "verify", "prune --older-than 0s", "rm --all"])
-def test_the_engines_user_may_look_and_clean_up(url, vllm, folder, capsys, command):
-    vllm.set(key_of(name_of(1)), b"torn")
-    action, *options = command.split()
-    login = ["--password-file", str(folder / "password")]
-    status = main(["cache", action, url, *options, *login])
-    shown = capsys.readouterr()
-    assert "ACL" not in shown.err, shown.err
-    assert status == (1 if action == "verify" else 0), shown
 
 
 def test_the_engines_user_may_do_nothing_else(vllm):
