@@ -10,7 +10,7 @@ from safe_offload.protocol import FailureReason
 from safe_offload.worker import transfers as transfers_module
 from safe_offload.worker.copies.base import Direction
 from tests.worker.driven import drained, flush, submit
-from tests.worker.fake_backend import ONE_COPY, SLOT_BYTES
+from tests.worker.fake_backend import ONE_COPY
 from tests.worker.watched_loop import HandClock
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -69,31 +69,6 @@ def test_a_copy_that_is_still_in_the_queue_of_the_backend_is_taken_back(backend,
     assert drained(transfers) == [(1, None)]
 
 
-def test_the_deadline_counts_from_the_submission_not_from_the_issue(backend, start, clock):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 2)
-    clock.advance(transfers.loop, 20.0)
-    backend.queues = True
-    backend.complete(1)
-    backend.wait_for(2)
-    assert drained(transfers) == [(1, None)]
-    clock.advance(transfers.loop, 11.0)
-    assert drained(transfers) == [(2, TIMED_OUT)]
-
-
-def test_those_behind_one_that_timed_out_have_their_turn(backend, start, clock):
-    transfers = start(2 * SLOT_BYTES)
-    submit(transfers, STORE, 1)
-    submit(transfers, STORE, 10, num_blocks=2)
-    clock.advance(transfers.loop, 20.0)
-    submit(transfers, STORE, 20)
-    flush(transfers)
-    assert backend.names == [1]
-    clock.advance(transfers.loop, 11.0)
-    assert dict(drained(transfers)) == {10: TIMED_OUT}
-    assert backend.names == [1, 20]
-
-
 # ---- what has begun ----------------------------------------------------------------------------
 
 
@@ -128,17 +103,6 @@ def test_an_overdue_copy_is_counted_and_logged_once_with_what_to_do(backend, sta
     assert "transfer_timeout_s" in errors[0]
 
 
-def test_a_copy_that_ends_in_time_is_not_overdue(backend, start, clock, errors):
-    transfers = start()
-    submit(transfers, LOAD, 1)
-    backend.complete(1)
-    flush(transfers)
-    clock.advance(transfers.loop, BEYOND_S)
-    assert drained(transfers) == [(1, None)]
-    assert transfers.statistics().num_overdue == 0
-    assert errors == []
-
-
 def test_an_overdue_copy_does_not_hold_up_the_others(backend, start, clock):
     transfers = start(ONE_COPY)
     submit(transfers, STORE, 1)
@@ -170,37 +134,3 @@ def test_a_backend_that_cannot_tell_is_waited_for(backend, start, clock, monkeyp
 
 
 # ---- with fences and the end -------------------------------------------------------------------
-
-
-def test_a_fence_on_what_timed_out_has_nothing_to_wait_for(backend, start, clock):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 2)
-    clock.advance(transfers.loop, BEYOND_S)
-    transfers.fence((2,))
-    assert backend.fenced == []
-    assert drained(transfers) == [(2, TIMED_OUT)]
-
-
-def test_a_store_that_is_fenced_in_time_does_not_time_out(backend, start, clock):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1, 2)
-    backend.on_fence = lambda completion: True
-    transfers.fence((2,))
-    clock.advance(transfers.loop, BEYOND_S)
-    backend.complete(1)
-    backend.complete(2)
-    assert drained(transfers) == [(1, None), (2, None)]
-
-
-def test_transfers_with_an_overdue_copy_can_be_closed(backend, start, clock):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1)
-    clock.advance(transfers.loop, BEYOND_S)
-    submit(transfers, LOAD, 2)
-    backend.wait_for(2)
-    submit(transfers, LOAD, 3)
-    assert not transfers.close(timeout_s=0.0)
-    assert drained(transfers) == [(3, FailureReason.CANCELLED)]
-    backend.complete_all()
-    assert transfers.close(20.0)
-    assert sorted(transfers.drain()) == [(1, None), (2, None)]
