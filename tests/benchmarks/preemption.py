@@ -130,10 +130,7 @@ def measure(options: PreemptionOptions, say: Callable[[str], None]) -> list[Case
         for name in options.cases:
             case = CASES[name]
             model = write_tiny_model(
-                case.model,
-                Path(folder) / name,
-                sliding_window=SLIDING_WINDOW,
-                seed=options.seed,
+                case.model, Path(folder) / name, sliding_window=SLIDING_WINDOW, seed=options.seed
             )
             num_gpu_blocks = count_pool_blocks(options, case.model, workload)
             runs = {}

@@ -9,14 +9,7 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.guarded_tier import FAILURES_MAX
 from tests.benchmarks import fleet_engine
-from tests.benchmarks.fleet import (
-    MIDDLE,
-    START,
-    VOCABULARY,
-    Fleet,
-    Row,
-    make_prompts,
-)
+from tests.benchmarks.fleet import MIDDLE, START, VOCABULARY, Fleet, Row, make_prompts
 from tests.benchmarks.fleet_engine import FleetCore, Sample
 from tests.benchmarks.slow_tier import ALLOWED_S, ALLOWED_SHARE
 

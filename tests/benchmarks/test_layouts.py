@@ -5,13 +5,7 @@ import json
 import pytest
 
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.layouts import (
-    APART,
-    NUM_LAYERS,
-    WHOLE,
-    measure_copies,
-    ratios,
-)
+from tests.benchmarks.layouts import APART, NUM_LAYERS, WHOLE, measure_copies, ratios
 
 FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 

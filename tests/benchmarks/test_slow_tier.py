@@ -7,13 +7,7 @@ import pytest
 
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.scheduler_probe import HookCounter, wrap_hooks
-from tests.benchmarks.slow_tier import (
-    Case,
-    Sample,
-    make_engine,
-    make_prompts,
-    serve,
-)
+from tests.benchmarks.slow_tier import Case, Sample, make_engine, make_prompts, serve
 from tests.simulator.vllm_setup import NONE
 
 SPEED = 5_000
@@ -61,8 +55,7 @@ def test_a_run_writes_every_sample_and_fails_where_one_is_late(tmp_path, monkeyp
     arguments = ["slow_tier", "--requests", "11", "--tiers", FAST, "--json", str(path)]
     for samples, status in (([late] * 11, 1), ([late] * 10 + samples_of(FAST, 1), 0)):
         monkeypatch.setattr(
-            "tests.benchmarks.slow_tier.compare",
-            lambda *_, samples=samples: {COMPUTED: samples},
+            "tests.benchmarks.slow_tier.compare", lambda *_, samples=samples: {COMPUTED: samples}
         )
         assert main(arguments) == status
     (case,) = json.loads(path.read_text())["cases"]

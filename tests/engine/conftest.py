@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
-from tests.engine.engines import (
-    MLA,
-    NUM_MLA_HIT_TOKENS,
-    Report,
-    make_job,
-    num_pool_blocks,
-    run,
-)
+from tests.engine.engines import MLA, NUM_MLA_HIT_TOKENS, Report, make_job, num_pool_blocks, run
 
 GetModel = Callable[[ModelKind], Path]
 GetReport = Callable[[str], Report]

@@ -13,11 +13,7 @@ from tests.engine.engines import (
 
 def test_without_prefix_caching_the_engine_serves_and_says_so_once(model, plain_llama, tmp_path):
     """There are no block hashes to key a cache by: nothing is stored, found or counted."""
-    job = make_job(
-        model("llama"),
-        kv_transfer_config=connector(),
-        enable_prefix_caching=False,
-    )
+    job = make_job(model("llama"), kv_transfer_config=connector(), enable_prefix_caching=False)
     (report,) = run(tmp_path, job)
     assert report.tokens == plain_llama.tokens
     assert [answer.num_cached for answer in report.answers] == [0] * 6
@@ -79,8 +75,7 @@ def test_with_checksums_and_little_in_flight_prompts_come_back_from_the_host(
 ):
     """Every slot is compared; stores wait for one another, and what is put off is stored later."""
     job = make_job(
-        model("llama"),
-        kv_transfer_config=connector(verify="load", max_inflight_bytes="64KiB"),
+        model("llama"), kv_transfer_config=connector(verify="load", max_inflight_bytes="64KiB")
     )
     (report,) = run(tmp_path, job)
     assert report.tokens == plain_llama.tokens

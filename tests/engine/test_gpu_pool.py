@@ -3,14 +3,7 @@
 from dataclasses import replace
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import (
-    NUM_PROMPT_TOKENS,
-    Job,
-    connector,
-    make_job,
-    num_hit_tokens,
-    run,
-)
+from tests.engine.engines import NUM_PROMPT_TOKENS, Job, connector, make_job, num_hit_tokens, run
 
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
 

@@ -80,9 +80,7 @@ def test_what_a_tier_has_of_one_layout_is_not_read_in_another(model, tmp_path):
     reports = []
     for index, is_wanted in enumerate((False, True, True)):
         config = connector(
-            num_slots=500,
-            tiers=[tier_at(tmp_path / "tier")],
-            enable_cross_layers_blocks=is_wanted,
+            num_slots=500, tiers=[tier_at(tmp_path / "tier")], enable_cross_layers_blocks=is_wanted
         )
         one = job(model, "llama", *BOTH, kv_transfer_config=config, turns=turns)
         reports += run(tmp_path / str(index), one)

@@ -43,10 +43,7 @@ def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
     options = preemption.read_options(parser.parse_args(ARGUMENTS))
     workload = preemption.make_workload(options)
     engine_options = preemption.make_engine_options(
-        options,
-        model(kind),
-        preemption.count_pool_blocks(options, kind, workload),
-        ENGINES[engine],
+        options, model(kind), preemption.count_pool_blocks(options, kind, workload), ENGINES[engine]
     )
     with EngineProcess(engine, engine_options, tmp_path / "log") as process:
         process.wait_until_started(START_TIMEOUT_S)

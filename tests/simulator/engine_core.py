@@ -150,12 +150,7 @@ class EngineCore(Stepper):
         return device, loop, Opened(transfers, backend, share, None, tiers)
 
     def _open_tiers(
-        self,
-        rank: int,
-        device: Device,
-        loop: SteppedLoop,
-        share: Share,
-        verifier: Verifier | None,
+        self, rank: int, device: Device, loop: SteppedLoop, share: Share, verifier: Verifier | None
     ) -> TierRunner | None:
         self.tiers.append(RankTiers(self.stores, device, self.chance, self.engine))
         if not self.stores:

@@ -16,13 +16,7 @@ from tests.simulator.chance import Chance
 from tests.simulator.findings import Findings
 from tests.simulator.model_runner import ModelRunner
 from tests.simulator.stepper import Stepper
-from tests.simulator.vllm_setup import (
-    NONE,
-    OURS,
-    EngineShape,
-    make_kv_cache_config,
-    runner_output,
-)
+from tests.simulator.vllm_setup import NONE, OURS, EngineShape, make_kv_cache_config, runner_output
 from tests.simulator.words import Sequel
 
 SIMPLE = "SimpleCPUOffloadConnector"

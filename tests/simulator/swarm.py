@@ -14,14 +14,7 @@ from tests.simulator.chance import Chance, Item
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.profiles import (
-    PROFILES,
-    WAIT_S,
-    FaultCounts,
-    Profile,
-    Workload,
-    tier_settings,
-)
+from tests.simulator.profiles import PROFILES, WAIT_S, FaultCounts, Profile, Workload, tier_settings
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import (
     EngineShape,

@@ -12,12 +12,7 @@ from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOORS, SWARM_SEEDS
 from tests.simulator.profiles import PROFILES, Profile, Workload
 from tests.simulator.run import Run, run
-from tests.simulator.swarm import (
-    RULES,
-    SWARM,
-    blocks_of_longest_request,
-    draw,
-)
+from tests.simulator.swarm import RULES, SWARM, blocks_of_longest_request, draw
 from tests.simulator.tiers import TierFault
 from tests.simulator.vllm_setup import EngineShape
 from tests.simulator.workload import make_events

@@ -83,10 +83,7 @@ def make_gpu_hit() -> Watched:
 
 
 def make_first(*, is_stored: bool) -> Watched:
-    stores = [
-        ("store", after(0.5), after(0.504), 600),
-        ("store", after(0.9), after(0.903), 400),
-    ]
+    stores = [("store", after(0.5), after(0.504), 600), ("store", after(0.9), after(0.903), 400)]
     return make_watched(ttft_s=1.02 if is_stored else 1.0, copies=stores if is_stored else [])
 
 

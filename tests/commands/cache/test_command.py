@@ -17,14 +17,7 @@ from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import namespace_folder, path_of
-from tests.commands.cache.calls import (
-    AFTER_RESET,
-    FACTS,
-    FIRST,
-    OBJECT_BYTES,
-    STORED_BYTES,
-    read,
-)
+from tests.commands.cache.calls import AFTER_RESET, FACTS, FIRST, OBJECT_BYTES, STORED_BYTES, read
 from tests.tiers.contract import filled, name_of
 
 

@@ -7,12 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from safe_offload.scheduler.cache.eviction import (
-    POLICIES,
-    PROTECTED_SHARE,
-    EvictionPolicy,
-    Slru,
-)
+from safe_offload.scheduler.cache.eviction import POLICIES, PROTECTED_SHARE, EvictionPolicy, Slru
 
 NUM_SLOTS = 24
 

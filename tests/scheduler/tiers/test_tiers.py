@@ -967,8 +967,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"],
+    "method", ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"]
 )
 def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)

@@ -107,6 +107,5 @@ class HitChecker:
             for slot in slots:
                 if slot in guarded:
                     raise Finding(
-                        "I1",
-                        f"{name} writes slot {slot}, which belongs to {guarded[slot]}",
+                        "I1", f"{name} writes slot {slot}, which belongs to {guarded[slot]}"
                     )

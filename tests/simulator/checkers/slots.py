@@ -62,8 +62,5 @@ class SlotChecker:
                 if slot in self._ledger.bad_slots:
                     raise Finding("I6", f"slot {slot} is used again, whose memory is bad")
                 if slot in taken:
-                    raise Finding(
-                        "I5",
-                        f"{name} writes slot {slot}, which {taken[slot]} has",
-                    )
+                    raise Finding("I5", f"{name} writes slot {slot}, which {taken[slot]} has")
                 taken[slot] = name

@@ -30,15 +30,7 @@ from safe_offload.tiers.files.capacity import (
 )
 from safe_offload.tiers.files.directory import Stored, size_on_disk, walk
 from safe_offload.tiers.naming import HEADER_BYTES, namespace_folder
-from tests.tiers.contract import (
-    PATIENCE_S,
-    SPACE,
-    fetch_one,
-    filled,
-    name_of,
-    slot_of,
-    spill_one,
-)
+from tests.tiers.contract import PATIENCE_S, SPACE, fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.paths import path_in
 
 OBJECT_BYTES = 60 << 10

@@ -15,14 +15,7 @@ from safe_offload.tiers.files import object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.guarded_tier import GuardedTier
-from tests.tiers.contract import (
-    SPACE,
-    fetch_one,
-    filled,
-    name_of,
-    slot_of,
-    spill_one,
-)
+from tests.tiers.contract import SPACE, fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.mounts import mounted
 from tests.tiers.files.paths import files_below, said
 

@@ -185,8 +185,7 @@ def test_a_cluster_and_one_whose_nodes_may_not_be_asked_for(tmp_path):
             with server.client() as client:
                 assert client.dbsize() == 0
         set_user(
-            cluster.servers[0],
-            f"tier on nopass ~safe-offload:* {rights(*EVERY)} -cluster|slots",
+            cluster.servers[0], f"tier on nopass ~safe-offload:* {rights(*EVERY)} -cluster|slots"
         )
         refused = found_of(cluster.servers[0], "tier@")["tiers.access"]
     assert "a cluster of 3 nodes" in found["tiers.server"].found
