@@ -240,10 +240,7 @@ REFUSED = {
         )
         for key in ("lazy_offload", "check_invariants")
     },
-    "kv_offload_backend": (
-        ("gpu", "CPU", "", None, True, 1, ["cpu"]),
-        ('Allowed: "cpu", "disk"',),
-    ),
+    "kv_offload_backend": (("gpu", "CPU", "", None, True, 1, ["cpu"]), ('Allowed: "cpu", "disk"',)),
 }
 
 

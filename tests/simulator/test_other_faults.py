@@ -4,8 +4,6 @@ Each name begins with the id of its row. test_faults_of_peers.py runs some of th
 connectors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixed seeds of every profile, regression seeds, and what a run must be to be worth anything."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

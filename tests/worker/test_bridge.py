@@ -144,8 +144,7 @@ class Worker:
     ) -> tuple[str, ...]:
         """All hooks of a step in one of the orders in which vLLM calls them.
 
-        Returns:
-            What `get_transfer_results` answered.
+        Returns what `get_transfer_results` answered.
         """
         bridge = self.bridge
         bridge.handle_preemptions(plan)
@@ -191,7 +190,7 @@ ORDERS = ("V1", "speculative decoding", "synchronous loads of another connector"
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., Worker]]:
+def make_worker():
     workers: list[Worker] = []
 
     def make(**kwargs: object) -> Worker:
@@ -204,7 +203,7 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture
-def worker(make_worker: Callable[..., Worker]) -> Worker:
+def worker(make_worker):
     return make_worker().register()
 
 
@@ -766,9 +765,7 @@ def test_when_the_loop_dies_every_transfer_is_reported_and_hooks_go_on(make_work
 
 
 @pytest.mark.parametrize("is_child", [True, False])
-def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(
-    is_child: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(is_child, monkeypatch):
     free, started = [], []
 
     @contextlib.contextmanager

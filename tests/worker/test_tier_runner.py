@@ -1,12 +1,10 @@
 """Messages to tiers: each is answered exactly once, and no slot is touched after that."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -202,7 +200,7 @@ def content(word: int) -> bytes:
 
 
 @pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
+def make_rig():
     rigs: list[Rig] = []
 
     def make(*tiers: HandTier, **options: Any) -> Rig:

@@ -1,8 +1,6 @@
 """Tiers, as vLLM's real scheduler meets them: what they have becomes an ordinary host hit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +33,7 @@ WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 
 
 
 @pytest.fixture
-def make_tiers() -> Iterator[MakeTierRig]:
+def make_tiers():
     """Make started engines with a tier; with the `tier` of another one, they have what that has."""
     rigs: list[TierRig] = []
 
@@ -50,7 +48,7 @@ def make_tiers() -> Iterator[MakeTierRig]:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """Fetches are cut into pieces of two blocks."""
     monkeypatch.setattr("safe_offload.scheduler.tiers.fetches.PIECE_BLOCKS_MIN", 2)
 
@@ -969,8 +967,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"],
+    "method", ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"]
 )
 def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)

@@ -1,7 +1,5 @@
 """The Valkey tier with faults that the checks must find."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """What the files of a model contain: any change is another digest, and nothing is read twice."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -61,7 +59,7 @@ def write(model: Path, **files: bytes) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return write(
         tmp_path / "model",
         config__json=b"{}",
@@ -72,7 +70,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def kept(tmp_path):
     return tmp_path / "kept"
 
 
@@ -90,7 +88,7 @@ def edit(path: Path, at: int, content: bytes) -> None:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
+def memory(tmp_path):
     """A folder in memory: what is dirty on a disk is written before it is read."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else tmp_path) as folder:
@@ -274,7 +272,7 @@ WEIGHTS = random.Random(2).randbytes(100_000)
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Hub:
+def hub(tmp_path):
     hub = Hub(tmp_path / "hub")
     hub.add("config.json", b"{}", blob="f" * 40)
     hub.add("model.safetensors", WEIGHTS)

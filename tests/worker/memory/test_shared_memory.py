@@ -1,7 +1,5 @@
 """One memory for several ranks: they all have it or none has, and it goes with the last of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -85,7 +83,7 @@ class Ranks:
 
 
 @pytest.fixture
-def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ranks]]:
+def make_ranks(monkeypatch):
     monkeypatch.setattr(shared_memory, "time", time)  # which `pass_deadline` replaces
     if ours_in(os.getpid()) != (0, 0):
         gc.collect()  # what other tests no longer use

@@ -1,7 +1,5 @@
 """Processes that are no ranks, where ranks meet: they get nothing, and the ranks go on."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
