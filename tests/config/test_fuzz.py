@@ -192,13 +192,6 @@ def test_what_is_deep_long_or_wide_is_answered_with_a_short_line(value):
         check_message(message, {})
 
 
-def test_settings_that_hold_themselves_are_refused_like_any_other():
-    loop: dict[str, Any] = {}
-    loop["cpu_bytes_to_use"] = loop
-    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
-        OffloadConfig.from_extra_config(loop, world_size=1)
-
-
 # ---- the whole of --kv-transfer-config ---------------------------------------------------------
 
 outer = st.fixed_dictionaries(
