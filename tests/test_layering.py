@@ -467,8 +467,7 @@ MAY_LEAVE = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in FILES if not name.startswith(("commands/", "__main__"))],
+    "name", [name for name in FILES if not name.startswith(("commands/", "__main__"))]
 )
 def test_nothing_is_made_that_outlives_the_process(name):
     """A crash leaves no named memory, file, socket or process (docs/guarantees.md: L4)."""

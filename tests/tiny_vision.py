@@ -37,8 +37,7 @@ TOWER_SIZE, TOWER_LAYERS = 64, 2
 def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
     """Write the model, its tokenizer and its processor; return the folder, vLLM's model.
 
-    Args:
-        seed: the weights follow from it and from nothing else.
+    `seed`: the weights follow from it and from nothing else.
     """
     write_tiny_model("llama", folder, seed=seed)
     text = json.loads((folder / "config.json").read_text())

@@ -273,7 +273,8 @@ class TierRunner:
                     for guarded in self.guarded_tiers:
                         self._late_probes.add(self._group.create_task(guarded.try_out()))
                 await self._closing.wait()
-                answering = [pending.task for pending in self._pending.values() if pending.task]
+                # A list, made at one go: vLLM's thread may add to what there is.
+                answering = [each.task for each in list(self._pending.values()) if each.task]
                 for task in (*answering, *self._late_probes):
                     task.cancel()
         finally:

@@ -1,7 +1,5 @@
 """Engines of the tiny Llama, for benchmarks that run rounds of their own."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ with blocks in one piece over the other. On the CPU vLLM's attention is told to 
 such blocks, as its kernels do; so the command can be tried without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

@@ -1,7 +1,5 @@
 """What `layouts` loads into vLLM's workers."""
 
-from __future__ import annotations
-
 from vllm.platforms import current_platform
 
 from tests.benchmarks.engine_watch import WorkerProbe

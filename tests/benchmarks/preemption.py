@@ -130,10 +130,7 @@ def measure(options: PreemptionOptions, say: Callable[[str], None]) -> list[Case
         for name in options.cases:
             case = CASES[name]
             model = write_tiny_model(
-                case.model,
-                Path(folder) / name,
-                sliding_window=SLIDING_WINDOW,
-                seed=options.seed,
+                case.model, Path(folder) / name, sliding_window=SLIDING_WINDOW, seed=options.seed
             )
             num_gpu_blocks = count_pool_blocks(options, case.model, workload)
             runs = {}
@@ -229,9 +226,7 @@ class Ledger:
     """Which tokens were computed, and which of them once more.
 
     It is told what the scheduler does, in that order, and knows each request by its id.
-
-    Attributes:
-        num_prompt_hits: tokens that requests got from a cache before they were ever preempted.
+    `num_prompt_hits`: tokens that requests got from a cache before they were ever preempted.
     """
 
     def __init__(self) -> None:

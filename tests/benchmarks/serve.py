@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from tests.benchmarks.serve_workload import (
     make_prompts,
     serve_users,
 )
+from tests.engine.http_server import hold_port
 
 LIMIT = "no connector, KV pool for all"
 POOL_SHARE = 3  # the KV pool holds a third of what the users' contexts need
@@ -182,7 +182,8 @@ def _own_servers(
         servers, urls = [], {}
         for name, options in server_options(sizes, arguments, folder).items():
             say(f"starting the server with {name} ...")
-            port = _find_free_port()
+            held, port = hold_port()
+            on.enter_context(held)
             options.arguments["port"] = port
             log_path = log_folder / f"{name.replace(' ', '-')}.log"
             servers.append(on.enter_context(EngineProcess(name, options, log_path, serve_http)))
@@ -211,13 +212,6 @@ def server_options(
     baseline = options[BASELINE]
     large = baseline.arguments | {"num_gpu_blocks_override": for_all}
     return options | {LIMIT: EngineOptions(large, baseline.environment)}
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -12,8 +12,6 @@ and the CPU time that each process and each kind of thread uses for a request, w
 The floor is what one thread takes to copy as many bytes as are stored, in as many pieces.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import random

@@ -1,7 +1,5 @@
 """What the tests with a real engine share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -7,8 +7,6 @@ host pool, with a tier below it, is smaller than what they have. The figures are
 not of a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

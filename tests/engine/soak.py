@@ -9,8 +9,6 @@ at the end how they have changed since the pools were full. Exit status 1 if a r
 answered, an answer is wrong, memory grew by more than 2 %, or threads or files by any.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

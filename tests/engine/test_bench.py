@@ -1,7 +1,5 @@
 """What `safe-offload bench engine` asks of a real engine before it measures."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks serve` with real servers, very small."""
 
-from __future__ import annotations
-
 import json
 
 from safe_offload.commands.bench.engine import OURS

@@ -300,9 +300,7 @@ class ObjectTier:
             return await request
         except Exception as error:
             problem = problem_of(error)
-            if problem is Problem.NOT_FOUND and not isinstance(error, FileNotFoundError):
-                problem = Problem.OTHER  # credentials were not found
-            elif problem is Problem.NOT_FOUND and what == "write":
+            if problem is Problem.NOT_FOUND and what == "write":
                 problem = Problem.NO_BUCKET
             if problem not in answers and self._log.is_due((what, problem)):
                 logger.warning(

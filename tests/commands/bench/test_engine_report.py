@@ -55,7 +55,7 @@ def make_found(
     )
 
 
-def test_a_different_token_is_counted_and_shown() -> None:
+def test_a_different_token_is_counted_and_shown():
     found = make_found(num_rounds=1)
     wrong = found.observed[-3]
     assert (wrong.engine, wrong.place) == (CONNECTOR, 5)
@@ -65,7 +65,7 @@ def test_a_different_token_is_counted_and_shown() -> None:
     assert "1 of 6 DIFFER" in make_report(found).render()
 
 
-def test_the_table_and_the_file() -> None:
+def test_the_table_and_the_file():
     report = make_report(make_found())
     text = report.render()
     assert "room for 1.60 requests" in text
@@ -89,7 +89,7 @@ def test_the_table_and_the_file() -> None:
         ({"hit_slowed": 2.0}, "the rounds of the second pass disagree: 10.0 to 20.0 times"),
     ],
 )
-def test_a_disturbed_run_says_so(disturbed: dict[str, float], expected: str) -> None:
+def test_a_disturbed_run_says_so(disturbed, expected):
     assert not make_found(baseline_slowed=1.09, hit_slowed=1.4).doubts, "rounds that agree"
     report = make_report(make_found(**disturbed))
     assert "DISTURBED, repeat it on an idle machine:\n  " + expected in report.render()

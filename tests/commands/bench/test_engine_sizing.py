@@ -56,7 +56,7 @@ def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[En
     return asked
 
 
-def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch):
     sizing, measured = engines_started(monkeypatch, "--model", "some/model")
     assert sizing.arguments["max_model_len"] == 16_016
     assert sizing.arguments["block_size"] is None, "vLLM chooses"
@@ -66,7 +66,7 @@ def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.Mon
     assert measured.arguments["block_size"] == 16
 
 
-def test_a_pool_that_was_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_was_given_is_not_asked_for(monkeypatch):
     arguments = ("--model", "some/model", "--num-gpu-blocks", "99")
     (measured,) = engines_started(monkeypatch, *arguments)
     assert measured.arguments["num_gpu_blocks_override"] == 99

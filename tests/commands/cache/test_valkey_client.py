@@ -3,8 +3,6 @@
 The tier's own connection logs in first: tests/tiers/valkey/test_servers.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.commands.cache.store import CacheError
@@ -18,7 +16,7 @@ SECRET = "correct-horse"
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificates]:
+def certificates(tmp_path_factory):
     """Those of a server whose authority the system trusts, and those of ours."""
     return {
         whose: Certificates(tmp_path_factory.mktemp(whose), LOCALHOST)
@@ -27,7 +25,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certific
 
 
 @pytest.fixture(autouse=True)
-def _system(certificates: dict[str, Certificates], monkeypatch: pytest.MonkeyPatch) -> None:
+def _system(certificates, monkeypatch):
     """OpenSSL reads this variable each time that the system's authorities are asked for."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates["system"].ca))
 
@@ -46,9 +44,7 @@ def config_of(server: ScriptedServer, ca: Certificates | None) -> TierConfig:
     return TierConfig.at(f"rediss://:{SECRET}@{LOCALHOST}:{server.port}", **values)
 
 
-def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(
-    certificates: dict[str, Certificates],
-) -> None:
+def test_servers_of_a_cluster_are_trusted_as_the_first_one_is(certificates):
     asked: list[list[bytes]] = []
 
     def note(peer: Peer) -> None:
@@ -78,7 +74,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("said", "meant"), ERRORS.items(), ids=ERRORS.values())
-def test_what_a_server_refuses_is_said_with_the_fix(said: bytes, meant: str) -> None:
+def test_what_a_server_refuses_is_said_with_the_fix(said, meant):
     def refuse(peer: Peer) -> None:
         while peer.command()[0] != b"PING":
             peer.send(b"+OK\r\n")
@@ -92,7 +88,7 @@ def test_what_a_server_refuses_is_said_with_the_fix(said: bytes, meant: str) -> 
     assert SECRET not in str(caught.value)
 
 
-def test_a_part_without_a_server_and_a_connection_that_is_lost_say_so() -> None:
+def test_a_part_without_a_server_and_a_connection_that_is_lost_say_so():
     for greeting, word in (({b"CLUSTER": b"*0\r\n"}, "no node has"), ({}, "closed the connection")):
         with ScriptedServer(hang_up, greeting=greeting) as it:
             client = Client(TierConfig.at(f"redis://{LOCALHOST}:{it.port}"), TIMEOUT_S)
@@ -110,9 +106,7 @@ def test_a_part_without_a_server_and_a_connection_that_is_lost_say_so() -> None:
         (b"-LOADING it is\r\n", "is not ready: it answers LOADING"),
     ],
 )
-def test_a_server_that_does_not_say_which_servers_there_are_is_named(
-    reply: bytes, word: str
-) -> None:
+def test_a_server_that_does_not_say_which_servers_there_are_is_named(reply, word):
     def script(peer: Peer) -> None:
         peer.command()
         peer.send(reply)

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on a sound machine, and on set-ups that are broken in one way each."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json
@@ -9,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +76,7 @@ class Answer:
 
 
 @pytest.fixture
-def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def examine(monkeypatch):
     """Examine facts; return what was found as it is printed. The copies have been tried."""
 
     def call(
@@ -133,7 +130,7 @@ def test_on_a_sound_machine_there_is_nothing_to_change(examine):
 
 
 @pytest.fixture(scope="module")
-def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def broken_process(tmp_path_factory):
     """The real command, started where vLLM is too new and may load no plugin and lock nothing."""
     folder = tmp_path_factory.mktemp("site")
     metadata = folder / "vllm-0.40.0+cpu.dist-info"
@@ -153,7 +150,7 @@ def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> Any:
+def answers(tmp_path_factory, broken_process):
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]

@@ -1,7 +1,5 @@
 """The copies on trial, on both kinds of backend."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

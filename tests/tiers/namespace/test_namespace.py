@@ -1,7 +1,5 @@
 """The facts behind a namespace: all that changes the bytes changes them, and nothing else does."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses
@@ -30,12 +28,12 @@ SHAPE = EngineShape(groups=("full", "window:8"), extra={"tiers": [{"url": "file:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def config(model, tmp_path, monkeypatch):
     monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)

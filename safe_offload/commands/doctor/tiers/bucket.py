@@ -66,6 +66,8 @@ def _try(config: TierConfig) -> BucketTrial:
 
 _PROBE: Final = "safe-offload-doctor"
 _ACTIONS: Final = ("list", "write", "read", "delete")
+_OF_ALL: Final = (Problem.NO_BUCKET, Problem.NOWHERE, Problem.OTHER)
+"""Problems that every action would meet."""
 
 
 def _denied(store: Any) -> tuple[dict[str, str], Problem | None]:
@@ -92,7 +94,7 @@ def _denied(store: Any) -> tuple[dict[str, str], Problem | None]:
                 problem = Problem.NO_BUCKET
             denied[action] = f"{problem.value} ({shown(failed)})"
             first = first or problem
-            if problem in (Problem.NO_BUCKET, Problem.OTHER):  # and so would be all others
+            if problem in _OF_ALL:
                 return dict.fromkeys(_ACTIONS, denied[action]), problem
     return denied, first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -17,8 +18,8 @@ from safe_offload.commands.doctor.tiers.bucket import BucketTrial
 from safe_offload.commands.doctor.tiers.check import check_tier, judge
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.objects.store import open_store
-from tests.bucket_server import BucketServer
 from tests.commands.doctor.test_doctor import wrong
+from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
 SOUND = BucketTrial(
     label="s3://kv/prod",
@@ -29,7 +30,7 @@ CONFIG = TierConfig.at("s3://kv/prod")
 
 
 @pytest.fixture(autouse=True)
-def environment(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(bucket_server, monkeypatch):
     for name, value in bucket_server.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tier_rates, "OBJECT_BYTES", 64 << 10)
@@ -42,7 +43,7 @@ def found_of(url: str, endpoint: str) -> dict[str, Finding]:
     return found
 
 
-def test_a_bucket_is_tried_and_left_as_it_was(bucket_server: BucketServer) -> None:
+def test_a_bucket_is_tried_and_left_as_it_was(bucket_server):
     found = found_of("s3://kv-cache/doctor", bucket_server.endpoint)
     assert not wrong(list(found.values()))
     assert set(found) == {"tiers.bucket", "tiers.access", "tiers.rate"}
@@ -51,7 +52,7 @@ def test_a_bucket_is_tried_and_left_as_it_was(bucket_server: BucketServer) -> No
     assert not [meta["path"] for page in obstore.list(bucket) for meta in page]
 
 
-def test_who_may_only_read(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_only_read(bucket_server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket_server.reader_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket_server.reader_secret)
     problem = found_of("s3://kv-cache/doctor", bucket_server.endpoint)["tiers.access"]
@@ -62,9 +63,7 @@ def test_who_may_only_read(bucket_server: BucketServer, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/kv", "s3://kv-cache/x"])
-def test_what_cannot_be_used(
-    bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+def test_what_cannot_be_used(bucket_server, monkeypatch, url):
     secret = "hunter2-secret"
     if "no-such" not in url:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
@@ -77,6 +76,19 @@ def test_what_cannot_be_used(
     assert secret not in json.dumps([one.to_json() for one in found.values()])
 
 
+async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", no_role.endpoint)
+        found = await asyncio.to_thread(found_of, "s3://kv/x", "http://127.0.0.1:9")
+    assert "or no credentials" in found["tiers.bucket"].found
+    assert "make the bucket" in found["tiers.bucket"].fix
+    assert "the role of the machine" in found["tiers.bucket"].fix
+
+
 @pytest.mark.parametrize(
     ("module", "limit", "word"),
     [
@@ -84,9 +96,7 @@ def test_what_cannot_be_used(
         (tier_rates, "TRIAL_S", "does not come to an end"),
     ],
 )
-def test_a_store_that_answers_nothing(
-    monkeypatch: pytest.MonkeyPatch, module: Any, limit: str, word: str
-) -> None:
+def test_a_store_that_answers_nothing(monkeypatch, module, limit, word):
     monkeypatch.setattr(module, limit, 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = found_of("s3://kv/x", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -99,11 +109,11 @@ def check(**changes: Any) -> dict[str, Finding]:
     return {one.id: one for one in judge(CONFIG, trial, 131072)}
 
 
-def test_a_sound_bucket() -> None:
+def test_a_sound_bucket():
     found = check()
     assert not wrong(list(found.values()))
     assert "1526 tokens a second" in found["tiers.rate"].found
 
 
-def test_a_bucket_without_rates() -> None:
+def test_a_bucket_without_rates():
     assert list(wrong(list(check(read_bytes_per_s=0.0).values()))) == ["tiers.rate"]
