@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safe_offload.commands.bench import engine as bench_engine
-from safe_offload.commands.bench.engine import CPU_BYTES_MIN, BenchOptions, engine_options
+from safe_offload.commands.bench.engine import DEFAULT_CPU_BYTES, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess, Question, answer, generate
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
@@ -34,6 +35,7 @@ from safe_offload.commands.bench.report import (
     table,
 )
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt
 from tests.gpu import shapes
 
@@ -61,6 +63,7 @@ class Found(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
+    parser.set_defaults(model="llama")
     shapes.add_arguments(parser)
     add = parser.add_argument
     add("--scenario", choices=list(SCENARIOS), default="return", help="(%(default)s)")
@@ -75,7 +78,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         folder = arguments.logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         options = shapes.take_shape(options, arguments.shape, Path(name))
-        options = bench_engine.fit_to_model(options, folder, print)
+        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
         found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
     publish(make_report(arguments.scenario, found, options, machine), arguments)
     return int(found.num_different > 0 or not found.samples)
@@ -83,7 +86,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, Any] | None:
     """Return vLLM's `kv_transfer_config` of an engine; None for no connector."""
-    sized = {"cpu_bytes_to_use": options.cpu_bytes or CPU_BYTES_MIN} | extra
+    sized = {"cpu_bytes_to_use": options.cpu_bytes or DEFAULT_CPU_BYTES} | extra
     if engine == NONE:
         return None
     if engine in PEERS:
@@ -104,8 +107,8 @@ def running(
     with ExitStack() as on:
         for name in names:
             config = make_config(name, options, **extra)
-            choices = engine_options(replace(options, kv_transfer_config=config or ours()), folder)
-            how = choices[config["kv_connector"] if config else bench_engine.BASELINE]
+            choices = engine_options(replace(options, kv_transfer_config=config or ours()))
+            how = choices[config["kv_connector"] if config else BASELINE]
             process = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))
             try:
                 started = process.wait_until_started(TIMEOUT_S)
@@ -219,7 +222,7 @@ def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]
 
 def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
     samples: Samples = {}
-    num_different = 0
+    num_different, absent = 0, dict[str, str]()
     questions = [bench_engine.make_question(options, 1, i) for i in range(NUM_PROMPTS)]
     tier = {"url": f"file://{folder / 'tier'}", "capacity": "16GiB"}
     answered = []

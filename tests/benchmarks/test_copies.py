@@ -1,11 +1,8 @@
 """`python -m tests.benchmarks copies`: latencies, and vLLM's copies beside ours."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +36,7 @@ class FakeVllmCopies(ModuleType):
         return lambda: self.given.append(f"kernel {len(ranges)}")
 
 
-def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path: Path) -> None:
+def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path):
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "copies.json", tmp_path / "copies.png"
     command = ["copies", "--device", "cpu", "--max-bytes", "65536", *TINY]
@@ -51,7 +48,7 @@ def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_a_whole_report_of_a_gpu(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_report_of_a_gpu(is_missing, monkeypatch):
     fake = FakeVllmCopies(VLLM_COPIES)
     fake.given = []
     monkeypatch.delattr(VLLM_COPIES, raising=False)

@@ -1,20 +1,11 @@
 """`python -m tests.benchmarks layouts`: both layouts, on engines too, and what is made of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.layouts import (
-    APART,
-    NUM_LAYERS,
-    WHOLE,
-    measure_copies,
-    ratios,
-)
+from tests.benchmarks.layouts import APART, NUM_LAYERS, WHOLE, measure_copies, ratios
 
 FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 
@@ -23,7 +14,7 @@ FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 @pytest.mark.nightly
 @pytest.mark.usefixtures("forked_engines")
 @pytest.mark.timeout(3600)
-def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:
+def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path):
     sizes = ["--prompt-tokens", "500", "--answer-tokens", "4", "--rounds", "1", *FEW]
     figures = tmp_path / "figures.json"
     assert main(["layouts", *sizes, "--json", str(figures)]) == 0
@@ -38,7 +29,7 @@ def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path)
     assert all(len(values) == 1 and values[0] > 0 for values in told.values())
 
 
-def test_copies_differ_in_the_number_of_ranges_only() -> None:
+def test_copies_differ_in_the_number_of_ranges_only():
     found = measure_copies("cpu", 5, 2)
     apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))
     assert apart == NUM_LAYERS * whole

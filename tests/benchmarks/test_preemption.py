@@ -1,7 +1,5 @@
 """`python -m tests.benchmarks preemption`: what it counts, without an engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -43,7 +41,7 @@ LONE = Workload(((1,) * 100,), (2,))
         ([("matched", 0), ("matched", 0), ("scheduled", 0, 101)], [(100, 0, 0, 100)]),
     ],
 )
-def test_what_came_back_is_told_from_what_was_computed_again(calls, found) -> None:
+def test_what_came_back_is_told_from_what_was_computed_again(calls, found):
     ledger = Ledger()
     for name, *numbers in [("scheduled", 0, 100), ("preempted", 100), *calls]:
         getattr(ledger, name)("a", *numbers)
@@ -61,7 +59,7 @@ def make_run(*recoveries: Recovery, answer: int = 7) -> EngineRun:
 
 
 @pytest.mark.parametrize(("answer", "equality"), [(7, "all 2 equal"), (8, "1 of 2 DIFFER")])
-def test_the_table_has_shares_of_what_the_gpu_did_not_have(answer: int, equality: str) -> None:
+def test_the_table_has_shares_of_what_the_gpu_did_not_have(answer, equality):
     ours = make_run(Recovery(100, 20, 72, 8), Recovery(100, 0, 90, 10), answer=answer)
     baseline = make_run(Recovery(100, 20, 0, 80), Recovery(100, 0, 0, 100))
     cases = [CaseRuns("llama", 9, {BASELINE: baseline, "ours eager": ours})]

@@ -53,9 +53,7 @@ def instructions_of(name: str, trace: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trace", TRACES)
-def test_every_connector_answers_every_request_with_the_same_tokens(
-    trace: str, layout: str
-) -> None:
+def test_every_connector_answers_every_request_with_the_same_tokens(trace, layout):
     _, expected = observed(trace, layout, "none")
     assert len(expected) == make_trace(trace, layout, share=TINY_SHARE).num_requests
     for name in WITH_HOOKS if layout == "plain" else OURS:  # a run compares them all
@@ -65,20 +63,20 @@ def test_every_connector_answers_every_request_with_the_same_tokens(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("name", OURS)
-def test_ours_keeps_no_block_from_the_pool(name: str, trace: str, layout: str) -> None:
+def test_ours_keeps_no_block_from_the_pool(name, trace, layout):
     assert observed(trace, layout, name)[0].kept_max == 0
 
 
 # ---- cases -------------------------------------------------------------------------------------
 
 
-def test_the_second_long_request_waits_for_kept_blocks() -> None:
+def test_the_second_long_request_waits_for_kept_blocks():
     assert scheduler_cases.wait_back_to_back("simple-eager", 5).num_steps == 5
     assert scheduler_cases.wait_back_to_back("ours-eager", 5).num_steps == 0
 
 
 @pytest.mark.parametrize("name", ["simple-eager", "offloading", "ours-eager"])
-def test_a_hit_is_measured_up_to_the_bytes_of_its_plan(name: str) -> None:
+def test_a_hit_is_measured_up_to_the_bytes_of_its_plan(name):
     hits = scheduler_cases.measure_hits(name, "plain", COPY_STEPS, WrapperCost(0, 0), 6400)
     hit = scheduler_cases.median_hit(hits)
     assert hit.num_blocks in (399, 400)  # the last token has to be computed
@@ -87,9 +85,7 @@ def test_a_hit_is_measured_up_to_the_bytes_of_its_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ours-eager", "simple-eager"])
-def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(name, monkeypatch):
     monkeypatch.setattr(scheduler_cases, "STORED_FACTORS", (1, 10))
     little, much = (
         scheduler_cases.count_growth(name, scheduler_cases.GrowthCase(factor, 4), COPY_STEPS)
@@ -100,16 +96,12 @@ def test_a_step_executes_no_more_when_ten_times_as_much_is_stored(
 
 
 @pytest.mark.parametrize(("mine", "other", "trace"), INSTRUCTIONS_MAX)
-def test_ours_executes_at_most_a_fixed_share_of_what_the_other_does(
-    mine: str, other: str, trace: str
-) -> None:
+def test_ours_executes_at_most_a_fixed_share_of_what_the_other_does(mine, other, trace):
     ratio = instructions_of(mine, trace) / instructions_of(other, trace)
     assert ratio <= INSTRUCTIONS_MAX[mine, other, trace]
 
 
-def test_a_small_run_times_every_hook(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_run_times_every_hook(monkeypatch, capsys):
     monkeypatch.setattr(scheduler, "QUICK_SHARE", TINY_SHARE)
     command = ["scheduler", "--quick", "--rounds", "1", "--traces", "long"]
     assert main([*command, "--connectors", "none", "simple-eager", "ours-eager"]) == 0

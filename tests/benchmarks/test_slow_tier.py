@@ -1,22 +1,13 @@
 """The benchmark `slow_tier`: its bound holds, its clock is right, a quiet step costs nothing."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.scheduler_probe import HookCounter, wrap_hooks
-from tests.benchmarks.slow_tier import (
-    Case,
-    Sample,
-    make_engine,
-    make_prompts,
-    serve,
-)
+from tests.benchmarks.slow_tier import Case, Sample, make_engine, make_prompts, serve
 from tests.simulator.vllm_setup import NONE
 
 SPEED = 5_000
@@ -39,18 +30,18 @@ def samples_of(tier: str, number: int, layout: str = "plain") -> list[Sample]:
 
 
 @pytest.mark.parametrize("tier", [SLOW, DEAD, "one piece in 20 does not come", "never answers"])
-def test_no_request_is_later_than_allowed_but_the_first(tier: str) -> None:
+def test_no_request_is_later_than_allowed_but_the_first(tier):
     samples = samples_of(tier, 40)
     late = [one for one in samples[1:] if one.ratio > 1]
     assert not late
     assert any(one.is_cut for one in samples)
 
 
-def test_of_a_hybrid_model_neither() -> None:
+def test_of_a_hybrid_model_neither():
     assert not [one for one in samples_of(DEAD, 15, "hybrid")[1:] if one.ratio > 1]
 
 
-def test_what_a_fast_tier_has_is_fetched_and_a_slow_one_is_left_alone() -> None:
+def test_what_a_fast_tier_has_is_fetched_and_a_slow_one_is_left_alone():
     def num_fetched(tier: str) -> int:
         return sum(one.num_fetched > 0 for one in samples_of(tier, 40)[20:])
 
@@ -58,16 +49,13 @@ def test_what_a_fast_tier_has_is_fetched_and_a_slow_one_is_left_alone() -> None:
     assert num_fetched(SLOW) <= 1
 
 
-def test_a_run_writes_every_sample_and_fails_where_one_is_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_writes_every_sample_and_fails_where_one_is_late(tmp_path, monkeypatch):
     late = Sample(200, 1.0, 9.0, 1.0, 0, is_cut=True)
     path = tmp_path / "samples.json"
     arguments = ["slow_tier", "--requests", "11", "--tiers", FAST, "--json", str(path)]
     for samples, status in (([late] * 11, 1), ([late] * 10 + samples_of(FAST, 1), 0)):
         monkeypatch.setattr(
-            "tests.benchmarks.slow_tier.compare",
-            lambda *_, samples=samples: {COMPUTED: samples},
+            "tests.benchmarks.slow_tier.compare", lambda *_, samples=samples: {COMPUTED: samples}
         )
         assert main(arguments) == status
     (case,) = json.loads(path.read_text())["cases"]
@@ -109,7 +97,7 @@ def steps_of(*, has_tier: bool) -> list[tuple[int, bool]]:
     return steps
 
 
-def test_a_step_without_news_of_tiers_costs_no_more_than_without_tiers() -> None:
+def test_a_step_without_news_of_tiers_costs_no_more_than_without_tiers():
     pairs = list(zip(steps_of(has_tier=False), steps_of(has_tier=True), strict=True))[1:]
     quiet = [(without, with_tier) for (without, _), (with_tier, has_news) in pairs if not has_news]
     assert len(pairs) > len(quiet) > NUM_STEPS // 2

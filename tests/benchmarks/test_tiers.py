@@ -1,10 +1,7 @@
 """`python -m tests.benchmarks tiers`: what is measured, what is told, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -60,7 +57,7 @@ def test_the_other_end_of_a_socket_takes_and_sends_every_byte(is_unix):
         limit.close()
 
 
-def test_a_store_is_written_and_read_by_its_library_alone_and_emptied(tmp_path: Path):
+def test_a_store_is_written_and_read_by_its_library_alone_and_emptied(tmp_path):
     config = TierConfig.at(f"file://{tmp_path}")
     limit = StoreLimit(config, make_slots())
     limit.write(0)

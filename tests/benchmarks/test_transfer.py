@@ -1,17 +1,13 @@
 """The benchmark of the copies: for real on the CPU, over a device of threads for the GPU."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.fake_gpu_rig import MakeGpuRig, fake_gpu_rigs
+from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
 from tests.benchmarks.transfer_cases import Case, Traffic
 from tests.benchmarks.transfer_rigs import LIMIT, LOOP, OURS, CpuRig
 
@@ -21,12 +17,12 @@ SMALL = Case(4 << 10, 2, 1)
 
 
 @pytest.fixture
-def make_gpu_rig() -> Iterator[MakeGpuRig]:
+def make_gpu_rig():
     with fake_gpu_rigs() as make:
         yield make
 
 
-def test_a_tiny_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run_on_the_cpu(tmp_path, capsys):
     file = tmp_path / "transfer.json"
     assert main(["transfer", "--device", "cpu", *TINY, "--json", str(file)]) == 0
     output = capsys.readouterr().out
@@ -38,13 +34,13 @@ def test_a_tiny_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_a_tiny_run_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run_on_a_gpu(capsys):
     assert main(["transfer", "--device", "cuda", *TINY]) == 0
     assert "4 KiB 6 2 48 KiB both" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_none_is_pretended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_none_is_pretended(capsys):
     assert main(["transfer", "--device", "cuda", "--quick"]) == 1
     assert "torch sees no GPU" in capsys.readouterr().err
 
@@ -54,7 +50,7 @@ def test_without_a_gpu_none_is_pretended(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 @pytest.mark.parametrize("traffic", Traffic)
-def test_every_way_moves_the_bytes(make_gpu_rig, kind: str, traffic: Traffic) -> None:
+def test_every_way_moves_the_bytes(make_gpu_rig, kind, traffic):
     case = Case(4096, 6, 3)
     rig = CpuRig(case) if kind == "cpu" else make_gpu_rig(case)
     half = case.size_bytes // 2
@@ -72,7 +68,7 @@ def test_every_way_moves_the_bytes(make_gpu_rig, kind: str, traffic: Traffic) ->
     rig.close()
 
 
-def test_bytes_that_do_not_come_back_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_do_not_come_back_end_the_run(monkeypatch):
     rig = CpuRig(Case(4096, 6, 3))
     rig.check()
     monkeypatch.setattr(rig, "copy", lambda copies: None)
@@ -81,6 +77,6 @@ def test_bytes_that_do_not_come_back_end_the_run(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
-def test_memory_that_is_not_locked_is_not_measured(make_gpu_rig) -> None:
+def test_memory_that_is_not_locked_is_not_measured(make_gpu_rig):
     with pytest.raises(SafeOffloadError, match="ulimit -l"):
         make_gpu_rig(Case(4096, 4, 2), num_lockable=0)

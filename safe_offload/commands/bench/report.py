@@ -28,8 +28,12 @@ class Report:
         return "\n\n".join([self.method, *filter(None, self.sections)])
 
     def to_json(self) -> dict[str, Any]:
-        head = {"method": self.method, "text": self.render()}
-        head |= {"machine": self.machine, "options": self.options}
+        head: dict[str, Any] = {
+            "method": self.method,
+            "text": self.render(),
+            "options": self.options,
+        }
+        head |= {"machine": self.machine}
         return head | self.figures
 
 

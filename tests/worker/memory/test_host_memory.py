@@ -203,7 +203,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     return Machine(tmp_path, available_bytes=100 * GIB)
 
 
