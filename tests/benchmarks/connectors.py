@@ -222,12 +222,13 @@ def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]
 
 def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
     samples: Samples = {}
-    num_different, absent = 0, dict[str, str]()
+    num_different, left_out = 0, dict[str, str]()
     questions = [bench_engine.make_question(options, 1, i) for i in range(NUM_PROMPTS)]
     tier = {"url": f"file://{folder / 'tier'}", "capacity": "16GiB"}
     answered = []
     for pass_ in ("first start", "second start"):
         with running(["ours"], options, folder, tiers=[tier]) as (engines, absent):
+            left_out |= absent
             for engine in engines.values():
                 engine.call(answer, bench_engine.make_question(options, 0, 0), TIMEOUT_S)
                 answers = [engine.call(answer, one, TIMEOUT_S) for one in questions]
@@ -237,7 +238,7 @@ def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Fo
                     note(samples, pass_, first_token=one.ttft_s, from_a_tier=one.num_host_tokens)
     if len(answered) == 2:
         num_different = sum(a != b for a, b in zip(*answered, strict=True))
-    return Found(samples, absent, num_different)
+    return Found(samples, left_out, num_different)
 
 
 SCENARIOS = {

@@ -28,12 +28,8 @@ class Report:
         return "\n\n".join([self.method, *filter(None, self.sections)])
 
     def to_json(self) -> dict[str, Any]:
-        head: dict[str, Any] = {
-            "method": self.method,
-            "text": self.render(),
-            "options": self.options,
-        }
-        head |= {"machine": self.machine}
+        words = {"method": self.method, "text": self.render()}
+        head = {**words, "machine": self.machine, "options": self.options}
         return head | self.figures
 
 
