@@ -203,10 +203,11 @@ class OffloadConfig:
         if type(world_size) is not int or world_size < 1:
             raise ConfigError(f"world_size is {shown(world_size)}; expected an integer of 1 up.")
         written = _require_mapping({} if extra is None else extra)
+        keys = written.keys() - other_connectors.unread(written)
         values = {
             field: row.kind.read(row.key, written[row.key])
             for field, row in SETTINGS.items()
-            if row.key in written
+            if row.key in keys
         }
         if "cpu_bytes_to_use" in values:
             shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
@@ -233,13 +234,8 @@ def _disk_tier(
 
     There the capacity is that of each rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
     """
-    path_key, capacity_key = "disk_path", "disk_capacity_bytes"
+    path_key, capacity_key = other_connectors.DISK_KEYS
     if values.get("kv_offload_backend") != "disk":
-        for key in (path_key, capacity_key):
-            if key in written:
-                allowed = 'it beside "kv_offload_backend": "disk"'
-                fix = 'add "kv_offload_backend": "disk", or remove it'
-                refuse(key, written[key], "it has no effect alone", allowed, fix)
         return None
     if "tiers" in written:
         allowed, fix = "one of the two", 'move the directory into "tiers", and remove this key'
@@ -265,8 +261,12 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 
 def _require_known_keys(written: Mapping[Any, object]) -> None:
     """Refuse a key that is not one of ours, with the likeliest fix."""
-    known = (*VALID_KEYS, *other_connectors.KNOWN)
-    unknown = [key for key in written if not isinstance(key, str) or key not in known]
+    unknown = [
+        key
+        for key in written
+        if not isinstance(key, str)
+        or not (key in VALID_KEYS or other_connectors.is_known(key, written))
+    ]
     for key in unknown[:1]:
         problem = "is not a setting of SafeCPUOffloadConnector"
         fix = fix_of_unknown(key, VALID_KEYS)

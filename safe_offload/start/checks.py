@@ -9,30 +9,43 @@ from typing import Any, Final
 
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import SHARED_HASH
-from safe_offload.config.transfer_config import CONNECTOR_NAME, ours_of
+from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
+from safe_offload.config.units import GIB
 from safe_offload.errors import ConfigError
 from safe_offload.start import last_words
 
+_EXTRA_KEY: Final = "kv_connector_extra_config"
 DEFAULT_HASH: Final = "sha256"
 """As safe as the one that takes its place: both end in SHA-256."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def require_no_other_offloading(arguments: Any) -> None:
-    """Refuse `--kv-offloading-size` beside our name: vLLM silently takes another connector.
+def take_offloading_size(arguments: Any) -> None:
+    """Let `--kv-offloading-size` beside our name be our size; vLLM would take another connector.
 
-    `arguments` are vLLM's EngineArgs.
-    Source: vLLM 0.32.0, VllmConfig._post_init_kv_transfer_config.
+    As there it is of all ranks, and counts before `cpu_bytes_to_use`. `arguments` are vLLM's
+    EngineArgs. Source: vLLM 0.31 to 0.33, VllmConfig._post_init_kv_transfer_config.
     """
     size_gib = getattr(arguments, "kv_offloading_size", None)
-    if size_gib is None or not ours_of(getattr(arguments, "kv_transfer_config", None)):
+    config: Any = getattr(arguments, "kv_transfer_config", None)
+    ours = ours_of(config)
+    if size_gib is None or not ours:
         return
-    raise ConfigError(
-        f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place of "
-        f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size (and --kv-offloading-backend), and "
-        f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
-    )
+    written = config if isinstance(config, Mapping) else vars(config)
+    if not is_ours(written) or getattr(arguments, "kv_offloading_backend", "native") != "native":
+        raise ConfigError(
+            f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place "
+            f"of {CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, "
+            f'and write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
+        )
+    sized = {**(written.get(_EXTRA_KEY) or {}), "cpu_bytes_to_use": int(size_gib * GIB)}
+    if isinstance(config, Mapping):
+        arguments.kv_transfer_config = {**config, _EXTRA_KEY: sized}
+    else:
+        config.kv_connector_extra_config = sized
+    arguments.kv_offloading_size = None
+    logger.info('--kv-offloading-size %g is taken as "cpu_bytes_to_use": "%gGiB".', *[size_gib] * 2)
 
 
 def prepare_start(config: Any) -> None:
@@ -57,7 +70,7 @@ def _has_tiers(written: Mapping[str, Any]) -> bool:
 
 
 def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
-    extra = written.get("kv_connector_extra_config")
+    extra = written.get(_EXTRA_KEY)
     return OffloadConfig.from_extra_config(extra, world_size=world_size)
 
 

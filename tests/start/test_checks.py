@@ -27,12 +27,35 @@ def sized(value: Any, key: str = "cpu_bytes_to_use") -> dict[str, Any]:
     return {"kv_connector": CONNECTOR_NAME, "kv_connector_extra_config": {key: value}}
 
 
-@pytest.mark.parametrize("written", [OURS, multi(OTHER, OURS)])
 @pytest.mark.parametrize("make", [dict, lambda written: SimpleNamespace(**written)])
-def test_the_flag_that_replaces_us_is_refused(written, make):
-    arguments = SimpleNamespace(kv_offloading_size=2.0, kv_transfer_config=make(written))
+@pytest.mark.parametrize("extra", [None, {}, {"cpu_bytes_to_use": 1, "lazy_offload": True}])
+def test_the_flag_that_would_replace_us_is_our_size(make, extra, caplog):
+    """As with vLLM's connectors, it counts before `cpu_bytes_to_use`."""
+    written = {**OURS, "kv_connector_extra_config": extra}
+    arguments = SimpleNamespace(kv_offloading_size=2.5, kv_transfer_config=make(written))
+    with caplog.at_level("INFO", "vllm.safe_offload.start.checks"):
+        engine_start.take_offloading_size(arguments)
+        engine_start.take_offloading_size(arguments)
+    config = arguments.kv_transfer_config
+    taken = (config if make is dict else vars(config))["kv_connector_extra_config"]
+    assert taken == {**(extra or {}), "cpu_bytes_to_use": 5 << 29}
+    assert written["kv_connector_extra_config"] is extra, "it is the user's"
+    assert arguments.kv_offloading_size is None
+    assert caplog.messages == ['--kv-offloading-size 2.5 is taken as "cpu_bytes_to_use": "2.5GiB".']
+
+
+@pytest.mark.parametrize(
+    ("written", "backend"), [(multi(OTHER, OURS), "native"), (OURS, "lmcache")]
+)
+@pytest.mark.parametrize("make", [dict, lambda written: SimpleNamespace(**written)])
+def test_the_flag_that_replaces_us_is_refused(written, backend, make):
+    arguments = SimpleNamespace(
+        kv_offloading_size=2.0,
+        kv_offloading_backend=backend,
+        kv_transfer_config=make(written),
+    )
     with pytest.raises(ConfigError, match='write "cpu_bytes_to_use": "2GiB"'):
-        engine_start.require_no_other_offloading(arguments)
+        engine_start.take_offloading_size(arguments)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +68,9 @@ def test_the_flag_that_replaces_us_is_refused(written, make):
     ],
 )
 def test_the_flag_without_us_is_none_of_our_business(arguments):
-    engine_start.require_no_other_offloading(SimpleNamespace(**arguments))
+    found = SimpleNamespace(**arguments)
+    engine_start.take_offloading_size(found)
+    assert vars(found) == arguments
 
 
 @pytest.fixture

@@ -399,7 +399,7 @@ def fail(*args):
     raise TypeError("injected")
 
 EngineArgs.create_engine_config = lambda self: "an engine"
-plugin.complete = plugin.settle = plugin.prepare_start = plugin.require_no_other_offloading = fail
+plugin.complete = plugin.settle = plugin.prepare_start = plugin.take_offloading_size = fail
 plugin.register()
 facts["other"] = outcome(
     lambda: KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))

@@ -157,13 +157,8 @@ def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterat
         return
     if vllm.engine.other_offloading_gib is not None:
         size = f"{vllm.engine.other_offloading_gib:g}"
-        yield error(
-            "configuration.offloading-size",
-            f"--kv-offloading-size {size} makes vLLM use a connector of its own in the place of "
-            f"{CONNECTOR_NAME}",
-            "no --kv-offloading-size",
-            f'remove it, and write "cpu_bytes_to_use": "{size}GiB" in kv_connector_extra_config',
-        )
+        said = f'--kv-offloading-size {size} is taken as "cpu_bytes_to_use": "{size}GiB"'
+        yield info("configuration.offloading-size", said)
     yield from _check_prefix_caching(vllm)
     yield from _check_hash(vllm.engine.hash_algorithm)
     if any(config.tiers for config in configs):

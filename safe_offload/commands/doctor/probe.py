@@ -18,6 +18,7 @@ from typing import Any, Final
 from safe_offload.commands.doctor.vllm_facts import MARK
 from safe_offload.config.transfer_config import CONNECTOR_NAME
 from safe_offload.start import plugin
+from safe_offload.start.checks import take_offloading_size
 
 ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest request has to fit
 
@@ -77,18 +78,21 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
             if namespace.model_tag is not None:
                 vars(namespace)["model"] = namespace.model_tag
             engine_args = AsyncEngineArgs.from_cli_args(namespace)
+            other_offloading_gib = engine_args.kv_offloading_size
+            take_offloading_size(engine_args)
     except SystemExit:
         tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
         return
     except Exception as error:
         tell(arguments_problem=_in_words(error))
         return
-    tell(engine=_from_arguments(engine_args))
+    tell(engine=_from_arguments(engine_args, other_offloading_gib))
     if engine_args.model == parser.get_default("model"):
         return
     tell(model_name=engine_args.model)
     try:
-        tell(engine=_from_config(engine_args.create_engine_config(), engine_args))
+        config = engine_args.create_engine_config()
+        tell(engine=_from_config(config, engine_args, other_offloading_gib))
     except Exception as error:
         tell(engine_problem=_in_words(error))
     try:
@@ -97,7 +101,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
         tell(model_problem=_in_words(error))
 
 
-def _from_arguments(args: Any) -> dict[str, Any]:
+def _from_arguments(args: Any, other_offloading_gib: float | None) -> dict[str, Any]:
     """What is known of an engine without its model."""
     from safe_offload.compat import engine_config
 
@@ -110,16 +114,16 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "num_local_ranks": num_ranks
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
-        "other_offloading_gib": args.kv_offloading_size,
+        "other_offloading_gib": other_offloading_gib,
         "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 
-def _from_config(config: Any, args: Any) -> dict[str, Any]:
+def _from_config(config: Any, args: Any, other_offloading_gib: float | None) -> dict[str, Any]:
     from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
-    return _from_arguments(args) | {
+    return _from_arguments(args, other_offloading_gib) | {
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
         "transfer_config": _fields_of(config.kv_transfer_config),

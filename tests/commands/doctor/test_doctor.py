@@ -246,7 +246,6 @@ def pool(**settings: object) -> dict[str, str]:
         ("role", WARNING, "kv_both", config(kv_role="kv_consumer")),
         ("size-keys", WARNING, "", pool(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)),
         ("prefix-caching", ERROR, "no-enable-prefix-caching", engine(prefix_caching=False)),
-        ("offloading-size", ERROR, '_to_use": "8GiB"', engine(other_offloading_gib=8.0)),
         ("hash", WARNING, "", engine(hash_algorithm="xxhash")),
         ("arguments", ERROR, "refuses its arguments: --x", sound(arguments_problem="--x")),
         ("plugin", ERROR, "", sound(connector="", connector_problem="Unsupported connector")),
@@ -276,6 +275,16 @@ def test_what_is_broken_in_one_way_is_found_with_its_fix(examine, id, severity, 
     assert problem.id == (id if "." in id else f"configuration.{id}")
     assert problem.severity is severity
     assert said in f"{problem.found}; {problem.expected}; {problem.fix}"
+
+
+def test_the_size_of_the_flag_is_the_one_that_is_checked(examine):
+    taken = {"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": 4096 * GIB}}
+    text = ours(cpu_bytes_to_use="16GiB")
+    found = examine(text, with_engine(other_offloading_gib=4096.0, transfer_config=taken))
+    (said,) = [one for one in found if one.id == "configuration.offloading-size"]
+    assert said.severity is Severity.INFO
+    assert '--kv-offloading-size 4096 is taken as "cpu_bytes_to_use": "4096GiB"' in said.found
+    assert "4096.00 GiB" in only(found).found or "4.00 TiB" in only(found).found
 
 
 def test_a_list_of_plugins_may_have_us_in_it(examine):
