@@ -14,14 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
-from safe_offload.config import other_connectors
-from safe_offload.config.options import (
-    CAPACITY_KEYS,
-    OUTER_KEYS,
-    SETTINGS,
-    VALID_KEYS,
-    OffloadConfig,
-)
+from safe_offload.config import options, other_connectors
+from safe_offload.config.options import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.config.printing import NOT_SHOWN, masked, shown, shown_key
 from safe_offload.config.tier_url import URL
 from safe_offload.config.tiers import TIER_SETTINGS
@@ -133,7 +127,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
     for place, each in ours.items():
         yield f"\n{place}{_EXTRA_KEY}:"
         extra = each.get(_EXTRA_KEY) or {}
-        reasons = other_connectors.without_effect(extra, VALID_KEYS)
+        reasons = other_connectors.without_effect(extra, options.VALID_KEYS)
         paths = [] if "tiers" in extra else other_connectors.directories(extra)
         capacity_key = OffloadConfig.from_extra_config(extra, world_size=1).capacity_key
         for row in SETTINGS.values():
@@ -150,7 +144,7 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
                 text = json.dumps(masked(value))
                 yield _row(row.key, text, source, row.help if explain else "")
         for key, why in reasons.items():
-            if key not in VALID_KEYS:
+            if key not in options.VALID_KEYS:
                 yield _row(key, "", f"no effect: {why}")
 
 

@@ -50,7 +50,7 @@ SECONDARY_TIERS: Final = "secondary_tiers"
 SHARED_STORAGE: Final = "shared_storage_path"
 KNOWN: Final = (*WITHOUT_EFFECT, SECONDARY_TIERS, SHARED_STORAGE)
 DISK_KEYS: Final = ("disk_path", "disk_capacity_bytes")
-_SPEC: Final = "spec_module_path"
+SPEC: Final = "spec_module_path"
 _POLICY: Final = "eviction_policy"
 
 POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
@@ -65,11 +65,6 @@ def unread(written: Mapping[str, object]) -> set[str]:
     return keys | ({_POLICY} if "cache_policy_module_path" in written else set())
 
 
-def is_known(key: str, written: Mapping[str, object]) -> bool:
-    """Return whether another connector may have this key."""
-    return key in KNOWN or _SPEC in written
-
-
 def directories(written: Mapping[str, object]) -> list[object]:
     """Return the directories that a configuration keeps blocks in, as they are written."""
     tiers = written.get(SECONDARY_TIERS)
@@ -82,7 +77,7 @@ def directories(written: Mapping[str, object]) -> list[object]:
 def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict[str, str]:
     """Return the keys that have no effect, each with the reason; `ours` are settings."""
     found = {key: why for key, why in WITHOUT_EFFECT.items() if key in written}
-    if _SPEC in written:
+    if SPEC in written:
         others = (key for key in written if key not in (*KNOWN, *ours))
         found |= {shown_key(key).strip('"'): "it is of that spec" for key in others}
     if written.get("kv_offload_backend") != "disk":

@@ -21,9 +21,9 @@ SIZES = {"cpu_bytes_to_use": 64 << 20, "cpu_bytes_to_use_per_rank": 64 << 20, "n
 
 STARTED = (
     "dsv4_fp4_b200_vllm_mtp.sh",
+    "dsv4_fp4_mi355x_vllm_mtp.sh",
     "agg-gb200-dep16",
     "pull request 52656",
-    "dsv4_fp4_mi355x_vllm_mtp.sh",
     "native/cpu_plus_fs",
     "kserve/kserve, pkg",
 )
@@ -48,8 +48,8 @@ def small(public: Public, folder: Path) -> Public:
 @pytest.mark.parametrize(
     "places",
     [
-        pytest.param(STARTED[:2], id="sizes"),
-        pytest.param(STARTED[2:4], id="texts and a flag", marks=pytest.mark.nightly),
+        pytest.param(STARTED[:2], id="true as a text, and the flag"),
+        pytest.param(STARTED[2:4], id="sizes", marks=pytest.mark.nightly),
         pytest.param(STARTED[4:], id="directories"),
     ],
 )

@@ -158,6 +158,7 @@ facts["misplaced"] = parse_error(cpu_bytes_to_use="1GiB")
 facts["misspelt"] = parse_error(kv_connector="SafeCpuOffloadConnector")
 facts["unknown"] = parse_error(nonsense="1GiB")
 args = parser.parse_args(["--model", "m", "--kv-offloading-size", "2",
+                          "--kv-offloading-backend", "lmcache",
                           "--kv-transfer-config.kv_connector", NAME])
 facts["replaced"] = outcome(AsyncEngineArgs.from_cli_args(args).create_engine_config)
 facts["many_ranks"] = parse_error({"cpu_bytes_to_use": "100TiB"})

@@ -86,13 +86,13 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
     except Exception as error:
         tell(arguments_problem=_in_words(error))
         return
-    tell(engine=_from_arguments(engine_args, other_offloading_gib))
+    facts = {**_from_arguments(engine_args), "other_offloading_gib": other_offloading_gib}
+    tell(engine=facts)
     if engine_args.model == parser.get_default("model"):
         return
     tell(model_name=engine_args.model)
     try:
-        config = engine_args.create_engine_config()
-        tell(engine=_from_config(config, engine_args, other_offloading_gib))
+        tell(engine=facts | _from_config(engine_args.create_engine_config()))
     except Exception as error:
         tell(engine_problem=_in_words(error))
     try:
@@ -101,7 +101,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
         tell(model_problem=_in_words(error))
 
 
-def _from_arguments(args: Any, other_offloading_gib: float | None) -> dict[str, Any]:
+def _from_arguments(args: Any) -> dict[str, Any]:
     """What is known of an engine without its model."""
     from safe_offload.compat import engine_config
 
@@ -114,16 +114,15 @@ def _from_arguments(args: Any, other_offloading_gib: float | None) -> dict[str, 
         "num_local_ranks": num_ranks
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
-        "other_offloading_gib": other_offloading_gib,
         "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
 
-def _from_config(config: Any, args: Any, other_offloading_gib: float | None) -> dict[str, Any]:
+def _from_config(config: Any) -> dict[str, Any]:
     from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
-    return _from_arguments(args, other_offloading_gib) | {
+    return {
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
         "transfer_config": _fields_of(config.kv_transfer_config),
