@@ -47,8 +47,8 @@ class SlotPool:
 
     @property
     def num_used(self) -> int:
-        """Slots that hold something, are being filled or are retired."""
-        return self.num_usable - len(self._empty)
+        """Slots that hold what can be found; those that are being filled do not count."""
+        return len(self.directory.hashes) - self.directory.num_being_stored
 
     @property
     def num_empty(self) -> int:
