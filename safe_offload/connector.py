@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -84,8 +85,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
-    _cache_hit_source = base.HOST_HIT_SOURCE
-
     @telling
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -98,6 +97,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
+        schemes = "", *(tier.location.scheme for tier in self._config.tiers)
+        self._hit_sources = [base.HIT_SOURCES.get(s, base.OTHER_HIT_SOURCE) for s in schemes]
         if self._config.tiers:
             engine_config.require_shared_hashes(vllm_config)
         self._counters = Counters()
@@ -240,6 +241,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._contain("update_state_after_alloc", error)
             if num_external_tokens > 0:
                 self._announce_failure(request)
+
+    @contained(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        """See KVConnectorBase_V1 of vLLM 0.32; what a tier brought for this request is its own."""
+        by_tier = self.scheduler.hit_tokens_by_tier(request, num_external_tokens)
+        sources = Counter[Any]()
+        for tier, num_tokens in (by_tier or {0: num_external_tokens}).items():
+            sources[self._hit_sources[tier]] += num_tokens
+        return dict(+sources)
 
     @contained(lambda: None)
     def _announce_failure(self, request: Request) -> None:
