@@ -85,6 +85,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
+    _cache_hit_source = base.HIT_SOURCES.get("")
+
     @telling
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -97,9 +99,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
-        schemes = "", *(tier.location.scheme for tier in self._config.tiers)
-        self._hit_sources = [base.HIT_SOURCES.get(s, base.OTHER_HIT_SOURCE) for s in schemes]
+        self._hit_sources: list[Any] = []
         if self._config.tiers:
+            schemes = "", *(tier.location.scheme for tier in self._config.tiers)
+            self._hit_sources = [base.HIT_SOURCES.get(s, base.OTHER_HIT_SOURCE) for s in schemes]
             engine_config.require_shared_hashes(vllm_config)
         self._counters = Counters()
         self._stats: StatsReporter | ServedStats = StatsReporter(self._counters, {})
@@ -242,9 +245,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if num_external_tokens > 0:
                 self._announce_failure(request)
 
-    @contained(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         """See KVConnectorBase_V1 of vLLM 0.32; what a tier brought for this request is its own."""
+        if self._hit_sources:
+            return self._hit_sources_of(request, num_external_tokens)
+        return {self._cache_hit_source: num_external_tokens}
+
+    @contained(dict)
+    def _hit_sources_of(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        assert isinstance(self.scheduler, Planner)
         by_tier = self.scheduler.hit_tokens_by_tier(request, num_external_tokens)
         sources = Counter[Any]()
         for tier, num_tokens in (by_tier or {0: num_external_tokens}).items():

@@ -61,10 +61,6 @@ class SchedulerSide(Side):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was given blocks."""
 
-    def hit_tokens_by_tier(self, request: Any, num_tokens: int) -> Mapping[int, int]:
-        """Return where the tokens of the load come from that just began; nothing if unknown."""
-        return {}
-
     def announce_failure(self, request: Any) -> None:
         """A load that vLLM waits for was not planned."""
 

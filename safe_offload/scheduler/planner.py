@@ -605,11 +605,11 @@ class Planner(SchedulerSide):
 
     def gauges(self) -> dict[str, float]:
         """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
-        slots = self.hits.slots
+        slots, directory = self.hits.slots, self.hits.directory
         return {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
-            "used_slots": slots.num_used,
+            "used_slots": len(directory.hashes) - len(directory.being_stored),
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,

@@ -46,11 +46,6 @@ class SlotPool:
         return len(self._leased) - len(self._retired)
 
     @property
-    def num_used(self) -> int:
-        """Slots that hold what can be found; those that are being filled do not count."""
-        return len(self.directory.hashes) - self.directory.num_being_stored
-
-    @property
     def num_empty(self) -> int:
         """Slots that hold nothing and can be granted."""
         return len(self._empty)

@@ -144,4 +144,4 @@ def test_of_a_request_that_nobody_knows_it_is_the_host(make_tiers):
     rig = make_warm(make_tiers)
     sources = rig.connector.get_external_cache_hit_sources(None, 7)
     assert {source.value: number for source, number in sources.items()} == {"host": 7}
-    assert rig.connector.get_external_cache_hit_sources(None, 0) == {}
+    assert rig.connector.get_external_cache_hit_sources(None, 0) == {}, "nothing is not told"
