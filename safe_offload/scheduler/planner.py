@@ -605,11 +605,11 @@ class Planner(SchedulerSide):
 
     def gauges(self) -> dict[str, float]:
         """Return how the host pool stands now; see `observe.metrics.GAUGES`."""
-        slots, directory = self.hits.slots, self.hits.directory
+        slots = self.hits.slots
         return {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
-            "used_slots": len(directory.hashes) - len(directory.being_stored),
+            "used_slots": len(slots.directory.hashes) - len(slots.directory.being_stored),
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,
