@@ -117,6 +117,7 @@ def test_a_port_for_metrics_that_is_taken_is_refused_before_the_engine_starts(
 ):
     """Two engines on this machine: the port of the second is taken."""
     written = sized(taken_port - 1 - first, "metrics_port")
+    written["kv_connector_extra_config"]["num_cpu_blocks"] = 10  # whatever memory there is
     local = {"data_parallel_size_local": 2, "data_parallel_index": first}
     with pytest.raises(ConfigError, match=f"127.0.0.1:{taken_port} cannot be opened"):
         engine_start.prepare_start(engine(written, **local))
