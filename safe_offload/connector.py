@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -29,6 +30,7 @@ from safe_offload.config.options import OffloadConfig
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
+from safe_offload.observe.served import ServedStats
 from safe_offload.protocol import EMPTY_PLAN, StepPlan
 from safe_offload.scheduler.blocks import GpuBlocks
 from safe_offload.scheduler.cache.directory import Directory
@@ -83,7 +85,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     Our settings are in `kv_connector_extra_config`; one that cannot be met is a ConfigError.
     """
 
-    _cache_hit_source = base.HOST_HIT_SOURCE
+    _cache_hit_source = base.HIT_SOURCES.get("")
 
     @telling
     def __init__(
@@ -97,10 +99,15 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             OffloadConfig.from_extra_config(extra, world_size=world_size),
             ranks_per_copy=engine_config.ranks_per_copy(vllm_config, kv_cache_config),
         )
+        self._hit_sources: list[Any] = []
         if self._config.tiers:
+            schemes = "", *(tier.location.scheme for tier in self._config.tiers)
+            self._hit_sources = [base.HIT_SOURCES.get(s, base.OTHER_HIT_SOURCE) for s in schemes]
             engine_config.require_shared_hashes(vllm_config)
         self._counters = Counters()
-        self._stats = StatsReporter(self._counters, {})
+        self._stats: StatsReporter | ServedStats = StatsReporter(self._counters, {})
+        self._served: ServedStats | None = None
+        self._is_watched = self._config.verify_invariants
         self._clock = monotonic
         self.adapters = Adapters()
         self._num_model_loads = MODEL_LOADS.count
@@ -131,7 +138,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
-        self._stats = StatsReporter(self._counters, info)
+        self._stats = reporter = StatsReporter(self._counters, info)
+        if config.metrics_port is not None:
+            self._stats = self._served = ServedStats(reporter, config, vllm_config)
+            self._is_watched = True
         options = PlannerOptions(
             num_ranks=vllm_config.parallel_config.world_size,
             num_store_blocks_max=max(1, STORES_FACTOR * config.max_inflight_bytes // slot_bytes),
@@ -233,6 +243,21 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if num_external_tokens > 0:
                 self._announce_failure(request)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        """See KVConnectorBase_V1 of vLLM 0.32; what a tier brought for this request is its own."""
+        if self._hit_sources:
+            return self._hit_sources_of(request, num_external_tokens)
+        return {self._cache_hit_source: num_external_tokens}
+
+    @contained(dict)
+    def _hit_sources_of(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        assert isinstance(self.scheduler, Planner)
+        by_tier = self.scheduler.hit_tokens_by_tier(request, num_external_tokens)
+        sources = Counter[Any]()
+        for tier, num_tokens in (by_tier or {0: num_external_tokens}).items():
+            sources[self._hit_sources[tier]] += num_tokens
+        return dict(+sources)
+
     @contained(lambda: None)
     def _announce_failure(self, request: Request) -> None:
         """A load that vLLM waits for was not planned: tell it to recompute (I7)."""
@@ -256,11 +281,18 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         try:
             self.scheduler.update_connector_output(connector_output)
-            if self._config.verify_invariants:
-                self.scheduler.check_invariants()
+            if self._is_watched:
+                self._watch(connector_output)
         except Exception as error:
             report = connector_output.kv_connector_worker_meta
             self._contain("update_connector_output", error, report)
+
+    def _watch(self, connector_output: KVConnectorOutput) -> None:
+        """Do what only some configurations need after each report of the workers."""
+        if self._config.verify_invariants:
+            self.scheduler.check_invariants()
+        if self._served is not None:
+            self._served.of_workers(connector_output.kv_connector_stats)
 
     @contained(lambda: (False, None))
     def request_finished(
@@ -363,6 +395,8 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
+        if self._served is not None:
+            self._served.close()
 
     # ---- observation ---------------------------------------------------------------------------
 

@@ -456,6 +456,8 @@ MAY_LEAVE = {
     # Memory without a name, and a socket without a file: the kernel has both as long as a process
     # has them (test_shared_memory.py kills one). Of multiprocessing the key is read.
     "worker/memory/shared_memory.py": {"socket", "memfd_create", "multiprocessing"},
+    # A look whether a port is free.
+    "start/checks.py": {"socket"},
     # A name for keeping a connection alive; sockets are the event loop's.
     "tiers/valkey/login.py": {"socket"},
     # A file tier is there to outlive the process, in the directory that the user names.

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
+from safe_offload.config import options, other_connectors
 from safe_offload.config.options import CAPACITY_KEYS, OUTER_KEYS, SETTINGS, OffloadConfig
 from safe_offload.config.printing import NOT_SHOWN, masked, shown, shown_key
 from safe_offload.config.tier_url import URL
@@ -126,15 +127,25 @@ def _in_force(written: dict[str, Any], *, explain: bool) -> Iterator[str]:
     for place, each in ours.items():
         yield f"\n{place}{_EXTRA_KEY}:"
         extra = each.get(_EXTRA_KEY) or {}
+        reasons = other_connectors.without_effect(extra, options.VALID_KEYS)
+        paths = [] if "tiers" in extra else other_connectors.directories(extra)
         capacity_key = OffloadConfig.from_extra_config(extra, world_size=1).capacity_key
         for row in SETTINGS.values():
             value = extra.get(row.key, row.default)
             source = "written" if row.key in extra else "default"
             if row.key in CAPACITY_KEYS and row.key != capacity_key:
                 source += f', no effect: "{capacity_key}" counts'
-            if value is not None:
+            if paths and row.key == "tiers":
+                value = [{"url": f"file://{path}"} for path in paths]
+                source = "from the keys of another connector"
+            if row.key in reasons:
+                source += f"; {reasons[row.key]}"
+            if value is not None or row.key in reasons:
                 text = json.dumps(masked(value))
                 yield _row(row.key, text, source, row.help if explain else "")
+        for key, why in reasons.items():
+            if key not in options.VALID_KEYS:
+                yield _row(key, "", f"no effect: {why}")
 
 
 def _require_fields(written: Mapping[str, Any]) -> None:

@@ -16,12 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    HOST_HIT_SOURCE: Any = CacheHitSource.HOST
+    HIT_SOURCES: Any = {"": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+    OTHER_HIT_SOURCE: Any = CacheHitSource.EXTERNAL_UNSPECIFIED
 except ImportError:  # vLLM 0.31 does not tell the tiers of a hit apart
-    HOST_HIT_SOURCE = None
+    HIT_SOURCES, OTHER_HIT_SOURCE = {}, None
 
 __all__ = [
-    "HOST_HIT_SOURCE",
+    "HIT_SOURCES",
+    "OTHER_HIT_SOURCE",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",

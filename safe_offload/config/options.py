@@ -9,7 +9,7 @@ vLLM adds no key of its own to this mapping. Source: vLLM 0.32.0, vllm/config/vl
 `_post_init_kv_transfer_config`, and kv_connector/v1/multi_connector.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from safe_offload.config.settings import (
     settings_of,
     size,
     switch,
+    text,
 )
 from safe_offload.config.tier_url import Location
 from safe_offload.config.tiers import TierConfig, directory, tiers
@@ -148,6 +149,15 @@ class OffloadConfig:
         "Compare loaded blocks with the checksum of what was stored: all, or one in N.",
         key="verify",
     )
+    metrics_port: int | None = setting(
+        count(1, 65535, example=9400),
+        None,
+        "Serve the metrics at this port too, for where vLLM's server drops them; data-parallel "
+        "engines take one port after the other.",
+    )
+    metrics_host: str = setting(
+        text(), "127.0.0.1", "Address of this machine that `metrics_port` is opened on."
+    )
     verify_invariants: bool = setting(
         switch(),
         False,
@@ -186,6 +196,17 @@ class OffloadConfig:
             "the block size."
         )
 
+    def open_metrics(self, engine_index: int, open_at: Callable[[int, str], Any]) -> Any:
+        """Return what `open_at` makes of port and host of an engine's metrics, or refuse them."""
+        port = (self.metrics_port or 0) + engine_index
+        try:
+            return open_at(port, self.metrics_host)
+        except (OSError, OverflowError) as error:
+            problem = f"{self.metrics_host}:{port} cannot be opened ({error})"
+            allowed = "a free port; engine N of a data-parallel server takes metrics_port + N"
+            fix = 'write another "metrics_port", or end what listens there'
+            refuse("metrics_port", self.metrics_port, problem, allowed, fix)
+
     @classmethod
     def from_extra_config(
         cls, extra: Mapping[str, object] | None, *, world_size: int
@@ -203,10 +224,11 @@ class OffloadConfig:
         if type(world_size) is not int or world_size < 1:
             raise ConfigError(f"world_size is {shown(world_size)}; expected an integer of 1 up.")
         written = _require_mapping({} if extra is None else extra)
+        keys = written.keys() - other_connectors.unread(written)
         values = {
             field: row.kind.read(row.key, written[row.key])
             for field, row in SETTINGS.items()
-            if row.key in written
+            if row.key in keys
         }
         if "cpu_bytes_to_use" in values:
             shares = size(MAX_BYTES_PER_SERVER, num_ranks=world_size)
@@ -233,13 +255,8 @@ def _disk_tier(
 
     There the capacity is that of each rank (vLLM 0.32.0, v1/simple_kv_offload/worker.py).
     """
-    path_key, capacity_key = "disk_path", "disk_capacity_bytes"
+    path_key, capacity_key = other_connectors.DISK_KEYS
     if values.get("kv_offload_backend") != "disk":
-        for key in (path_key, capacity_key):
-            if key in written:
-                allowed = 'it beside "kv_offload_backend": "disk"'
-                fix = 'add "kv_offload_backend": "disk", or remove it'
-                refuse(key, written[key], "it has no effect alone", allowed, fix)
         return None
     if "tiers" in written:
         allowed, fix = "one of the two", 'move the directory into "tiers", and remove this key'
@@ -266,6 +283,8 @@ def _require_mapping(extra: object) -> Mapping[str, object]:
 def _require_known_keys(written: Mapping[Any, object]) -> None:
     """Refuse a key that is not one of ours, with the likeliest fix."""
     known = (*VALID_KEYS, *other_connectors.KNOWN)
+    if other_connectors.SPEC in written:
+        known += tuple(key for key in written if isinstance(key, str))
     unknown = [key for key in written if not isinstance(key, str) or key not in known]
     for key in unknown[:1]:
         problem = "is not a setting of SafeCPUOffloadConnector"

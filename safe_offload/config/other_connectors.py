@@ -1,17 +1,22 @@
 """Settings of other offloading connectors, so that their configurations start with our name.
 
-What means something here is taken or translated; what does not is named in one warning.
+What means something here is taken or translated; what does not is named in one warning. A
+configuration that names a module of its own (`spec_module_path`) may have any further keys.
 
-Source: vLLM 0.32.0, kv_connector/v1/simple_cpu_offload_connector.py, v1/kv_offload/ (cpu/spec.py,
-tiering/spec.py, base.py) and kv_connector/v1/offloading/config.py; llm-d-kv-cache, llmd_fs_backend.
+Source: vLLM 0.31 to 0.33, kv_connector/v1/simple_cpu_offload_connector.py, v1/kv_offload/
+(cpu/spec.py, tiering/spec.py, base.py) and kv_connector/v1/offloading/; llm-d-kv-cache,
+llmd_fs_backend.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
+
+from safe_offload.config.printing import shown_key
 
 _IN_BLOCKS: Final = "blocks are kept one by one, and neighbours are copied together"
 _ONE_WAY: Final = "there is one way to keep blocks, and tiers below it"
 _EVERY: Final = "every block is stored"
+_NO_DISK: Final = 'it is for "kv_offload_backend": "disk", which is not written'
 _TIERS: Final = 'of what stands in it only directories are used; write "tiers"'
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
@@ -22,6 +27,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "cache_policy_module_path": 'write "eviction_policy"',
     "canonical_layout": "objects do not depend on where layers lie in the KV cache",
     "disk_buffer_slots": "blocks go to the disk through host memory, which needs no buffers",
+    "enable_offload": "whoever names this connector wants it",
     "enable_telemetry": "metrics are always there",
     "gpu_blocks_per_file": "an object is one block",
     "load_async": "loads are always asynchronous",
@@ -32,7 +38,9 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "self_describing_kv_events": "KV events always have the tokens",
     "spec_module_path": _ONE_WAY,
     "spec_name": _ONE_WAY,
+    "sync_load_budget_bytes": "no load holds up a step",
     "store_threshold": f'{_EVERY}; against prompts that come once, "eviction_policy": "slru"',
+    "tier_poll_interval_s": "tiers report when they are done",
     "threads_per_gpu": 'write "num_threads" into the tier',
     "use_page_cache": "files are read and written past the page cache wherever that works",
 }
@@ -41,6 +49,9 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 SECONDARY_TIERS: Final = "secondary_tiers"
 SHARED_STORAGE: Final = "shared_storage_path"
 KNOWN: Final = (*WITHOUT_EFFECT, SECONDARY_TIERS, SHARED_STORAGE)
+DISK_KEYS: Final = ("disk_path", "disk_capacity_bytes")
+SPEC: Final = "spec_module_path"
+_POLICY: Final = "eviction_policy"
 
 POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
 """Of eviction, by what is nearest to them here."""
@@ -48,22 +59,37 @@ POLICIES: Final[Mapping[str, str]] = {"arc": "slru"}
 _DIRECTORIES: Final = ("fs", "fs_python", "fs_worker")
 
 
+def unread(written: Mapping[str, object]) -> set[str]:
+    """Return the settings whose value is none of ours: nothing, or a name of another package."""
+    keys = {key for key in DISK_KEYS if written.get(key, "") in (None, "")}
+    return keys | ({_POLICY} if "cache_policy_module_path" in written else set())
+
+
 def directories(written: Mapping[str, object]) -> list[object]:
     """Return the directories that a configuration keeps blocks in, as they are written."""
     tiers = written.get(SECONDARY_TIERS)
     found = [tier["root_dir"] for tier in _list(tiers) if _is_directory(tier)]
-    return [*([written[SHARED_STORAGE]] if SHARED_STORAGE in written else []), *found]
+    if SHARED_STORAGE in written and written.get("backend") != "OBJ":  # which keeps it in a bucket
+        found.insert(0, written[SHARED_STORAGE])
+    return found
 
 
-def without_effect(written: Mapping[str, object]) -> dict[str, str]:
-    """Return the keys that have no effect, each with the reason."""
+def without_effect(written: Mapping[str, object], ours: Collection[str]) -> dict[str, str]:
+    """Return the keys that have no effect, each with the reason; `ours` are settings."""
     found = {key: why for key, why in WITHOUT_EFFECT.items() if key in written}
+    if SPEC in written:
+        others = (key for key in written if key not in (*KNOWN, *ours))
+        found |= {shown_key(key).strip('"'): "it is of that spec" for key in others}
+    if written.get("kv_offload_backend") != "disk":
+        found |= {key: _NO_DISK for key in DISK_KEYS if key in written}
     tiers = written.get(SECONDARY_TIERS)
     if "tiers" in written or not all(map(_is_directory, _list(tiers))):
         found |= {key: _TIERS for key in (SECONDARY_TIERS, SHARED_STORAGE) if key in written}
-    policy = written.get("eviction_policy")
-    if isinstance(policy, str) and policy in POLICIES:
-        found["eviction_policy"] = f'"{POLICIES[policy]}" is nearest to it'
+    policy = written.get(_POLICY)
+    if policy is not None and _POLICY in unread(written):
+        found[_POLICY] = '"lru" is used'
+    elif isinstance(policy, str) and policy in POLICIES:
+        found[_POLICY] = f'"{POLICIES[policy]}" is nearest to it'
     return found
 
 

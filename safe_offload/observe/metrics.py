@@ -35,7 +35,7 @@ from safe_offload.sides import Side
 GAUGES = {
     "slots": "Host slots, each as large as one GPU block.",
     "configured_slots": "Host slots that there will be when all memory is ready.",
-    "used_slots": "Host slots that hold something or are being filled.",
+    "used_slots": "Host slots that hold something that can be hit.",
     "capacity_bytes": "Bytes that all host slots hold together, of all ranks.",
     "leased_slots": "Host slots that may not be evicted now.",
     "retired_slots": "Host slots not used any more because their bytes changed in memory.",

@@ -276,6 +276,14 @@ class Planner(SchedulerSide):
             self.loads.begin(state, blocks.blocks, num_external_tokens)
         self.tiers.scheduled(state, is_running=is_running)
 
+    def hit_tokens_by_tier(self, request: Request, num_tokens: int) -> Mapping[int, int]:
+        """Return how many tokens of the load that just began each tier has brought; 0: none."""
+        for load in reversed(self.loads.ledger.new):
+            if load.owner.request is request and isinstance(self.tiers, Tiers):
+                first_token = load.first_hash * self.hits.geometry.hash_block_size
+                return self.tiers.lookups.hit_tokens(load.owner, first_token, num_tokens)
+        return {}
+
     def _preempt(self, state: RequestState) -> None:
         """vLLM took a request's blocks away: let their host copy be evicted."""
         state.move(Phase.WAITING)
@@ -601,7 +609,7 @@ class Planner(SchedulerSide):
         return {
             "slots": slots.num_usable,
             "configured_slots": slots.num_slots,
-            "used_slots": slots.num_used,
+            "used_slots": len(slots.directory.hashes) - len(slots.directory.being_stored),
             "leased_slots": slots.num_leased,
             "retired_slots": slots.num_retired,
             "capacity_bytes": slots.num_usable * self.options.slot_bytes,

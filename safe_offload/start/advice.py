@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safe_offload import __version__
 from safe_offload.compat import specs, versions, whole_blocks
 from safe_offload.config import other_connectors
-from safe_offload.config.options import CAPACITY_KEYS, OffloadConfig
+from safe_offload.config.options import CAPACITY_KEYS, VALID_KEYS, OffloadConfig
 from safe_offload.config.transfer_config import DEFAULT_KV_ROLE
 from safe_offload.config.units import format_bytes
 
@@ -123,7 +123,8 @@ def _advise_on_role(transfer_config: Any) -> None:
 
 def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None:
     written = [key for key in CAPACITY_KEYS if key in extra]
-    if len(written) > 1:
+    is_same = config.cpu_bytes_to_use == config.cpu_bytes_per_rank * config.world_size
+    if len(written) > 1 and not (is_same and config.num_slots is None):
         logger.warning(
             'Several keys give the size of the host pool: "%s" counts, %s %s no effect. Remove '
             "the ones that you do not mean.",
@@ -134,7 +135,7 @@ def _advise_on_sizes(extra: Mapping[str, object], config: OffloadConfig) -> None
 
 
 def _advise_on_other_connectors(extra: Mapping[str, object]) -> None:
-    if reasons := other_connectors.without_effect(extra):
+    if reasons := other_connectors.without_effect(extra, VALID_KEYS):
         logger.warning(
             "Settings of other connectors have no effect here, remove them: %s.",
             "; ".join(f'"{key}" ({reason})' for key, reason in reasons.items()),

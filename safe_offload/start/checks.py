@@ -4,35 +4,47 @@ An error here is the last thing that is printed. Workers look at the memory agai
 """
 
 import logging
+import os
 from collections.abc import Mapping
+from socket import create_server
 from typing import Any, Final
 
 from safe_offload.config.options import OffloadConfig
 from safe_offload.config.tiers import SHARED_HASH
-from safe_offload.config.transfer_config import CONNECTOR_NAME, ours_of
+from safe_offload.config.transfer_config import CONNECTOR_NAME, is_ours, ours_of
+from safe_offload.config.units import GIB
 from safe_offload.errors import ConfigError
 from safe_offload.start import last_words
 
+_RUST: Final = "VLLM_USE_RUST_FRONTEND"
+_EXTRA_KEY: Final = "kv_connector_extra_config"
 DEFAULT_HASH: Final = "sha256"
 """As safe as the one that takes its place: both end in SHA-256."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def require_no_other_offloading(arguments: Any) -> None:
-    """Refuse `--kv-offloading-size` beside our name: vLLM silently takes another connector.
+def take_offloading_size(arguments: Any) -> None:
+    """Let `--kv-offloading-size` beside our name be our size; vLLM would take another connector.
 
-    `arguments` are vLLM's EngineArgs.
-    Source: vLLM 0.32.0, VllmConfig._post_init_kv_transfer_config.
+    As there it is of all ranks, and counts before `cpu_bytes_to_use`. `arguments` are vLLM's
+    EngineArgs. Source: vLLM 0.31 to 0.33, VllmConfig._post_init_kv_transfer_config.
     """
     size_gib = getattr(arguments, "kv_offloading_size", None)
-    if size_gib is None or not ours_of(getattr(arguments, "kv_transfer_config", None)):
+    config: Any = getattr(arguments, "kv_transfer_config", None)
+    if size_gib is None or not ours_of(config):
         return
-    raise ConfigError(
-        f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place of "
-        f"{CONNECTOR_NAME}. Fix: remove --kv-offloading-size (and --kv-offloading-backend), and "
-        f'write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
-    )
+    written = config if isinstance(config, dict) else vars(config)
+    if not is_ours(written) or getattr(arguments, "kv_offloading_backend", "native") != "native":
+        raise ConfigError(
+            f"--kv-offloading-size {size_gib:g} makes vLLM use a connector of its own in the place "
+            f"of {CONNECTOR_NAME}. Fix: remove --kv-offloading-size and --kv-offloading-backend, "
+            f'and write "cpu_bytes_to_use": "{size_gib:g}GiB" in kv_connector_extra_config.'
+        )
+    sized = {**(written.get(_EXTRA_KEY) or {}), "cpu_bytes_to_use": int(size_gib * GIB)}
+    written[_EXTRA_KEY] = sized
+    arguments.kv_offloading_size = None
+    logger.info('--kv-offloading-size %g is taken as "cpu_bytes_to_use": "%gGiB".', *[size_gib] * 2)
 
 
 def prepare_start(config: Any) -> None:
@@ -49,7 +61,23 @@ def prepare_start(config: Any) -> None:
     if config.cache_config.enable_prefix_caching:
         for written in ours:
             _require_memory(written, config.parallel_config)
+            _require_ports(written, config.parallel_config)
     last_words.listen()
+
+
+def tell_of_lost_metrics(arguments: Any) -> None:
+    """Say where the /metrics of vLLM's server, whose arguments these are, has no row of ours."""
+    ours = ours_of(getattr(arguments, "kv_transfer_config", None))
+    if not hasattr(arguments, "enable_log_requests") or last_words.is_another_listening():
+        return
+    cause = "--disable-log-stats" if arguments.disable_log_stats else _RUST
+    is_lost = arguments.disable_log_stats or os.environ.get(_RUST, "0") != "0"
+    if is_lost and not all(_settings(written).metrics_port for written in ours):
+        logger.warning(
+            "With %s, vLLM's /metrics has no row vllm:safe_offload_... Fix: write "
+            '"metrics_port": 9400 in kv_connector_extra_config, and scrape that port too.',
+            cause,
+        )
 
 
 def _has_tiers(written: Mapping[str, Any]) -> bool:
@@ -57,7 +85,7 @@ def _has_tiers(written: Mapping[str, Any]) -> bool:
 
 
 def _settings(written: Mapping[str, Any], world_size: int = 1) -> OffloadConfig:
-    extra = written.get("kv_connector_extra_config")
+    extra = written.get(_EXTRA_KEY)
     return OffloadConfig.from_extra_config(extra, world_size=world_size)
 
 
@@ -78,6 +106,15 @@ def _settle_hashes(config: Any) -> None:
             DEFAULT_HASH,
         )
     engine_config.require_shared_hashes(config)
+
+
+def _require_ports(written: Mapping[str, Any], parallel: Any) -> None:
+    """Refuse a port now that an engine of this machine could not open after loading the model."""
+    config, first = _settings(written), int(parallel.data_parallel_index)
+    is_here = parallel.data_parallel_backend == "mp" and ":" not in config.metrics_host  # no IPv6
+    if config.metrics_port is not None and is_here:
+        for index in range(first, first + int(parallel.data_parallel_size_local)):
+            config.open_metrics(index, lambda port, host: create_server((host, port)).close())
 
 
 def _require_memory(written: Mapping[str, Any], parallel: Any) -> None:

@@ -23,7 +23,7 @@ from safe_offload.compat.whole_blocks import wrap_worker
 from safe_offload.compat.wrapping import is_wrapped, when_imported, wrap
 from safe_offload.config.transfer_config import CONNECTOR_MODULE, CONNECTOR_NAME, complete, settle
 from safe_offload.errors import ConfigError
-from safe_offload.start.checks import prepare_start, require_no_other_offloading
+from safe_offload.start.checks import prepare_start, take_offloading_size, tell_of_lost_metrics
 
 _CONFIG_MODULE: Final = "vllm.config.kv_transfer"
 _ARGUMENTS_MODULE: Final = "vllm.engine.arg_utils"
@@ -193,7 +193,8 @@ def _wrap_engine_arguments() -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _check(require_no_other_offloading, self)
+            _check(take_offloading_size, self)
+            _check(tell_of_lost_metrics, self)
             config = original(self, *args, **kwargs)
             _check(prepare_start, config)
             return config

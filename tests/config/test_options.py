@@ -289,8 +289,8 @@ DISK = {"kv_offload_backend": "disk"}
     ("written", "problem", "fix"),
     [
         (DISK, "no directory", 'add "disk_path": "/mnt/nvme/kv"'),
-        ({"disk_path": "/mnt/kv"}, "no effect alone", 'add "kv_offload_backend": "disk"'),
-        ({"disk_capacity_bytes": "1TiB"}, "no effect alone", 'add "kv_offload_backend": "disk"'),
+        ({**DISK, "disk_path": None}, "no directory", 'add "disk_path": "/mnt/nvme/kv"'),
+        ({"disk_path": "mnt/kv"}, "not absolute", 'write "disk_path": "/mnt/nvme/kv"'),
         (
             {**DISK, "disk_path": "/mnt/kv", "tiers": []},
             '"tiers" is written too',

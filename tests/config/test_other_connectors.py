@@ -2,125 +2,129 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safe_offload.config.options import OffloadConfig
+from safe_offload.commands.cli import main
+from safe_offload.config.options import VALID_KEYS, OffloadConfig
 from safe_offload.config.other_connectors import KNOWN, without_effect
 from safe_offload.errors import ConfigError
+from safe_offload.start import checks, plugin
+from tests.config.public_configurations import OFFLOADING, PUBLIC, SIMPLE
 
-GIB = 1 << 30
-
-PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    # where: what is written, what it comes to, and the keys that are warned of
-    "InferenceX, agentic recipes, vllm-simple": (
-        {
-            "cpu_bytes_to_use_per_rank": 137 * 10**9,
-            "enable_cross_layers_blocks": "true",
-            "lazy_offload": False,
-        },
-        {"cpu_bytes_per_rank": 137 * 10**9, "enable_cross_layers_blocks": True},
-        (),
-    ),
-    "InferenceX, agentic recipes, B300": (
-        {
-            "cpu_bytes_to_use": 356 * 10**9,
-            "enable_cross_layers_blocks": "true",
-            "lazy_offload": True,
-        },
-        {"cpu_bytes_to_use": 356 * 10**9, "lazy_offload": True},
-        (),
-    ),
-    "vllm#52656": (
-        {"cpu_bytes_to_use": "8e9", "lazy_offload": "false"},
-        {"cpu_bytes_to_use": 8 * 10**9, "lazy_offload": False},
-        (),
-    ),
-    "vLLM, docs on OffloadingConnector": (
-        {"block_size": 64, "cpu_bytes_to_use": 1000000000},
-        {"cpu_bytes_to_use": 1000000000},
-        ("block_size",),
-    ),
-    "vLLM, docs on TieringOffloadingSpec": (
-        {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": 10 * GIB,
-            "block_size": 16,
-            "eviction_policy": "lru",
-            "secondary_tiers": [
-                {
-                    "type": "fs",
-                    "root_dir": "/mnt/kv_cache",
-                    "n_read_threads": 32,
-                    "n_write_threads": 16,
-                }
-            ],
-        },
-        {"cpu_bytes_to_use": 10 * GIB, "paths": ["/mnt/kv_cache"]},
-        ("block_size", "spec_name"),
-    ),
-    "vLLM, docs on the obj tier": (
-        {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": 10 * GIB,
-            "secondary_tiers": [{"type": "obj", "store_config": {"bucket": "kv"}}],
-        },
-        {"paths": []},
-        ("secondary_tiers", "spec_name"),
-    ),
-    "vLLM, tests of eviction policies": (
-        {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 4 * GIB, "eviction_policy": "arc"},
-        {"eviction_policy": "slru"},
-        ("eviction_policy", "spec_name"),
-    ),
-    "llm-d-kv-cache, native offloading": ({"num_cpu_blocks": 10000}, {"num_slots": 10000}, ()),
-    "llm-d-kv-cache, llmd_fs_backend": (
-        {
-            "spec_name": "SharedStorageOffloadingSpec",
-            "spec_module_path": "llmd_fs_backend.spec",
-            "shared_storage_path": "/mnt/nvme-storage/kv-cache/",
-            "block_size": 256,
-            "threads_per_gpu": "64",
-        },
-        {"paths": ["/mnt/nvme-storage/kv-cache"]},
-        ("block_size", "spec_module_path", "spec_name", "threads_per_gpu"),
-    ),
-    "nothing but the name": ({}, {"cpu_bytes_to_use": 8 * GIB, "paths": []}, ()),
-}
+PLACES = [public.place for public in PUBLIC]
 
 
-@pytest.mark.parametrize(("written", "expected", "warned"), PUBLIC.values(), ids=PUBLIC)
-def test_what_the_public_writes_is_taken(
-    written: dict[str, Any], expected: dict[str, Any], warned: tuple[str, ...]
-) -> None:
-    config = OffloadConfig.from_extra_config(written, world_size=1)
+def options(written: dict[str, Any], **more: Any) -> OffloadConfig:
+    return OffloadConfig.from_extra_config({**written, **more}, world_size=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    plugin.register()  # as vLLM does
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=PLACES)
+def test_what_the_public_writes_starts_with_our_name(public):
+    """As `vllm serve` reads it: the real KVTransferConfig, then the flag, then our settings."""
+    from vllm.config import KVTransferConfig
+
+    read = KVTransferConfig(**public.with_our_name)
+    arguments = SimpleNamespace(kv_transfer_config=read, kv_offloading_size=public.offloading_size)
+    checks.take_offloading_size(arguments)
+    assert arguments.kv_offloading_size is None, "vLLM would take its own connector"
+    assert (read.kv_role, read.kv_load_failure_policy) == ("kv_both", "recompute")
+    config = options(read.kv_connector_extra_config)
     paths = [tier.location.path for tier in config.tiers]
-    found = {key: paths if key == "paths" else getattr(config, key) for key in expected}
-    assert found == expected
-    assert tuple(sorted(without_effect(written))) == warned
+    expected = public.comes_to
+    assert expected == {key: paths if key == "paths" else getattr(config, key) for key in expected}
+    found = without_effect(read.kv_connector_extra_config, VALID_KEYS)
+    assert sorted(found) == sorted(public.warned)
+    assert all(found.values())
 
 
-def test_tiers_that_are_written_count_alone() -> None:
+@pytest.mark.parametrize("public", PUBLIC, ids=PLACES)
+def test_the_command_says_what_comes_of_it(public, capsys, monkeypatch):
+    written = json.dumps(public.with_our_name)
+    monkeypatch.setattr(sys, "argv", ["safe-offload", "config", "--kv-transfer-config", written])
+    assert main() == 0
+    output = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in output.splitlines() if line.strip()}
+    assert set(public.warned) <= rows.keys()
+    for path in public.comes_to.get("paths", ()):
+        assert f"file://{path}" in rows["tiers"]
+    assert "secret" not in output.replace("secret_key", "")
+
+
+def test_both_connectors_and_every_place_are_there():
+    assert {SIMPLE, OFFLOADING} <= {public.connector for public in PUBLIC}
+    assert len(set(PLACES)) == len(PLACES) > 25
+    written = " ".join(PLACES)
+    for where in (
+        "InferenceX",
+        "docs.vllm.ai",
+        "llm-d/",
+        "kserve/",
+        "gpustack/",
+        "vllm-project/recipes",
+    ):
+        assert where in written
+    assert {"enable_cross_layers_blocks", "lazy_offload", "cpu_bytes_to_use_per_rank"} <= {
+        key for public in PUBLIC for key in public.extra
+    }
+
+
+def test_tiers_that_are_written_count_alone():
     written = {
         "tiers": [{"url": "file:///mnt/ours"}],
         "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/theirs"}],
     }
-    config = OffloadConfig.from_extra_config(written, world_size=1)
+    config = options(written)
     assert [tier.location.path for tier in config.tiers] == ["/mnt/ours"]
-    assert list(without_effect(written)) == ["secondary_tiers"]
+    assert list(without_effect(written, VALID_KEYS)) == ["secondary_tiers"]
 
 
 @pytest.mark.parametrize("path", [None, "kv", 7])
-def test_a_directory_that_cannot_be_meant_is_refused(path: object) -> None:
+def test_a_directory_that_cannot_be_meant_is_refused(path):
     with pytest.raises(ConfigError, match="absolute path"):
-        OffloadConfig.from_extra_config(
-            {"secondary_tiers": [{"type": "fs", "root_dir": path}]}, world_size=1
-        )
+        options({"secondary_tiers": [{"type": "fs", "root_dir": path}]})
 
 
 @pytest.mark.parametrize("value", [None, {}, [], "x", 3, [None], [[]], [{"type": []}]])
 @pytest.mark.parametrize("key", [key for key in KNOWN if key != "shared_storage_path"])
-def test_whatever_stands_in_their_keys_starts(key: str, value: object) -> None:
-    assert OffloadConfig.from_extra_config({key: value}, world_size=1).tiers == ()
-    without_effect({key: value})
+def test_whatever_stands_in_their_keys_starts(key, value):
+    assert options({key: value}).tiers == ()
+    without_effect({key: value}, VALID_KEYS)
+
+
+def test_only_a_key_that_nobody_knows_is_refused():
+    """A spec of another package may have any; a key of ours that is misspelt is refused."""
+    theirs = {"spec_module_path": "their.spec", "their_key": 1, "x" * 40: 2}
+    assert options(theirs).cpu_bytes_to_use == 8 << 30
+    assert set(without_effect(theirs, VALID_KEYS)) == {"spec_module_path", "their_key", "***"}
+    for wrong in ("their_key", "lazy_ofload"):
+        with pytest.raises(ConfigError, match="not a setting"):
+            options({wrong: True})
+
+
+def test_a_policy_of_another_package_is_not_refused():
+    theirs = {"cache_policy_module_path": "their.policy", "eviction_policy": "theirs"}
+    assert options(theirs).eviction_policy == "lru"
+    assert set(without_effect(theirs, VALID_KEYS)) == set(theirs)
+    with pytest.raises(ConfigError, match="no such choice"):
+        options({"eviction_policy": "theirs"})
+
+
+@pytest.mark.parametrize("key", ["disk_path", "disk_capacity_bytes"])
+def test_a_disk_without_its_backend_is_a_warning_as_there(key):
+    written = {key: "/mnt/kv" if key == "disk_path" else "1TiB"}
+    assert options(written).tiers == ()
+    (reason,) = without_effect(written, VALID_KEYS).values()
+    assert '"kv_offload_backend": "disk"' in reason
+    disk = {"kv_offload_backend": "disk", "disk_path": "/mnt/kv"}
+    assert without_effect({**disk, **written}, VALID_KEYS) == {}
+    assert len(options({**disk, **written}).tiers) == 1

@@ -31,6 +31,15 @@ HANG_S = 600.0
 """No wait of a busy machine takes so long."""
 BLOCK_SIZE = 32
 PREFIX = "vllm:safe_offload_"
+PYTHON_ONLY = ("--uvicorn-log-level", "warning", "--skip-tokenizer-init")
+RUST = "VLLM_USE_RUST_FRONTEND"
+SERVE = """
+import sys
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from safe_offload.compat.versions import make_serve_parser
+ServeSubcommand.cmd(make_serve_parser().parse_args(sys.argv[1:]))
+"""
+"""What `vllm serve` does, which does not start without the package vllm itself."""
 
 
 class HttpServer:
@@ -39,7 +48,8 @@ class HttpServer:
     A context manager: entering starts the server (it does not wait), leaving ends it and every
     process that it started. Its processes are forks of one that has imported vLLM. `config`: its
     `kv_transfer_config`; None for a server without connector; `is_command`: run `python -m
-    vllm.entrypoints.openai.api_server`, as operators do.
+    vllm.entrypoints.openai.api_server`, as operators do; `rust`: program of vLLM's Rust frontend,
+    which serves then in the place of Python.
     """
 
     def __init__(
@@ -54,16 +64,20 @@ class HttpServer:
         arguments: Sequence[str] = (),  # further arguments of the server
         environment: Mapping[str, str] | None = None,  # more variables for the server
         is_command: bool = False,
+        rust: str | None = None,
     ) -> None:
         self._folder = folder
         self._environment = dict(environment or {})
+        if rust is not None:
+            is_command = True
+            self._environment |= {RUST: "1", "VLLM_RUST_FRONTEND_PATH": rust}
         self._log_path = folder / "server.log"
         self._port_holder, self._port = hold_port()
         self._run, self._start = (_run_command, start) if is_command else (_run_fork, start_engine)
         self._arguments = [
             *("--model", str(model), "--served-model-name", "model"),
             *("--host", "127.0.0.1", "--port", str(self._port)),
-            *("--uvicorn-log-level", "warning", "--skip-tokenizer-init"),
+            *(PYTHON_ONLY if rust is None else ()),
             *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
             *("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)),
             *("--num-gpu-blocks-override", str(num_blocks)),
@@ -283,7 +297,8 @@ def _run_fork(arguments: list[str], folder: Path) -> None:
 def _run_command(arguments: list[str], folder: Path) -> None:
     _end_with_the_test()
     # `python -m` looks for packages in its working directory first.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    module = ["-c", SERVE] if RUST in os.environ else ["-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, *module, *arguments]
     server = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     os._exit(server.wait())

@@ -51,6 +51,8 @@ def test_another_role_is_said_to_have_no_effect(logged, role):
             {"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use_per_rank": "1GiB"},
             '"cpu_bytes_to_use_per_rank" counts, "cpu_bytes_to_use" has no effect',
         ),
+        # Both say the same, as SimpleCPUOffloadConnector compares them; there are four ranks.
+        ({"cpu_bytes_to_use": "4GiB", "cpu_bytes_to_use_per_rank": "1GiB"}, None),
         (
             {"cpu_bytes_to_use": 9999999, "cpu_bytes_to_use_per_rank": 99999, "num_cpu_blocks": 7},
             '"num_cpu_blocks" counts, "cpu_bytes_to_use_per_rank" and "cpu_bytes_to_use" have no',

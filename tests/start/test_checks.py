@@ -1,5 +1,7 @@
 """What is refused in the process that the user starts, before it starts the engine's own."""
 
+import contextlib
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +27,34 @@ def sized(value: Any, key: str = "cpu_bytes_to_use") -> dict[str, Any]:
     return {"kv_connector": CONNECTOR_NAME, "kv_connector_extra_config": {key: value}}
 
 
-@pytest.mark.parametrize("written", [OURS, multi(OTHER, OURS)])
 @pytest.mark.parametrize("make", [dict, lambda written: SimpleNamespace(**written)])
-def test_the_flag_that_replaces_us_is_refused(written, make):
-    arguments = SimpleNamespace(kv_offloading_size=2.0, kv_transfer_config=make(written))
+@pytest.mark.parametrize("extra", [None, {}, {"cpu_bytes_to_use": 1, "lazy_offload": True}])
+def test_the_flag_that_would_replace_us_is_our_size(make, extra, caplog):
+    """As with vLLM's connectors, it counts before `cpu_bytes_to_use`."""
+    written = {**OURS, "kv_connector_extra_config": extra}
+    arguments = SimpleNamespace(kv_offloading_size=2.5, kv_transfer_config=make(written))
+    with caplog.at_level("INFO", "vllm.safe_offload.start.checks"):
+        engine_start.take_offloading_size(arguments)
+        engine_start.take_offloading_size(arguments)
+    config = arguments.kv_transfer_config
+    taken = (config if make is dict else vars(config))["kv_connector_extra_config"]
+    assert taken == {**(extra or {}), "cpu_bytes_to_use": 5 << 29}
+    assert arguments.kv_offloading_size is None
+    assert caplog.messages == ['--kv-offloading-size 2.5 is taken as "cpu_bytes_to_use": "2.5GiB".']
+
+
+@pytest.mark.parametrize(
+    ("written", "backend"), [(multi(OTHER, OURS), "native"), (OURS, "lmcache")]
+)
+@pytest.mark.parametrize("make", [dict, lambda written: SimpleNamespace(**written)])
+def test_the_flag_that_replaces_us_is_refused(written, backend, make):
+    arguments = SimpleNamespace(
+        kv_offloading_size=2.0,
+        kv_offloading_backend=backend,
+        kv_transfer_config=make(written),
+    )
     with pytest.raises(ConfigError, match='write "cpu_bytes_to_use": "2GiB"'):
-        engine_start.require_no_other_offloading(arguments)
+        engine_start.take_offloading_size(arguments)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +67,9 @@ def test_the_flag_that_replaces_us_is_refused(written, make):
     ],
 )
 def test_the_flag_without_us_is_none_of_our_business(arguments):
-    engine_start.require_no_other_offloading(SimpleNamespace(**arguments))
+    found = SimpleNamespace(**arguments)
+    engine_start.take_offloading_size(found)
+    assert vars(found) == arguments
 
 
 @pytest.fixture
@@ -58,6 +84,8 @@ def engine(written: dict[str, Any] | None, **parallel: Any) -> SimpleNamespace:
     defaults = {
         "distributed_executor_backend": "mp",
         "data_parallel_size_local": 1,
+        "data_parallel_index": 0,
+        "data_parallel_backend": "mp",
         "world_size": 4,
         "local_world_size": 4,
     }
@@ -66,6 +94,66 @@ def engine(written: dict[str, Any] | None, **parallel: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(**defaults | parallel),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
+
+
+@pytest.fixture
+def taken_port():
+    """A port at which something listens, while the one before it is free and nobody is given it."""
+    for _ in range(1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with socket.socket() as holder:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind(("127.0.0.1", port - 1))
+                yield port
+                return
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_port_for_metrics_that_is_taken_is_refused_before_the_engine_starts(
+    first, taken_port, listening
+):
+    """Two engines on this machine: the port of the second is taken."""
+    written = sized(taken_port - 1 - first, "metrics_port")
+    written["kv_connector_extra_config"]["num_cpu_blocks"] = 10  # whatever memory there is
+    local = {"data_parallel_size_local": 2, "data_parallel_index": first}
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{taken_port} cannot be opened"):
+        engine_start.prepare_start(engine(written, **local))
+    assert not listening
+    for elsewhere in ({"data_parallel_backend": "ray"}, {"data_parallel_size_local": 1}):
+        engine_start.prepare_start(engine(written, **(local | elsewhere)))
+
+
+SERVER = {"enable_log_requests": False, "disable_log_stats": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rust", "cause"),
+    [
+        (SERVER, "1", "VLLM_USE_RUST_FRONTEND"),
+        ({**SERVER, "disable_log_stats": True}, "0", "--disable-log-stats"),
+        (SERVER, "0", None),
+        (SERVER, None, None),
+        ({"disable_log_stats": True}, "1", None),  # no server
+    ],
+)
+def test_it_is_said_where_vllm_drops_our_metrics(arguments, rust, cause, caplog, monkeypatch):
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if rust is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    served = sized(9400, "metrics_port")
+    for written, is_lost in ((OURS, True), (multi(OTHER, OURS), True), (served, False)):
+        caplog.clear()
+        engine_start.tell_of_lost_metrics(
+            SimpleNamespace(**arguments, kv_transfer_config=SimpleNamespace(**written))
+        )
+        assert len(caplog.messages) == (is_lost and cause is not None)
+        for message in caplog.messages:
+            assert message.startswith(f"With {cause}, vLLM's /metrics has no row vllm:safe_offload")
+            assert 'Fix: write "metrics_port": 9400' in message
+    for nothing in (None, SimpleNamespace(**OTHER)):
+        engine_start.tell_of_lost_metrics(SimpleNamespace(**arguments, kv_transfer_config=nothing))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("written", [sized("4096TiB"), multi(OTHER, sized("4096TiB"))])

@@ -158,6 +158,7 @@ facts["misplaced"] = parse_error(cpu_bytes_to_use="1GiB")
 facts["misspelt"] = parse_error(kv_connector="SafeCpuOffloadConnector")
 facts["unknown"] = parse_error(nonsense="1GiB")
 args = parser.parse_args(["--model", "m", "--kv-offloading-size", "2",
+                          "--kv-offloading-backend", "lmcache",
                           "--kv-transfer-config.kv_connector", NAME])
 facts["replaced"] = outcome(AsyncEngineArgs.from_cli_args(args).create_engine_config)
 facts["many_ranks"] = parse_error({"cpu_bytes_to_use": "100TiB"})
@@ -399,7 +400,7 @@ def fail(*args):
     raise TypeError("injected")
 
 EngineArgs.create_engine_config = lambda self: "an engine"
-plugin.complete = plugin.settle = plugin.prepare_start = plugin.require_no_other_offloading = fail
+plugin.complete = plugin.settle = plugin.prepare_start = plugin.take_offloading_size = fail
 plugin.register()
 facts["other"] = outcome(
     lambda: KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))

@@ -112,8 +112,8 @@ def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) 
 def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[OffloadConfig]:
     """Return our settings, shared by as many ranks as the engine has."""
     num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
-    if not written.text and vllm.engine is not None:
-        # It was written as --kv-transfer-config.x or in a file, which only vLLM reads.
+    if vllm.engine and (not written.text or vllm.engine.other_offloading_gib is not None):
+        # It was written as --kv-transfer-config.x, in a file, or as --kv-offloading-size.
         written = configuration.Written.read(json.dumps(vllm.engine.transfer_config))
     try:
         return written.configs(num_ranks)

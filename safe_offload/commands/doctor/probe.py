@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from safe_offload.commands.doctor.vllm_facts import MARK
 from safe_offload.config.transfer_config import CONNECTOR_NAME
-from safe_offload.start import checks, plugin
+from safe_offload.start import plugin
+from safe_offload.start.checks import take_offloading_size
 
 ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest request has to fit
 
@@ -77,19 +78,21 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
             if namespace.model_tag is not None:
                 vars(namespace)["model"] = namespace.model_tag
             engine_args = AsyncEngineArgs.from_cli_args(namespace)
-        checks.require_no_other_offloading(engine_args)
+            other_offloading_gib = engine_args.kv_offloading_size
+            take_offloading_size(engine_args)
     except SystemExit:
         tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
         return
     except Exception as error:
         tell(arguments_problem=_in_words(error))
         return
-    tell(engine=_from_arguments(engine_args))
+    facts = {**_from_arguments(engine_args), "other_offloading_gib": other_offloading_gib}
+    tell(engine=facts)
     if engine_args.model == parser.get_default("model"):
         return
     tell(model_name=engine_args.model)
     try:
-        tell(engine=_from_config(engine_args.create_engine_config(), engine_args))
+        tell(engine=facts | _from_config(engine_args.create_engine_config()))
     except Exception as error:
         tell(engine_problem=_in_words(error))
     try:
@@ -115,11 +118,11 @@ def _from_arguments(args: Any) -> dict[str, Any]:
     }
 
 
-def _from_config(config: Any, args: Any) -> dict[str, Any]:
+def _from_config(config: Any) -> dict[str, Any]:
     from safe_offload.compat import engine_config
 
     parallel = config.parallel_config
-    return _from_arguments(args) | {
+    return {
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
         "transfer_config": _fields_of(config.kv_transfer_config),

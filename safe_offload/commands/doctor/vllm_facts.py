@@ -32,6 +32,7 @@ class EngineConfigFacts:
     transfer_config: dict[str, Any]
     num_ranks: int  # workers of one engine
     num_local_ranks: int  # workers on this machine, of all data-parallel replicas here
+    other_offloading_gib: float | None  # `--kv-offloading-size`; None if it is not set
     has_hash_seed: bool  # hashes begin with the same seed in every process
 
 

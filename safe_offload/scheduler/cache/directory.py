@@ -31,6 +31,7 @@ class Directory:
         tables: for each group, slots by block hash: those that can be found, and those that are
             being stored. Read only.
         hashes: by slot, its hash in the tables. Read only.
+        being_stored: slots that cannot be found yet. Read only.
         version: changes when a slot can be found that could not, or the other way round.
         num_forgets: how often slots were forgotten that may be leased.
         epoch: how often all were forgotten; a store of an earlier epoch is not published.
@@ -48,7 +49,7 @@ class Directory:
         self._groups = bytearray(num_slots)
         self._has_groups = num_groups > 1
         self._more_keys: dict[int, list[Key]] = {}
-        self._being_stored: set[int] = set()
+        self.being_stored: set[int] = set()
 
     def begin_store(
         self,
@@ -65,7 +66,7 @@ class Directory:
             hashes: of the blocks, none of them in the group's table.
             more_keys: by such a hash, what else the block is known under.
         """
-        self._being_stored.update(slots)
+        self.being_stored.update(slots)
         self.hashes.update(zip(slots, hashes, strict=True))
         self.tables[group_idx].update(zip(hashes, slots, strict=True))
         if self._has_groups:
@@ -86,13 +87,13 @@ class Directory:
     def publish(self, slots: Sequence[int]) -> None:
         """The slots are filled: from now on they can be found, unless they were forgotten."""
         self.version += 1
-        self._being_stored.difference_update(slots)
+        self.being_stored.difference_update(slots)
         self.events.published(self._keys_of(slots))
 
     def find(self, group_idx: int, block_hash: bytes) -> int | None:
         """Return the slot that holds a block, if any."""
         slot = self.tables[group_idx].get(block_hash)
-        return None if slot in self._being_stored else slot
+        return None if slot in self.being_stored else slot
 
     def find_run(self, group_idx: int, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots that hold the first blocks of a prefix, up to the first missing one."""
@@ -101,23 +102,23 @@ class Directory:
             return []  # most prompts are new
         found = list(map(table.get, hashes))
         slots: list[Any] = found[: found.index(None)] if None in found else found
-        if not self._being_stored.isdisjoint(slots):
-            unfilled = (i for i, slot in enumerate(slots) if slot in self._being_stored)
+        if not self.being_stored.isdisjoint(slots):
+            unfilled = (i for i, slot in enumerate(slots) if slot in self.being_stored)
             del slots[next(unfilled) :]
         return slots
 
     def filled(self, slots: list[int]) -> list[int]:
         """Return those slots of a table that can be found."""
-        if self._being_stored.isdisjoint(slots):
+        if self.being_stored.isdisjoint(slots):
             return slots
-        return [slot for slot in slots if slot not in self._being_stored]
+        return [slot for slot in slots if slot not in self.being_stored]
 
     def kept(self) -> dict[int, Key]:
         """Return what each slot holds that can be found."""
         return {
             slot: Key(self._groups[slot], block_hash)
             for slot, block_hash in self.hashes.items()
-            if slot not in self._being_stored
+            if slot not in self.being_stored
         }
 
     def group_of(self, slot: int) -> int:
@@ -157,7 +158,7 @@ class Directory:
         """Drop every key of some slots, leased or not; return those that had one."""
         held = [slot for slot in slots if slot in self.hashes]
         self.num_forgets += 1
-        self._being_stored.difference_update(held)
+        self.being_stored.difference_update(held)
         self.remove(held)
         return held
 
@@ -168,19 +169,14 @@ class Directory:
 
     def mend(self, leased: Iterable[int]) -> None:
         """After an error: rebuild the tables, without what was being stored without a lease."""
-        for slot in self._being_stored.difference(leased):
+        for slot in self.being_stored.difference(leased):
             self.hashes.pop(slot, None)
-        self._being_stored &= self.hashes.keys()
+        self.being_stored &= self.hashes.keys()
         self._more_keys.clear()
         for table in self.tables:
             table.clear()
         for slot, block_hash in self.hashes.items():
             self.tables[self._groups[slot]][block_hash] = slot
-
-    @property
-    def num_being_stored(self) -> int:
-        """Slots that cannot be found yet."""
-        return len(self._being_stored)
 
     def __repr__(self) -> str:
         return f"<Directory of epoch {self.epoch}: {len(self.hashes)} slots>"
@@ -191,7 +187,7 @@ class Directory:
         Raises:
             InvariantError: they differ (I6), or a store has no lease (I5).
         """
-        if not self._being_stored <= leased:
+        if not self.being_stored <= leased:
             raise InvariantError("I5", "a slot that is being stored is not leased")
         num_names = len(self.hashes) + sum(map(len, self._more_keys.values()))
         if sum(map(len, self.tables)) != num_names:

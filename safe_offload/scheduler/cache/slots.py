@@ -46,11 +46,6 @@ class SlotPool:
         return len(self._leased) - len(self._retired)
 
     @property
-    def num_used(self) -> int:
-        """Slots that hold something, are being filled or are retired."""
-        return self.num_usable - len(self._empty)
-
-    @property
     def num_empty(self) -> int:
         """Slots that hold nothing and can be granted."""
         return len(self._empty)

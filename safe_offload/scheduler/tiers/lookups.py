@@ -12,6 +12,7 @@ What bounds the wait (docs/guarantees.md: I9):
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class LookUp:
         wait_max_s: of the tiers that are waited for.
         probes: sent for it.
         fetches: begun for it, or for another that needs the same, in the order of their tokens.
+        brought: fetches that a hit has been found after.
         starts: for each of them, up to which token a request can go without it and what follows.
     """
 
@@ -90,6 +92,7 @@ class LookUp:
     probes: Sequence[PendingProbe] = ()
     fetches: Sequence[Fetch] = ()
     starts: Sequence[int] = ()
+    brought: Sequence[Fetch] = ()
 
     def move(self, state: LookUpState) -> None:
         """Change the state, as the table above allows."""
@@ -316,13 +319,33 @@ class LookUps:
             self.finish(lookup)
         if lookup.fetches:
             self._fetches.release(lookup.fetches, lookup.user)
-            lookup.fetches = lookup.starts = ()
+            lookup.brought, lookup.fetches, lookup.starts = lookup.fetches, (), ()
 
     def matched(self, user: RequestState) -> None:
         """vLLM was told of the hit of a request, or that there is none: it has its own lease."""
         lookup = self._by_request.get(user)
         if lookup is not None and lookup.fetches:
             self._release(lookup)
+
+    def hit_tokens(self, user: RequestState, first_token: int, num_tokens: int) -> dict[int, int]:
+        """Return how many tokens of a load come from which tier, the farthest; 0 is the host."""
+        lookup, geometry = self._by_request.get(user), self._hits.geometry
+        tiers: dict[tuple[int, bytes], int] = {}
+        for fetch in lookup.brought if lookup is not None else ():
+            keys = fetch.message.keys
+            for idx, key in enumerate(zip(keys.group_ids, keys.hashes, strict=True)):
+                if fetch.failure is None and not fetch.ranks_left and idx not in fetch.missing:
+                    tiers[key] = fetch.message.origins[idx]
+        groups = {idx: geometry.hashes_of(user.request, idx) for idx in geometry.group_ids}
+        counts, size = Counter[int](), geometry.hash_block_size
+        for token in range(first_token, first_token + num_tokens, size):
+            farthest = 0
+            for group_idx, hashes in groups.items() if tiers else ():
+                idx = token // geometry.group_block_sizes[group_idx]
+                if idx < len(hashes):
+                    farthest = max(farthest, tiers.get((group_idx, hashes[idx]), 0))
+            counts[farthest] += min(size, first_token + num_tokens - token)
+        return counts
 
     def scheduled(self, user: RequestState, *, is_running: bool) -> None:
         """vLLM has given a request blocks, to load or to run."""

@@ -37,6 +37,7 @@ ENGINE = EngineConfigFacts(
     transfer_config={"kv_connector": NAME},
     num_ranks=2,
     num_local_ranks=2,
+    other_offloading_gib=None,
     has_hash_seed=True,
 )
 MODEL = ModelFacts(
@@ -253,6 +254,16 @@ def test_what_is_broken_in_one_way_is_found_with_its_fix(examine, id, severity, 
     assert said in f"{problem.found}; {problem.expected}; {problem.fix}"
 
 
+def test_the_size_of_the_flag_is_the_one_that_is_checked(examine):
+    taken = {"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": 4096 * GIB}}
+    text = ours(cpu_bytes_to_use="16GiB")
+    found = examine(text, with_engine(other_offloading_gib=4096.0, transfer_config=taken))
+    (said,) = [one for one in found if one.id == "configuration.offloading-size"]
+    assert said.severity is Severity.INFO
+    assert '--kv-offloading-size 4096 is taken as "cpu_bytes_to_use": "4096GiB"' in said.found
+    assert "4096.00 GiB" in only(found).found or "4.00 TiB" in only(found).found
+
+
 def test_a_list_of_plugins_may_have_us_in_it(examine):
     assert not wrong(examine(**machine(environment={"VLLM_PLUGINS": "a, safe_offload"})))
 
@@ -392,7 +403,7 @@ def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, messag
     assert message in problem.found
 
 
-def test_every_id_is_explained_and_no_other() -> None:
+def test_every_id_is_explained_and_no_other():
     root = Path(__file__).parents[3]
     themes = "configuration|versions|memory|copies|model"
     sources = [path.read_text() for path in (root / "safe_offload/commands/doctor").glob("*.py")]

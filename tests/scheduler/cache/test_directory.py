@@ -26,13 +26,13 @@ def test_what_is_published_is_found_and_changes_the_version():
     version = directory.version
     assert directory.find(0, b"a") is None
     assert directory.find_run(0, hashes_of("abc")) == []
-    assert (len(directory.hashes), directory.num_being_stored) == (3, 3)
+    assert (len(directory.hashes), len(directory.being_stored)) == (3, 3)
     directory.publish(slots[:2])
     assert directory.version > version
     assert directory.find_run(0, hashes_of("abc")) == slots[:2]
     assert directory.filled(slots) == slots[:2]
     assert directory.find(0, b"a") == slots[0]
-    assert (len(directory.hashes), directory.num_being_stored) == (3, 1)
+    assert (len(directory.hashes), len(directory.being_stored)) == (3, 1)
 
 
 def test_a_run_ends_at_the_first_that_is_missing():
@@ -61,7 +61,7 @@ def test_forgetting_all_begins_another_epoch():
     assert directory.epoch == 1
     assert directory.kept() == {}
     assert not any(directory.tables)
-    assert (len(directory.hashes), directory.num_being_stored) == (0, 0)
+    assert (len(directory.hashes), len(directory.being_stored)) == (0, 0)
 
 
 # ---- blocks that are known under several keys --------------------------------------------------

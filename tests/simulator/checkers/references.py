@@ -66,7 +66,7 @@ class ReferenceChecker:
             "leases": found.leases,
             "slots with a reference": slots.num_leased + slots.num_retired - num_bad,
             "slots in use": slots.num_usable - slots.num_free - num_bad,
-            "slots that count as being stored": directory.num_being_stored,
+            "slots that count as being stored": len(directory.being_stored),
             "blocks that count against the stores' bound": found.store_blocks,
             "stores in flight": found.stores,
             "loads in flight": found.loads,

@@ -1,0 +1,124 @@
+"""The metrics, served by the engine itself: for where vLLM's API server drops them.
+
+vLLM's Rust frontend knows the metrics of vLLM's own connectors only, and without log statistics
+there are none. The scheduler's process sees all: those of the workers come with their reports.
+Hooks only write and a scrape only reads, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, core, start_http_server
+from prometheus_client.utils import floatToGoString
+
+from safe_offload.config.options import OffloadConfig
+from safe_offload.config.transfer_config import CONNECTOR_NAME
+from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from safe_offload.sides import Side
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+KINDS = (Counter, Gauge, Histogram)
+FAMILIES = {kind: getattr(core, f"{kind.__name__}MetricFamily") for kind in KINDS}
+
+
+class _Series:
+    """One series, with what `OffloadPromMetrics` calls of prometheus_client's."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.value = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+
+    def inc(self, amount: float) -> None:
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.value += value
+
+
+class _Metric:
+    """A metric. Those of prometheus_client would go into the files that API servers share."""
+
+    def __init__(
+        self,
+        kind: Any,
+        labelnames: Any,
+        buckets: Any = (),
+        multiprocess_mode: Any = "",
+        **what: Any,
+    ) -> None:
+        self._new_family = functools.partial(FAMILIES[kind], labels=labelnames, **what)
+        self._bounds = buckets
+        self._series: dict[tuple[str, ...], _Series] = {}
+
+    def labels(self, *values: object) -> _Series:
+        return self._series.setdefault(tuple(map(str, values)), _Series(self._bounds))
+
+    def family(self) -> Any:
+        family = self._new_family()
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, series in list(self._series.items()):
+            counts = list(zip(bounds, accumulate(list(series.counts)), strict=True))
+            family.add_metric(labels, *([counts] if self._bounds else []), series.value)
+        return family
+
+
+class ServedStats:
+    """Hands on what a reporter hands out, and serves it together with what workers report."""
+
+    def __init__(
+        self, reporter: StatsReporter, config: OffloadConfig, vllm_config: VllmConfig
+    ) -> None:
+        index = vllm_config.parallel_config.data_parallel_index
+        labels = {0: [vllm_config.model_config.served_model_name, str(index)]}
+        types: Any = {kind: functools.partial(self._make, kind) for kind in FAMILIES}
+        self._metrics: list[_Metric] = []
+        self._prom = OffloadPromMetrics(vllm_config, types, ["model_name", "engine"], labels)
+        self._reporter = reporter
+        start = functools.partial(start_http_server, registry=(registry := CollectorRegistry()))
+        registry.register(self)
+        self._server, _ = config.open_metrics(index, start)
+        told = 'Metrics are served at http://%s:%d/metrics ("metrics_host", "metrics_port").'
+        logger.info(told, config.metrics_host, self._server.server_port)
+
+    def _make(self, kind: Any, **options: Any) -> _Metric:
+        self._metrics.append(_Metric(kind, **options))
+        return self._metrics[-1]
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client's Collector."""
+        return (metric.family() for metric in list(self._metrics))
+
+    def take(self, side: Side) -> OffloadStats | None:
+        """See `StatsReporter`."""
+        stats = self._reporter.take(side)
+        if stats is not None:
+            self._prom.observe(stats.data)
+        return stats
+
+    def of_workers(self, stats: Any) -> None:
+        """Serve what the workers have reported: our statistics, or MultiConnector's."""
+        if not isinstance(stats, OffloadStats):
+            stats = getattr(stats, "data", {}).get(CONNECTOR_NAME)
+        if stats is not None:
+            self._prom.observe(stats.data)
+
+    def close(self) -> None:
+        """Free the port."""
+        self._server.shutdown()
+        self._server.server_close()

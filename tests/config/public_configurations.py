@@ -1,0 +1,339 @@
+"""How the public configures vLLM's own offloading connectors: facts, each with its place.
+
+Of each are kept the keys and values of `--kv-transfer-config`, or the arguments in its place, as
+they are written there; sizes that a script computes are those of one of its machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from safe_offload.config.transfer_config import CONNECTOR_NAME
+
+SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Public:
+    """One configuration.
+
+    Attributes:
+        place: repository or site, file, and when it was read.
+        connector: what it names.
+        extra: its `kv_connector_extra_config`.
+        comes_to: settings of ours; `paths` are those of the tiers.
+        warned: keys of which a warning says that they have no effect.
+        outer: what stands beside these.
+        offloading_size: of `--kv-offloading-size`, where that is written.
+        environment: variables that are set beside it.
+    """
+
+    place: str
+    connector: str
+    extra: dict[str, Any]
+    comes_to: dict[str, Any]
+    warned: tuple[str, ...] = ()
+    outer: tuple[tuple[str, Any], ...] = (("kv_role", "kv_both"),)
+    offloading_size: float | None = None
+    environment: tuple[str, ...] = ()
+
+    @property
+    def with_our_name(self) -> dict[str, Any]:
+        """The configuration, with the one word changed."""
+        return {"kv_connector": CONNECTOR_NAME, **dict(self.outer)} | (
+            {"kv_connector_extra_config": self.extra} if self.extra else {}
+        )
+
+
+_X = "SemiAnalysisAI/InferenceX, benchmarks"
+_X_ONE, _X_MANY = f"{_X}/single_node/agentic", f"{_X}/multi_node/srt-slurm-recipes/vllm"
+_RECIPES = "vllm-project/recipes, taxonomy.yaml, 2026-08"
+_LLM_D = "llm-d/llm-d, guides/tiered-prefix-cache/modelserver"
+_LLMD_FS = "llm-d/llm-d-kv-cache, kv_connectors/llmd_fs_backend"
+_KSERVE = "kserve/kserve, pkg/controller/v1alpha2/llmisvc/config_merge.go (its kvCacheOffloading)"
+_DOCS = "docs.vllm.ai, features/kv_offloading_usage, 0.26 to 0.32"
+RUST = ("VLLM_USE_RUST_FRONTEND",)
+BY_FLAG = ("VLLM_USE_SIMPLE_KV_OFFLOAD",)
+
+
+def _fs(root: str, **more: Any) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": root, **more}
+
+
+_LLMD_SPEC = {
+    "spec_name": "SharedStorageOffloadingSpec",
+    "spec_module_path": "llmd_fs_backend.spec",
+    "block_size": 256,
+    "threads_per_gpu": "64",
+}
+_LLMD_WARNED = ("block_size", "spec_module_path", "spec_name", "threads_per_gpu")
+_OBJECT_STORE = {
+    "backend": "OBJ",
+    "bucket": "testing",
+    "scheme": "https",
+    "endpoint_override": "192.0.2.1:9000",
+    "access_key": "user",
+    "secret_key": "secret",
+    "ca_bundle": "/root/tls.crt",
+}
+
+PUBLIC = (
+    # ---- SimpleCPUOffloadConnector ---------------------------------------------------------------
+    Public(
+        f"{_X_ONE}/dsv4_fp4_b200_vllm_mtp.sh, 2026-08",
+        SIMPLE,
+        {
+            "cpu_bytes_to_use_per_rank": 356 * 10**9,
+            "enable_cross_layers_blocks": "true",
+            "lazy_offload": False,
+        },
+        {"cpu_bytes_per_rank": 356 * 10**9, "enable_cross_layers_blocks": True},
+        environment=RUST,
+    ),
+    Public(
+        f"{_X_ONE}/dsv4_fp4_b300_vllm_mtp.sh, 2026-08",
+        SIMPLE,
+        {
+            "cpu_bytes_to_use": 356 * 10**9,
+            "enable_cross_layers_blocks": "true",
+            "lazy_offload": True,
+        },
+        {"cpu_bytes_to_use": 356 * 10**9, "lazy_offload": True},
+        environment=RUST,
+    ),
+    Public(
+        f"{_X_ONE}/kimik3_fp4_mi355x_mtp.sh, 2026-08",
+        SIMPLE,
+        {"cpu_bytes_to_use_per_rank": 300 * 10**9, "lazy_offload": False},
+        {"cpu_bytes_per_rank": 300 * 10**9, "lazy_offload": False},
+    ),
+    Public(
+        f"{_X_ONE}/minimaxm3_fp4_b200_mtp.sh, and _b300_mtp.sh, 2026-08",
+        SIMPLE,
+        {"cpu_bytes_to_use": 2048 * GIB, "lazy_offload": True},
+        {"cpu_bytes_to_use": 2048 * GIB, "lazy_offload": True},
+        environment=BY_FLAG,
+    ),
+    Public(
+        f"{_X_MANY}/kimi-k3/agentic/agg-gb200-dep16-throughput-vllm-simple-offload-agentic.yaml, "
+        "minimax-m3/gb200-fp4/agentic/agg-dep4- and agg-tp4-vllm-simple-agentic.yaml, 2026-08",
+        SIMPLE,
+        {
+            "cpu_bytes_to_use": 512 * GIB,
+            "cpu_bytes_to_use_per_rank": 128 * GIB,
+            "lazy_offload": False,
+        },
+        {"cpu_bytes_per_rank": 128 * GIB},
+        environment=BY_FLAG,
+    ),
+    Public(
+        f"{_X_MANY}/kimi-k3/agentic/agg-h200-tp8dp4ep32-vllm-simple-agentic.yaml, 2026-08",
+        SIMPLE,
+        {"cpu_bytes_to_use_per_rank": 154_250_000_000, "lazy_offload": False},
+        {"cpu_bytes_per_rank": 154_250_000_000},
+    ),
+    Public(
+        f"{_RECIPES}, and models/moonshotai/Kimi-K2.6.yaml",
+        SIMPLE,
+        {"cpu_bytes_to_use_per_rank": 220 * GIB, "lazy_offload": False},
+        {"cpu_bytes_per_rank": 220 * GIB},
+    ),
+    Public(
+        "vllm-project/vllm, pull request 52656",
+        SIMPLE,
+        {"cpu_bytes_to_use": "8e9", "lazy_offload": "false"},
+        {"cpu_bytes_to_use": 8 * 10**9, "lazy_offload": False},
+    ),
+    Public(
+        "vllm-project/vllm, simple_cpu_offload_connector.py: keys of a disk that it ignores",
+        SIMPLE,
+        {"kv_offload_backend": "cpu", "disk_path": None, "disk_capacity_bytes": 100 * GIB},
+        {"paths": [], "kv_offload_backend": "cpu"},
+        ("disk_capacity_bytes", "disk_path"),
+    ),
+    # ---- OffloadingConnector ---------------------------------------------------------------------
+    Public(
+        f"{_X_ONE}/dsv4_fp4_mi355x_vllm_mtp.sh, 2026-08: --kv_offloading_backend native",
+        OFFLOADING,
+        {},
+        {"cpu_bytes_to_use": 2500 * GIB},
+        outer=(),
+        offloading_size=2500.0,
+    ),
+    Public(
+        "docs.vultr.com, inference-cookbook/rocm/optimization/kv-cache-offloading, 2026-03",
+        OFFLOADING,
+        {},
+        {"cpu_bytes_to_use": 64 * GIB},
+        outer=(),
+        offloading_size=64.0,
+    ),
+    Public(
+        f"{_DOCS}, and features/disagg_prefill",
+        OFFLOADING,
+        {"block_size": 64, "cpu_bytes_to_use": 1000000000},
+        {"cpu_bytes_to_use": 1000000000},
+        ("block_size",),
+    ),
+    Public(
+        "docs.vllm.ai, features/disagg_prefill, before 0.14",
+        OFFLOADING,
+        {"block_size": 64, "num_cpu_blocks": 1000},
+        {"num_slots": 1000},
+        ("block_size",),
+    ),
+    Public(
+        f"{_DOCS}: TieringOffloadingSpec",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 10 * GIB,
+            "block_size": 16,
+            "eviction_policy": "lru",
+            "secondary_tiers": [_fs("/mnt/kv_cache", n_read_threads=32, n_write_threads=16)],
+        },
+        {"cpu_bytes_to_use": 10 * GIB, "paths": ["/mnt/kv_cache"]},
+        ("block_size", "spec_name"),
+    ),
+    Public(
+        f"{_DOCS}: the tier obj",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 10 * GIB,
+            "secondary_tiers": [{"type": "obj", "store_config": {"bucket": "kv"}}],
+        },
+        {"paths": []},
+        ("secondary_tiers", "spec_name"),
+    ),
+    Public(
+        f"{_RECIPES}: CPU DRAM only",
+        OFFLOADING,
+        {"cpu_bytes_to_use": 512 * GIB, "blocks_per_chunk": 4},
+        {"cpu_bytes_to_use": 512 * GIB},
+        ("blocks_per_chunk",),
+    ),
+    Public(
+        f"{_RECIPES}: CPU DRAM + filesystem",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 32 * GIB,
+            "blocks_per_chunk": 4,
+            "eviction_policy": "lru",
+            "secondary_tiers": [_fs("/mnt/kv_cache", n_read_threads=32, n_write_threads=16)],
+        },
+        {"paths": ["/mnt/kv_cache"]},
+        ("blocks_per_chunk", "spec_name"),
+    ),
+    Public(
+        f"{_LLM_D}/gpu/vllm/native/cpu and /amd/vllm/native/cpu, base/patch-vllm.yaml",
+        OFFLOADING,
+        {"cpu_bytes_to_use": 100 * GIB},
+        {"cpu_bytes_to_use": 100 * GIB},
+    ),
+    Public(
+        f"{_LLM_D}/gpu/vllm/native/fs/base/patch-vllm.yaml",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 100 * GIB,
+            "block_size": 256,
+            "secondary_tiers": [
+                _fs("/mnt/files-storage/kv-cache", n_read_threads=16, n_write_threads=16)
+            ],
+        },
+        {"paths": ["/mnt/files-storage/kv-cache"]},
+        ("block_size", "spec_name"),
+    ),
+    Public(
+        f"{_LLM_D}/gpu/vllm/native/cpu_plus_fs/base/patch-vllm.yaml",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 200 * GIB,
+            "block_size": 256,
+            "secondary_tiers": [{"type": "fs_python", "root_dir": "/mnt/files-storage"}],
+        },
+        {"paths": ["/mnt/files-storage"]},
+        ("block_size", "spec_name"),
+    ),
+    Public(
+        "llm-d/llm-d, guides on pulls between pods: the child of MultiConnector",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 88 * GIB,
+            "offload_prompt_only": False,
+            "secondary_tiers": [{"type": "p2p", "host": "$(POD_IP)", "port": 7777}],
+        },
+        {"cpu_bytes_to_use": 88 * GIB, "paths": []},
+        ("offload_prompt_only", "secondary_tiers", "spec_name"),
+    ),
+    Public(
+        "llm-d/llm-d-kv-cache, its benchmark: native-offload",
+        OFFLOADING,
+        {"num_cpu_blocks": 10000},
+        {"num_slots": 10000},
+    ),
+    Public(
+        f"{_LLMD_FS}/README.md, and docs/deployment/vllm-storage.yaml",
+        OFFLOADING,
+        {**_LLMD_SPEC, "shared_storage_path": "/mnt/files-storage/kv-cache/"},
+        {"paths": ["/mnt/files-storage/kv-cache"]},
+        _LLMD_WARNED,
+    ),
+    Public(
+        f"{_LLMD_FS}/docs/gds.md",
+        OFFLOADING,
+        {**_LLMD_SPEC, "shared_storage_path": "/mnt/nvme/kv-cache/", "gds_mode": "read_write"},
+        {"paths": ["/mnt/nvme/kv-cache"]},
+        (*_LLMD_WARNED, "gds_mode"),
+    ),
+    Public(
+        f"{_LLMD_FS}/docs/object_store.md",
+        OFFLOADING,
+        {**_LLMD_SPEC, "shared_storage_path": "/mnt/nvme/kv-cache/", **_OBJECT_STORE},
+        {"paths": []},
+        (*_LLMD_WARNED, *_OBJECT_STORE),
+    ),
+    Public(
+        f"{_KSERVE}, 2026-08",
+        OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 5 * GIB,
+            "eviction_policy": "arc",
+            "secondary_tiers": [_fs("/mnt/kv-cache-0"), _fs("/mnt/kv-cache-1")],
+        },
+        {"eviction_policy": "slru", "paths": ["/mnt/kv-cache-0", "/mnt/kv-cache-1"]},
+        ("eviction_policy", "spec_name"),
+    ),
+    Public(
+        "kserve/kserve, docs/samples/llmisvc/agentic-tool-calling/nemotron-3-ultra-pd.yaml: the "
+        "child of MultiConnector",
+        OFFLOADING,
+        {"cpu_bytes_to_use": 200 * GIB, "lazy_offload": True},
+        {"cpu_bytes_to_use": 200 * GIB, "lazy_offload": True},
+    ),
+    Public(
+        "docs.vllm.ai/projects/ascend, user_guide/feature_guide/kv_cache_cpu_offload",
+        OFFLOADING,
+        {
+            "num_cpu_blocks": 1000,
+            "block_size": 128,
+            "spec_name": "NPUOffloadingSpec",
+            "spec_module_path": "vllm_ascend.kv_offload.npu",
+        },
+        {"num_slots": 1000},
+        ("block_size", "spec_module_path", "spec_name"),
+    ),
+    Public(
+        "gpustack/gpustack, gpustack/worker/backends/vllm.py (its extended KV cache), 2026-08",
+        "LMCacheConnectorV1",
+        {},
+        {"cpu_bytes_to_use": 8 * GIB, "paths": []},
+    ),
+)
