@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from safe_offload.commands.bench.engine_process import EngineOptions, Turns
+from safe_offload.commands.bench.engine import OURS
+from safe_offload.commands.bench.engine_breakdown import BASELINE
+from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
@@ -29,10 +32,11 @@ from safe_offload.commands.bench.report import (
 )
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import agents_traces
-from tests.benchmarks.agents_report import Run, make_sections, read_run, to_figures
+from tests.benchmarks.agents_report import Found, Run, make_sections, read_run, to_figures
 from tests.benchmarks.agents_servers import (
     LIMIT,
     MODEL_NAME,
+    Kind,
     Sizes,
     read_counters,
     server_options,
@@ -47,8 +51,6 @@ CHAT_TOKENS = 4
 """That the tiny models' chat template adds to a prompt with each request, and a few more."""
 SPARE = 2
 """Conversations for each user, as some end soon."""
-
-Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--extra", type=json.loads, default={}, metavar="JSON", help="more settings of ours")
     add("--url", nargs="+", default=[], metavar="NAME=URL", help="running servers, plain one first")
     add("--tokenizer", help="of the running servers' model: a name or a folder (the model's name)")
+    add("--virtual", action="store_true", help="on virtual time: no client, no servers, no noise")
     add("--aiperf", type=Path, default=AIPERF, metavar="FILE", help="(%(default)s)")
     add("--logs", type=Path, metavar="FOLDER", help="keep logs and aiperf's results here")
     add_output_arguments(parser)
@@ -78,7 +81,7 @@ def _numbers(text: str) -> list[int]:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks agents`."""
     machine = describe_machine()
-    if not arguments.aiperf.is_file():
+    if not (arguments.virtual or arguments.aiperf.is_file()):
         raise ConfigError(f"--aiperf {arguments.aiperf}: there is no such file; run `make aiperf`")
     recorded = agents_traces.read(arguments.traces)
     sections: list[str] = []
@@ -86,7 +89,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="safe-offload-agents-") as temporary:
         folder = arguments.logs or Path(temporary)
         for model in arguments.models if not arguments.url else ["running servers"]:
-            found, names = measure(model, recorded, arguments, folder / model, print)
+            how = (model, recorded, arguments)
+            found, names = simulate(*how) if arguments.virtual else measure(*how, folder / model)
             ours, limit = (*names[1:], None, None)[:2]
             sections += make_sections(model, found, ours or names[0], limit)
             figures[model] = to_figures(found)
@@ -109,8 +113,7 @@ def measure(
     recorded: Sequence[Conversation],
     arguments: argparse.Namespace,
     folder: Path,
-    say: Say,
-) -> tuple[dict[int, dict[str, list[Run]]], list[str]]:
+) -> tuple[Found, list[str]]:
     """Return the runs by users and server, and the servers' names."""
     folder.mkdir(parents=True)
     turns = Turns()
@@ -119,12 +122,12 @@ def measure(
             urls = dict(one.split("=", 1) for one in arguments.url)
             aiperf = Aiperf(arguments, None)
         else:
-            options = _own_servers(model, recorded, arguments, folder)
-            say(f"{model}: starting the servers ...")
+            sizes = _sizes(recorded, arguments)
+            options = server_options(cast(Kind, model), sizes, folder, arguments.extra)
+            print(f"{model}: starting the servers ...")
             urls = on.enter_context(started(options, folder))
             aiperf = Aiperf(arguments, options[LIMIT].arguments["model"])
-        found: dict[int, dict[str, list[Run]]]
-        found = {users: {name: [] for name in urls} for users in arguments.users}
+        found: Found = {users: {name: [] for name in urls} for users in arguments.users}
         for round_index in range(arguments.rounds + 1):
             for users in arguments.users if round_index else arguments.users[:1]:
                 where = folder / f"{round_index}-{users}"
@@ -135,7 +138,9 @@ def measure(
                     run = aiperf.run(urls[name], users, where / "traces", where / name)
                     turns.end(name)
                     label = f"round {round_index}" if round_index else "warm-up"
-                    say(f"{model}, {label}, {users} users, {name}: {run.throughput:.2f} requests/s")
+                    print(
+                        f"{model}, {label}, {users} users, {name}: {run.throughput:.2f} requests/s"
+                    )
                     if round_index:
                         found[users][name].append(run)
     return found, list(urls)
@@ -149,12 +154,33 @@ def draw(
     return [agents_traces.scale(one, arguments.scale) for one in chosen]
 
 
-def _own_servers(
-    model: str, recorded: Sequence[Conversation], arguments: argparse.Namespace, folder: Path
-) -> dict[str, EngineOptions]:
+def simulate(
+    model: str, recorded: Sequence[Conversation], arguments: argparse.Namespace
+) -> tuple[Found, list[str]]:
+    """Return the runs on virtual time."""
+    from tests.benchmarks import agents_virtual  # needs vLLM
+
+    logging.disable(logging.CRITICAL)
+    sizes, kind = _sizes(recorded, arguments), cast(Kind, model)
+    pool, slots = sizes.pool_blocks(kind), sizes.num_blocks(kind, sizes.host_users)
+    servers = {BASELINE: ("none", pool), OURS: (OURS, pool)}
+    servers[LIMIT] = "none", sizes.limit_blocks(kind)
+    found: Found = {users: {name: [] for name in servers} for users in arguments.users}
+    for users, by_name in found.items():
+        for round_index in range(1, arguments.rounds + 1):
+            drawn = draw(recorded, arguments, users, f"{arguments.seed}/{round_index}/{users}")
+            for name, (connector, num_blocks) in servers.items():
+                how = num_blocks, slots, sizes.context_tokens_max, users
+                engine = agents_virtual.make_engine(kind, connector, *how)
+                every_s = USER_EVERY_S / arguments.scale
+                by_name[name].append(agents_virtual.replay(engine, drawn[:users], every_s))
+    return found, list(servers)
+
+
+def _sizes(recorded: Sequence[Conversation], arguments: argparse.Namespace) -> Sizes:
     most = arguments.users[-1]
     sample = draw(recorded, arguments, most, arguments.seed)
-    sizes = Sizes(
+    return Sizes(
         context_tokens=agents_traces.mean_context(sample),
         context_tokens_max=arguments.max_context // arguments.scale + CHAT_TOKENS * arguments.turns,
         pool_users=arguments.pool_users,
@@ -162,7 +188,6 @@ def _own_servers(
         limit_users=4 * most,
         users=most,
     )
-    return server_options(model, sizes, folder, arguments.extra)  # type: ignore[arg-type]
 
 
 class Aiperf:

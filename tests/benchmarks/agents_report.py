@@ -44,7 +44,7 @@ class Run:
         return self.counters.get(SOURCES[source], 0.0) / total if total else 0.0
 
 
-Found = Mapping[int, Mapping[str, Sequence[Run]]]
+Found = dict[int, dict[str, list[Run]]]
 """By users and server, one for each round; the first server is without the connector."""
 
 

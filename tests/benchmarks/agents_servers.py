@@ -71,8 +71,9 @@ class Sizes:
         )
         return max(self.num_blocks(kind, self.pool_users), least + 1)
 
-    def host_bytes(self, kind: Kind) -> int:
-        return BLOCK_BYTES * self.num_blocks(kind, self.host_users)
+    def limit_blocks(self, kind: Kind) -> int:
+        """Return those of the larger pool, which keeps what windows have passed too."""
+        return (1 if kind == "llama" else 3) * self.num_blocks(kind, self.limit_users)
 
 
 def context_blocks(kind: Kind, num_tokens: float) -> float:
@@ -90,13 +91,10 @@ def server_options(
     kind: Kind, sizes: Sizes, folder: Path, extra: Mapping[str, Any]
 ) -> dict[str, EngineOptions]:
     """Return how to start each server: the same but for connector or KV pool."""
-    config = {
-        "kv_connector": OURS,
-        "kv_connector_extra_config": {"cpu_bytes_to_use": sizes.host_bytes(kind), **extra},
-    }
-    num_limit = sizes.num_blocks(kind, sizes.limit_users)
-    # All blocks that were computed stay, those that windows have passed too.
-    num_limit *= 1 if kind == "llama" else 3
+    host_bytes = BLOCK_BYTES * sizes.num_blocks(kind, sizes.host_users)
+    settings = {"cpu_bytes_to_use": host_bytes, **extra}
+    config = {"kv_connector": OURS, "kv_connector_extra_config": settings}
+    num_limit = sizes.limit_blocks(kind)
     options = engine_options(
         BenchOptions(
             model=kind,

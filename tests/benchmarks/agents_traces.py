@@ -71,6 +71,9 @@ def read(path: Path) -> list[Conversation]:
 
 
 def _from_weka(trace: dict[str, Any]) -> Conversation:
+    if trace["block_size"] != BLOCK_TOKENS:
+        what = f"expected blocks of {BLOCK_TOKENS} tokens, found {trace['block_size']}"
+        raise ConfigError(f"--traces: {trace['id']}: {what}")
     requests = (
         Request(
             one.get("think_time") or 0.0,
