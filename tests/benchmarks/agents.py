@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from safe_offload.commands.bench.engine import OURS
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
     Report,
@@ -30,16 +29,15 @@ from safe_offload.commands.bench.report import (
     describe_machine,
     publish,
 )
+from safe_offload.commands.bench.tiny_models import write_tiny_model
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import agents_traces
 from tests.benchmarks.agents_report import Found, Run, make_sections, read_run, to_figures
 from tests.benchmarks.agents_servers import (
-    LIMIT,
-    MODEL_NAME,
     Kind,
     Sizes,
     read_counters,
-    server_options,
+    server_sets,
     started,
 )
 from tests.benchmarks.agents_traces import Conversation
@@ -100,19 +98,16 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _describe(arguments: argparse.Namespace) -> str:
+    how = "on virtual time" if arguments.virtual else "by aiperf, after a warm-up round"
     return (
-        f"Recorded agents, their contexts and times divided by {arguments.scale}, replayed by "
-        f"aiperf; {arguments.turns} requests a user and round,\n"
-        f"{arguments.rounds} rounds after a warm-up, other conversations in each. The servers take "
-        "turns, their order changes each round. Median\n(lowest to highest) over the rounds."
+        f"Recorded agents, contexts and times divided by {arguments.scale}, replayed {how}; "
+        f"{arguments.turns} requests a user\nand round, {arguments.rounds} rounds, other "
+        "conversations in each. The servers take turns. Median (lowest to highest) of the rounds."
     )
 
 
 def measure(
-    model: str,
-    recorded: Sequence[Conversation],
-    arguments: argparse.Namespace,
-    folder: Path,
+    model: str, recorded: Sequence[Conversation], arguments: argparse.Namespace, folder: Path
 ) -> tuple[Found, list[str]]:
     """Return the runs by users and server, and the servers' names."""
     folder.mkdir(parents=True)
@@ -123,10 +118,11 @@ def measure(
             aiperf = Aiperf(arguments, None)
         else:
             sizes = _sizes(recorded, arguments)
-            options = server_options(cast(Kind, model), sizes, folder, arguments.extra)
+            sets = server_sets(cast(Kind, model), sizes, arguments.extra)
+            model_folder = write_tiny_model(cast(Kind, model), folder / "model")
             print(f"{model}: starting the servers ...")
-            urls = on.enter_context(started(options, folder))
-            aiperf = Aiperf(arguments, options[LIMIT].arguments["model"])
+            urls = on.enter_context(started(sets, model_folder, sizes, folder))
+            aiperf = Aiperf(arguments, model_folder)
         found: Found = {users: {name: [] for name in urls} for users in arguments.users}
         for round_index in range(arguments.rounds + 1):
             for users in arguments.users if round_index else arguments.users[:1]:
@@ -137,10 +133,8 @@ def measure(
                     turns.begin(name)
                     run = aiperf.run(urls[name], users, where / "traces", where / name)
                     turns.end(name)
-                    label = f"round {round_index}" if round_index else "warm-up"
-                    print(
-                        f"{model}, {label}, {users} users, {name}: {run.throughput:.2f} requests/s"
-                    )
+                    label = f"{model}, round {round_index}, {users} users, {name}"
+                    print(f"{label}: {run.throughput:.2f} requests/s", flush=True)
                     if round_index:
                         found[users][name].append(run)
     return found, list(urls)
@@ -162,15 +156,15 @@ def simulate(
 
     logging.disable(logging.CRITICAL)
     sizes, kind = _sizes(recorded, arguments), cast(Kind, model)
-    pool, slots = sizes.pool_blocks(kind), sizes.num_blocks(kind, sizes.host_users)
-    servers = {BASELINE: ("none", pool), OURS: (OURS, pool)}
-    servers[LIMIT] = "none", sizes.limit_blocks(kind)
+    servers = server_sets(kind, sizes, {})
+    num_slots = sizes.num_blocks(kind, sizes.host_users)
     found: Found = {users: {name: [] for name in servers} for users in arguments.users}
     for users, by_name in found.items():
         for round_index in range(1, arguments.rounds + 1):
             drawn = draw(recorded, arguments, users, f"{arguments.seed}/{round_index}/{users}")
-            for name, (connector, num_blocks) in servers.items():
-                how = num_blocks, slots, sizes.context_tokens_max, users
+            for name, one in servers.items():
+                connector = "none" if one.config is None else OURS
+                how = one.num_blocks, num_slots, sizes.context_tokens_max, users
                 engine = agents_virtual.make_engine(kind, connector, *how)
                 every_s = USER_EVERY_S / arguments.scale
                 by_name[name].append(agents_virtual.replay(engine, drawn[:users], every_s))
@@ -198,7 +192,7 @@ class Aiperf:
         model_folder: of our own servers' model, which has its tokenizer; None for running servers.
     """
 
-    def __init__(self, arguments: argparse.Namespace, model_folder: str | None) -> None:
+    def __init__(self, arguments: argparse.Namespace, model_folder: Path | None) -> None:
         self._arguments = arguments
         self._model_folder = model_folder
 
@@ -221,7 +215,7 @@ class Aiperf:
         """Return aiperf's command line."""
         arguments = self._arguments
         is_ours = self._model_folder is not None
-        model = MODEL_NAME if is_ours else _model_name(url)
+        model = "model" if is_ours else _model_name(url)
         options = {
             "model": model,
             "tokenizer": self._model_folder or arguments.tokenizer or model,

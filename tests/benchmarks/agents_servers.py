@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_options
+from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_breakdown import BASELINE
-from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess
 from safe_offload.commands.bench.tiny_models import DEFAULT_SLIDING_WINDOW, count_prompt_blocks
 from safe_offload.errors import SafeOffloadError
+from tests.engine.http_server import BLOCK_SIZE, HttpServer
 
 LIMIT = "pool for all"
-BLOCK_SIZE = 32
 BLOCK_BYTES = 32 << 10
 """Of a block of one KV cache group of the tiny models: two layers, two heads of 32 float32."""
-MODEL_NAME = "tiny"
 STEP_TOKENS = 2048
-HOST = "127.0.0.1"
-_START_TIMEOUT_S = 600.0
-_HEALTH_POLL_S = 0.2
 
 Kind = Literal["llama", "gemma3"]
 
@@ -87,95 +76,55 @@ def context_blocks(kind: Kind, num_tokens: float) -> float:
     return num_full + 2 * min(num_full, DEFAULT_SLIDING_WINDOW / BLOCK_SIZE + 1)
 
 
-def server_options(
-    kind: Kind, sizes: Sizes, folder: Path, extra: Mapping[str, Any]
-) -> dict[str, EngineOptions]:
-    """Return how to start each server: the same but for connector or KV pool."""
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Of a server: what it has that the others have not."""
+
+    num_blocks: int
+    config: dict[str, Any] | None = None
+
+
+def server_sets(kind: Kind, sizes: Sizes, extra: Mapping[str, Any]) -> dict[str, Set]:
+    """Return the servers by name: the same but for connector or KV pool."""
     host_bytes = BLOCK_BYTES * sizes.num_blocks(kind, sizes.host_users)
     settings = {"cpu_bytes_to_use": host_bytes, **extra}
-    config = {"kv_connector": OURS, "kv_connector_extra_config": settings}
-    num_limit = sizes.limit_blocks(kind)
-    options = engine_options(
-        BenchOptions(
-            model=kind,
-            prompt_tokens=sizes.context_tokens_max,
-            num_gpu_blocks=sizes.pool_blocks(kind),
-            max_num_batched_tokens=STEP_TOKENS,
-            kv_transfer_config=config,
-            engine_args={
-                "served_model_name": MODEL_NAME,
-                "host": HOST,
-                "uvicorn_log_level": "warning",
-                "max_num_seqs": sizes.users,
-            },
-        ),
-        folder,
-    )
-    baseline = options[BASELINE]
-    large = baseline.arguments | {"num_gpu_blocks_override": num_limit}
-    space = {"VLLM_CPU_KVCACHE_SPACE": str(math.ceil(num_limit * BLOCK_BYTES / (1 << 30)))}
-    return options | {LIMIT: EngineOptions(large, baseline.environment | space)}
+    config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    num_blocks = sizes.pool_blocks(kind)
+    return {
+        BASELINE: Set(num_blocks),
+        OURS: Set(num_blocks, config),
+        LIMIT: Set(sizes.limit_blocks(kind)),
+    }
 
 
 @contextlib.contextmanager
-def started(options: Mapping[str, EngineOptions], log_folder: Path) -> Iterator[dict[str, str]]:
+def started(
+    sets: Mapping[str, Set], model: Path, sizes: Sizes, folder: Path
+) -> Iterator[dict[str, str]]:
     """Start servers, yield their addresses by name, end them."""
-    servers, urls = [], {}
+    space = math.ceil(max(one.num_blocks for one in sets.values()) * BLOCK_BYTES / (1 << 30))
     with ExitStack() as on:
-        for name, how in options.items():
-            port = _find_free_port()
-            how.arguments["port"] = port
-            log_path = log_folder / f"{name.replace(' ', '-')}.log"
-            servers.append(on.enter_context(EngineProcess(name, how, log_path, serve_http)))
-            urls[name] = f"http://{HOST}:{port}"
-        for server in servers:
-            server.receive(_START_TIMEOUT_S)
-        yield urls
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the options of `vllm serve` for arguments of `vllm.LLM`."""
-    options = []
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            options.append(f"--{name.replace('_', '-')}")
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
-            options += [] if value is True else [text]
-    return options
-
-
-def serve_http(connection: Connection, options: EngineOptions) -> None:
-    """Run in a child: start vLLM's server, say so when it answers, end it when told to."""
-    start_s = time.monotonic()
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    process = subprocess.Popen([*server, *command_line(options.arguments)])
-    url = f"http://{HOST}:{options.arguments['port']}/health"
-    while not _answers(url):
-        if process.poll() is not None:
-            raise SafeOffloadError(f"vLLM's server ended with status {process.returncode}")
-        if connection.poll(_HEALTH_POLL_S):
-            break  # told to stop, or the benchmark is gone
-    else:
-        connection.send((False, time.monotonic() - start_s))
-    with contextlib.suppress(EOFError):
-        connection.recv()
-    process.terminate()
-    process.wait(30.0)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5.0) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+        servers = {
+            name: on.enter_context(
+                HttpServer(
+                    model,
+                    folder / name.replace(" ", "-"),
+                    num_blocks=one.num_blocks,
+                    config=one.config,
+                    max_model_len=sizes.context_tokens_max,
+                    max_num_seqs=sizes.users,
+                    arguments=[
+                        *("--max-num-batched-tokens", str(STEP_TOKENS)),
+                        "--no-skip-tokenizer-init",
+                    ],
+                    environment={"VLLM_CPU_KVCACHE_SPACE": str(space)},
+                )
+            )
+            for name, one in sets.items()
+        }
+        for server in servers.values():
+            server.wait_until_healthy()
+        yield {name: server.url for name, server in servers.items()}
 
 
 _COUNTER = re.compile(

@@ -14,9 +14,10 @@ import numpy as np
 
 from safe_offload.observe.counters import Count
 from tests.benchmarks.agents_report import STATISTICS, TIMES, Run
-from tests.benchmarks.agents_servers import BLOCK_SIZE, STEP_TOKENS, Kind
+from tests.benchmarks.agents_servers import STEP_TOKENS, Kind
 from tests.benchmarks.agents_traces import BLOCK_TOKENS, Conversation, Request
 from tests.benchmarks.slow_tier_engine import SLOT_BYTES, TimedEngine
+from tests.engine.http_server import BLOCK_SIZE
 from tests.simulator.vllm_setup import EngineShape
 
 TOKENS_PER_S = 10_000

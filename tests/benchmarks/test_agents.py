@@ -20,7 +20,7 @@ from safe_offload.errors import ConfigError
 from tests.benchmarks import agents, agents_traces
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.agents_report import SOURCES, STATISTICS, TIMES, TTFT, Run, late_figures
-from tests.benchmarks.agents_servers import LIMIT, Sizes, parse_counters, server_options
+from tests.benchmarks.agents_servers import LIMIT, Sizes, parse_counters, server_sets
 
 # A prompt of 40 blocks, then one that shares the first 36 of them.
 RECORDED = {
@@ -63,18 +63,16 @@ def test_what_is_written_is_what_is_read(traces: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "num_groups"), [("llama", 1), ("gemma3", 3)])
-def test_the_servers_differ_in_connector_or_pool(
-    kind: Any, num_groups: int, tmp_path: Path
-) -> None:
+def test_the_servers_differ_in_connector_or_pool(kind: Any, num_groups: int) -> None:
     sizes = Sizes(320.0, 4000, pool_users=20, host_users=40, limit_users=80, users=16)
-    options = server_options(kind, sizes, tmp_path, {"lazy_offload": True})
-    plain, ours, limit = (one.arguments for one in options.values())
-    assert list(options) == ["no connector", "SafeCPUOffloadConnector", LIMIT]
-    assert {key for key in ours if ours[key] != plain.get(key)} == {"kv_transfer_config"}
-    assert {key for key in limit if limit[key] != plain[key]} == {"num_gpu_blocks_override"}
-    extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
+    sets = server_sets(kind, sizes, {"lazy_offload": True})
+    assert list(sets) == ["no connector", "SafeCPUOffloadConnector", LIMIT]
+    plain, ours, limit = sets.values()
+    assert (plain.config, limit.config, ours.num_blocks) == (None, None, plain.num_blocks)
+    assert ours.config is not None
+    extra = ours.config["kv_connector_extra_config"]
     assert extra == {"cpu_bytes_to_use": num_groups * 400 * (32 << 10), "lazy_offload": True}
-    assert limit["num_gpu_blocks_override"] == num_groups**2 * 800
+    assert limit.num_blocks == num_groups**2 * 800 > plain.num_blocks
 
 
 # ---- the whole command, with a stand-in for aiperf ----------------------------------------------
@@ -179,7 +177,7 @@ def test_aiperf_is_told_what_to_replay(traces: Path, tmp_path: Path) -> None:
     parser = ArgumentParser()
     agents.add_arguments(parser)
     arguments = parser.parse_args(["--traces", str(traces), "--turns", "3"])
-    words = agents.Aiperf(arguments, "/models/tiny").command("http://a", 16, traces, tmp_path)
+    words = agents.Aiperf(arguments, Path("/models/tiny")).command("http://a", 16, traces, tmp_path)
     text = " ".join(words)
     for part in (
         "--custom-dataset-type weka_trace",

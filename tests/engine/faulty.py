@@ -32,4 +32,4 @@ def break_copies(faults: Mapping[str, Any]) -> None:
             target = self._table.ranges(self._table.runs(copy)).targets[0]
             ctypes.c_uint8.from_address(int(target)).value ^= 1
 
-    CpuBackend._run = run_or_not
+    CpuBackend._run = run_or_not  # type: ignore[method-assign]
