@@ -36,7 +36,7 @@ class Run:
     num_requests: int
     throughput: float
     times_ms: Times
-    counters: dict[str, float]
+    counters: Mapping[str, float]
 
     def share(self, source: str) -> float:
         """Return the share of the prompts' tokens that came from one of `SOURCES`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,8 +95,11 @@ def _make_run(
         }
         for name, column in zip(TIMES, 1e3 * np.array(waits_s).T, strict=True)
     }
-    counters = {f"safe_offload_{name}": float(count) for name, count in engine.counts.items()}
+    counters: Counter[str] = Counter()
+    for name, count in engine.counts.items():
+        counters[f"safe_offload_{name.partition('{')[0]}"] += count  # without labels
     num_host = engine.counts[Count.LOADED_TOKENS]
-    counters |= {"external_kv_transfer": num_host, "local_compute": num_computed}
-    counters["local_cache_hit"] = max(0, num_prompt - num_host - num_computed)
-    return Run(len(waits_s), len(waits_s) / engine.clock.now_s, times, counters)
+    num_gpu = max(0, num_prompt - num_host - num_computed)
+    counters.update(external_kv_transfer=num_host, local_compute=num_computed)
+    counters.update(local_cache_hit=num_gpu)
+    return Run(len(waits_s), len(waits_s) / engine.clock.now_s, times, dict(counters))
