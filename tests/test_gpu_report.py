@@ -1,7 +1,5 @@
 """`make gpu-report` without a GPU: parts that pass, fail, hang and die."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,12 +12,11 @@ from typing import Any
 import pytest
 
 from tests.gpu import report
-from tests.gpu.report import Facts, Part, Result, ask_torch, find_facts, find_gpu_tests, make_parts
+from tests.gpu.report import Facts, Part, Result, ask_torch, find_gpu_tests, make_parts
 from tests.worker.waiting import wait_until
 
 GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="")
 HANGING_S = 0.01
-NO_GPU = Facts({"GPU": "none"}, no_gpu="No GPU: torch 2.13.0 sees none")
 
 TESTS = """
 import pytest
@@ -103,13 +100,6 @@ def test_what_a_hanging_part_has_started_ends_with_it(tmp_path, slow_to_hang):
     assert pid not in report.descendants(os.getpid())
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_passes(tmp_path):
-    parts = [python("bench", "raise SystemExit('was run')", needs_gpu=True)]
-    verdicts, text = report_of(parts, NO_GPU, tmp_path)
-    assert verdicts == ["not run (No GPU: torch 2.13.0 sees none)"]
-    assert "was run" not in text.partition("commands")[0]
-
-
 def test_a_report_says_which_tests_failed_and_which_were_skipped_and_why(tmp_path):
     file = tmp_path / "test_stand_in.py"
     file.write_text(TESTS)
@@ -151,16 +141,6 @@ def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
 # ---- the text ------------------------------------------------------------------------------------
 
 
-def test_a_report_fits_into_an_issue_whatever_there_is_to_tell(tmp_path):
-    log = tmp_path / "part.log"
-    log.write_text("word\n" * 100_000 + "the end")
-    part = Part("part", ("x" * 1000,), 1.0)
-    text = report.render(GPU, [Result(part, "y" * 9000, logs=(log,)) for _ in range(12)])
-    assert len(text) <= report.REPORT_CHARS_MAX
-    assert text.count("the end") == 12
-    assert text.count("<details>") == text.count("</details>")
-
-
 def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("HOME", "/home/someone")
@@ -171,20 +151,6 @@ def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, m
     for hidden in ("abcdefgh", "someone", "\x1b"):
         assert hidden not in text
     assert "from ~/.cache" in text
-
-
-def test_a_log_cannot_break_out_of_its_fence(tmp_path):
-    log = tmp_path / "part.log"
-    log.write_text("```\n# not a heading\n````")
-    text = report.render(GPU, [Result(Part("part", ("x",), 1.0), logs=(log,))])
-    assert "`````text\n```\n# not a heading\n````\n`````\n" in text
-
-
-def test_only_the_end_of_a_huge_log_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "READ_CHARS_MAX", 100)
-    log = tmp_path / "part.log"
-    log.write_text("a" * 1000 + "b" * 100)
-    assert report.read_end(log) == "b" * 100
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -204,14 +170,6 @@ def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeyp
     _, problem = ask_torch((sys.executable, "-c", code))
     assert problem.startswith("No GPU")
     assert words in problem
-
-
-def test_the_facts_name_commit_packages_and_system():
-    rows = find_facts(sys.executable).rows
-    assert re.match(r"[0-9a-f]{7}|unknown", rows["Commit"])
-    assert "torch 2." in rows["Packages"]
-    assert "Linux" in rows["System"]
-    assert rows["GPU"]
 
 
 def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+from examples.tiny_models import write_tiny_model
 from safe_offload.commands.bench.engine import OURS
 from safe_offload.commands.bench.engine_process import Turns
 from safe_offload.commands.bench.report import (
@@ -29,7 +30,6 @@ from safe_offload.commands.bench.report import (
     describe_machine,
     publish,
 )
-from safe_offload.commands.bench.tiny_models import write_tiny_model
 from safe_offload.errors import ConfigError, SafeOffloadError
 from tests.benchmarks import agents_traces
 from tests.benchmarks.agents_report import Found, Run, make_sections, read_run, to_figures

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from examples.tiny_models import DEFAULT_SLIDING_WINDOW, count_prompt_blocks
 from safe_offload.commands.bench.engine import OURS
-from safe_offload.commands.bench.engine_breakdown import BASELINE
-from safe_offload.commands.bench.tiny_models import DEFAULT_SLIDING_WINDOW, count_prompt_blocks
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.errors import SafeOffloadError
 from tests.engine.http_server import BLOCK_SIZE, HttpServer
 

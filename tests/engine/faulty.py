@@ -5,8 +5,6 @@ two in a hundred raise and one in a hundred takes a second longer. With "corrupt
 delivers a wrong byte.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading

@@ -5,8 +5,6 @@ process of its own with a limit of time: what fails, hangs or takes the GPU with
 does not keep the others from running. The same where torch, vLLM or the GPU itself is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools
@@ -60,18 +58,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Part:
-    """One command.
-
-    Attributes:
-        needs_gpu: it would measure something else without one, so it is not started.
-        logs: folder for logs of its engines.
-    """
+    """One command."""
 
     name: str
     command: tuple[str, ...]
     timeout_s: float
-    needs_gpu: bool = False
-    logs: Path | None = None
+    needs_gpu: bool = False  # it would measure something else without one, so it is not started
+    logs: Path | None = None  # folder for logs of its engines
 
 
 @dataclass(frozen=True)
@@ -94,11 +87,8 @@ def find_gpu_tests() -> list[Path]:
 def make_parts(folder: Path, model: str, engine_args: Sequence[str], scale: float) -> list[Part]:
     """Return what a report is made of.
 
-    Args:
-        folder: takes what the parts write.
-        model: for `bench engine` and `layouts`.
-        engine_args: more arguments of both.
-        scale: of the limits of time.
+    `folder`: takes what the parts write; `model`: for `bench engine` and `layouts`; `engine_args`:
+    more arguments of both; `scale`: of the limits of time.
     """
     python, parts = sys.executable, []
     for file in find_gpu_tests():
