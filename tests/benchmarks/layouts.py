@@ -36,6 +36,7 @@ from tests.benchmarks.engine_watch import Watched, answer_watched, start_watchin
 from tests.benchmarks.engines import TIMEOUT_S, ours
 from tests.benchmarks.transfer_cases import KIB, Case, Traffic
 from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
+from tests.gpu import shapes
 
 APART, WHOLE = "layer by layer", "in one piece"
 PROBE = "tests.benchmarks.layouts_worker.LayoutProbe"
@@ -57,6 +58,7 @@ class Found(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
+    shapes.add_arguments(parser)
     parser.set_defaults(model="llama")
     parser.add_argument("--copies-only", action="store_true", help="start no engines")
     parser.add_argument("--blocks", type=int, default=64, help="of a copy (%(default)s)")
@@ -71,7 +73,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     copies = measure_copies(arguments.device, arguments.blocks, arguments.copy_rounds)
     engines, num_different = Found({}, {}), 0
     if not arguments.copies_only:
-        engines, num_different = measure_engines(options, arguments.logs)
+        with tempfile.TemporaryDirectory(prefix="safe-offload-shape-") as name:
+            options = shapes.take_shape(options, arguments.shape, Path(name))
+            engines, num_different = measure_engines(options, arguments.logs)
     publish(make_report(machine, options, copies, engines, num_different), arguments)
     return int(num_different > 0)
 
