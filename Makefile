@@ -59,7 +59,12 @@ IN_TWO := -n 2
 SITE_VENV := .venv-site
 SITE_READY := $(SITE_VENV)/.ready
 
-.PHONY: help venv servers demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
+# And so is aiperf, which wants other versions than vLLM does.
+AIPERF_VENV := .venv-aiperf
+AIPERF_READY := $(AIPERF_VENV)/.ready
+AIPERF_VERSION := 0.13.0
+
+.PHONY: help venv servers aiperf demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
 	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
@@ -73,6 +78,13 @@ $(READY): $(REQUIREMENTS) pyproject.toml .ci/make-venv
 
 servers: venv ## Prometheus, Redis and Dynamo's indexer, which some tests need; RUST=1: vLLM's Rust frontend, too (once)
 	@RUST='$(RUST)' PIP_ARGS='$(PIP_ARGS)' .ci/get-servers '$(BIN)'
+
+aiperf: $(AIPERF_READY) ## aiperf, which replays conversations for `make bench-agents` (a minute, once)
+
+$(AIPERF_READY):
+	@python=$$(command -v '$(or $(PYTHON),python3)') && "$$python" -m venv --clear $(AIPERF_VENV)
+	@$(AIPERF_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) aiperf==$(AIPERF_VERSION)
+	@touch $@
 
 demo: venv ## two long prompts back to back on a real server, the first one back from host memory
 	PYTHON=$(BIN)/python examples/long_context_back_to_back.sh
@@ -154,7 +166,7 @@ check: venv ## style, types, layering, weight
 clean: ## remove caches and what the tools left
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(COMPAT_VENVS)/*' \
-		-not -path './$(SITE_VENV)/*' -prune -exec rm -rf {} +
+		-not -path './$(SITE_VENV)/*' -not -path './$(AIPERF_VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv, .venv-compat and .venv-site too
-	rm -rf $(VENV) $(COMPAT_VENVS) $(SITE_VENV)
+distclean: clean ## remove all that starts with .venv too
+	rm -rf $(VENV) $(COMPAT_VENVS) $(SITE_VENV) $(AIPERF_VENV)

@@ -159,7 +159,7 @@ class Planner(SchedulerSide):
         self._counters = counters
         self.leases = LeaseBook(hits.slots)
         self.book = RequestBook(counters)
-        self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max)
+        self.costs = Costs(options.min_load_tokens, options.num_step_tokens_max, self.book)
         watch = StepWatch(self.costs, options.num_steps_in_flight, num_decoded)
         self.steps = watch if self.costs.is_measuring else None
         self.loads = Loads(

@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
+        ("agents", "recorded coding agents against vLLM servers, with and without us"),
         ("engine", "`safe-offload bench engine` with a tiny model"),
-        ("serve", "requests a second of a vLLM server with many users, with and without us"),
         ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),

@@ -6,6 +6,9 @@ measured while requests are served: the time of a step by the tokens computed in
 a load by its tokens. Both are taken from plan to plan: that is what a request feels, queues, steps
 in between and vLLM's pauses included. There is no clock in here: times are handed in.
 
+A load delays its own request. Computing delays all that wait for the engine, and counts for each of
+them: under load, where a load takes a whole step of others' prompts, it is what fills the queue.
+
 Most steps only generate; only those are timed in which a prompt is computed, and what follows from
 them is worked out when a hit is found.
 """
@@ -20,6 +23,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from safe_offload.scheduler.requests import RequestBook
 
 KEPT_SAMPLES = 15
 """Of sizes within a factor of two; their median counts, so that one slow step decides nothing."""
@@ -162,9 +167,13 @@ class Costs:
         min_load_tokens: offer the hits of at least this many tokens; None to go by what was
             measured.
         num_step_tokens_max: a step computes no more.
+        book: the requests, to see how many wait; None if there is only ever one.
     """
 
-    def __init__(self, min_load_tokens: int | None, num_step_tokens_max: int) -> None:
+    def __init__(
+        self, min_load_tokens: int | None, num_step_tokens_max: int, book: RequestBook | None = None
+    ) -> None:
+        self._book = book
         self._min_load_tokens = min_load_tokens
         self._num_step_tokens_max = num_step_tokens_max
         self._num_refused = 0
@@ -195,14 +204,19 @@ class Costs:
             return offer.num_tokens >= self._min_load_tokens
         if min(self.steps.num_samples, self.loads.num_samples) < SAMPLES_MIN:
             return True
-        load_s = self.load_s(offer)
-        if load_s > self.compute_s(offer):
+        load_s, num_delayed = self.load_s(offer), 1 + self.num_waiting
+        if load_s > num_delayed * self.compute_s(offer):
             self._num_refused += 1
             return self._num_refused % PROBE_EVERY == 0
-        if offer.loading_s is None and self.saved_s(offer) <= PROBE_REACH * load_s:
+        if offer.loading_s is None and num_delayed * self.saved_s(offer) <= PROBE_REACH * load_s:
             self._num_close += 1
             return self._num_close % PROBE_EVERY != 0
         return True
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many other requests do not run, as of the last step."""
+        return max(0, self._book.num_live - len(self.scheduled) - 1) if self._book else 0
 
     def load_s(self, offer: Offer) -> float:
         """Return the seconds until the tokens of a hit are expected to be there.

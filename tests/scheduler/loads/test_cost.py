@@ -40,9 +40,9 @@ STEP_S, TOKEN_S = 0.004, 20e-6
 LOAD_S, LOADED_TOKEN_S = 0.004, 1e-6
 
 
-def measured(**changes: Any) -> Costs:
+def measured(min_load_tokens: int | None = None, book: Any = None) -> Costs:
     """Costs of an engine whose steps and loads have taken what is above."""
-    costs = Costs(changes.pop("min_load_tokens", None), STEP_TOKENS)
+    costs = Costs(min_load_tokens, STEP_TOKENS, book)
     for size in (1, 40, 300, 2048):
         for _ in range(SAMPLES_MIN):
             costs.steps.add(size, STEP_S + size * TOKEN_S)
@@ -101,6 +101,33 @@ def test_a_load_under_way_costs_what_is_left_of_it():
     assert not costs.pays(Offer(128, 20))
     assert costs.pays(Offer(128, 20, loading_s=0.003))
     assert not costs.pays(Offer(128, 20, loading_s=60.0)), "late, and who knows for how long"
+
+
+def test_computing_costs_all_that_wait_and_a_load_only_its_own_request():
+    book = SimpleNamespace(num_live=1)
+    costs = measured(book=book)
+    offer = Offer(128, 20)
+    assert costs.load_s(offer) == pytest.approx(1.6 * costs.compute_s(offer), rel=0.01)
+    assert not costs.pays(offer)
+    book.num_live, costs.scheduled = 4, {"a": 1, "b": 1, "c": 1}
+    assert costs.num_waiting == 0, "three run"
+    assert not costs.pays(offer)
+    book.num_live = 5
+    assert costs.num_waiting == 1
+    assert costs.pays(offer)
+    answers = [costs.pays(offer) for _ in range(3 * PROBE_EVERY)]
+    assert answers.count(False) == 3, "it barely pays"
+    book.num_live = 8
+    assert all(costs.pays(offer) for _ in range(3 * PROBE_EVERY)), "it pays well"
+
+
+def test_the_planner_knows_who_waits(make_rig: MakeRig):
+    rig = make_rig(extra={"min_load_tokens": "auto"})
+    for name in "abc":
+        rig.add(name, rig.prompt(3, ord(name)))
+    assert rig.planner.costs.num_waiting == 2, "beside the one that is asked about"
+    rig.step()
+    assert rig.planner.costs.num_waiting == 0
 
 
 def test_what_is_refused_is_tried_now_and_then():

@@ -1,0 +1,175 @@
+"""Recorded conversations of coding agents, scaled to a small machine.
+
+A conversation is what WEKA's kv-cache-tester records, in the format that aiperf replays
+(`weka_trace`): prompts as ids of their blocks of 64 tokens, without any text; times; lengths.
+Scaled by 32, each 32 blocks become one, named by the last of them: two prompts share it if they
+share all 32. Lengths and times are divided by 32 too, so that a machine that computes 32 times as
+slowly has the same load.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_offload.errors import ConfigError
+
+BLOCK_TOKENS = 64
+THINK_MAX_S = 300.0
+"""AgentX, which replays the same conversations, lets no user think longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt of a conversation, and how long its answer is."""
+
+    think_s: float  # after the answer before
+    api_s: float  # that the answer took when it was recorded
+    num_tokens: int
+    num_answer_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What one user asks, each prompt after the answer to the one before."""
+
+    num_system_tokens: int  # at the head of every prompt, those of tools among them
+    requests: tuple[Request, ...]
+
+    @property
+    def num_tokens_max(self) -> int:
+        """The longest of its contexts, with the answer."""
+        return max(one.num_tokens + one.num_answer_tokens for one in self.requests)
+
+
+def read(path: Path) -> list[Conversation]:
+    """Return the conversations of a file or folder.
+
+    Args:
+        path: a folder of aiperf's `weka_trace`, one file for each conversation; or one gzipped list
+            of {tool_tokens, system_tokens, requests}, whose requests are [start, think time,
+            answer's time, prompt tokens, answer tokens, [[first id, count], ...]].
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.json"))
+        found = [_from_weka(json.loads(one.read_bytes())) for one in files]
+    elif path.name.endswith(".json.gz"):
+        with gzip.open(path) as file:
+            found = [_from_runs(one) for one in json.load(file)]
+    else:
+        raise ConfigError(f"--traces {path}: expected a folder of *.json, or a file *.json.gz")
+    found = [one for one in found if one.requests]
+    if not found:
+        raise ConfigError(f"--traces {path}: expected conversations, found none")
+    return found
+
+
+def _from_weka(trace: dict[str, Any]) -> Conversation:
+    if trace["block_size"] != BLOCK_TOKENS:
+        what = f"expected blocks of {BLOCK_TOKENS} tokens, found {trace['block_size']}"
+        raise ConfigError(f"--traces: {trace['id']}: {what}")
+    requests = (
+        Request(
+            one.get("think_time") or 0.0,
+            one.get("api_time") or 0.0,
+            one["in"],
+            one["out"],
+            tuple(one["hash_ids"]),
+        )
+        for one in trace["requests"]
+        if one["type"] in ("n", "s")  # no sub-agents
+    )
+    system = trace.get("tool_tokens", 0) + trace.get("system_tokens", 0)
+    return Conversation(system, tuple(requests))
+
+
+def _from_runs(recorded: dict[str, Any]) -> Conversation:
+    requests = (
+        Request(think_s, api_s, num_in, num_out, tuple(_expand(runs)))
+        for _, think_s, api_s, num_in, num_out, runs in recorded["requests"]
+    )
+    return Conversation(recorded["tool_tokens"] + recorded["system_tokens"], tuple(requests))
+
+
+def _expand(runs: Iterable[tuple[int, int]]) -> Iterable[int]:
+    return (block_id for first, count in runs for block_id in range(first, first + count))
+
+
+def choose(
+    conversations: Sequence[Conversation], number: int, num_tokens_max: int, turns: int, seed: str
+) -> list[Conversation]:
+    """Return the beginnings of as many conversations, drawn by a seed, of contexts that fit."""
+    begun = [Conversation(one.num_system_tokens, one.requests[:turns]) for one in conversations]
+    fitting = [one for one in begun if one.num_tokens_max <= num_tokens_max]
+    if len(fitting) < number:
+        what = f"{number} conversations of at most {num_tokens_max:,} tokens"
+        raise ConfigError(f"--traces: expected {what}, found {len(fitting)} (fewer --users?)")
+    return random.Random(seed).sample(fitting, number)
+
+
+def scale(conversation: Conversation, factor: int) -> Conversation:
+    """Return a conversation as a machine gets it that computes a factor more slowly."""
+    requests = tuple(_scale(one, factor) for one in conversation.requests)
+    # aiperf makes the system prompt of the first prompt's blocks, so it has to end with one.
+    num_tokens = len(requests[0].block_ids) * BLOCK_TOKENS
+    return Conversation(min(conversation.num_system_tokens // factor, num_tokens), requests)
+
+
+def _scale(request: Request, factor: int) -> Request:
+    num_tokens = max(1, request.num_tokens // factor)
+    return Request(
+        min(request.think_s, THINK_MAX_S) / factor,
+        request.api_s / factor,
+        num_tokens,
+        max(1, request.num_answer_tokens // factor),
+        request.block_ids[factor - 1 :: factor][: num_tokens // BLOCK_TOKENS],
+    )
+
+
+def write(conversations: Sequence[Conversation], folder: Path, seed: str) -> None:
+    """Write conversations as aiperf reads them; it draws their text by their names."""
+    folder.mkdir(parents=True)
+    for number, conversation in enumerate(conversations):
+        name = f"{number:04}-{seed}"
+        trace = to_weka(conversation, name)
+        (folder / f"{name.replace('/', '-')}.json").write_text(json.dumps(trace))
+
+
+def to_weka(conversation: Conversation, name: str) -> dict[str, Any]:
+    """Return a conversation in aiperf's format (0.13.0, dataset/loader/weka_trace_models.py)."""
+    requests, start_s = [], 0.0
+    for one in conversation.requests:
+        start_s += one.think_s
+        requests.append(
+            {
+                "t": start_s,
+                "type": "s",
+                "model": "recorded",
+                "in": one.num_tokens,
+                "out": one.num_answer_tokens,
+                "hash_ids": one.block_ids,
+                "api_time": one.api_s,
+                "think_time": one.think_s,
+            }
+        )
+        start_s += one.api_s
+    return {
+        "id": name,
+        "models": ["recorded"],
+        "block_size": BLOCK_TOKENS,
+        "hash_id_scope": "local",
+        "system_tokens": conversation.num_system_tokens,
+        "requests": requests,
+    }
+
+
+def mean_context(conversations: Sequence[Conversation]) -> float:
+    """Return the mean tokens of a prompt, which is what a user has under way."""
+    sizes = [one.num_tokens for each in conversations for one in each.requests]
+    return sum(sizes) / len(sizes)
