@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
@@ -111,3 +112,21 @@ def retention_interval(coordinator: Any) -> int | None:
     if not any(isinstance(manager.kv_cache_spec, kinds) for manager in managers):
         return None
     return getattr(coordinator, "retention_interval", None)
+
+
+def peak_blocks(manager: Any, block_size: int) -> int:
+    """Return how many blocks of its group a request has at most, however long it is.
+
+    A state moves on, a ring is written over, a window slides. A window in blocks of `block_size`,
+    as large as any, is counted as if it did not: few groups are, and then nothing runs short.
+    Source: vLLM 0.32.0, SingleTypeKVCacheManager.max_admission_blocks_per_request, MambaManager,
+    which copies a shared state to a block of its own, and CircularBufferManager.
+    """
+    spec = manager.kv_cache_spec
+    if not getattr(spec, "uses_slot_mapping", True):
+        return 1
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+        num_checkpoints = getattr(spec, "num_prefill_checkpoint_blocks", 0)
+        return 3 + int(spec.num_speculative_blocks + num_checkpoints)
+    cap = getattr(manager, "max_admission_blocks_per_request", None)
+    return sys.maxsize if cap is None or manager.block_size == block_size else int(cap)

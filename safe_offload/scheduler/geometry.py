@@ -47,7 +47,10 @@ class GroupGeometry:
         # after the GPU's hit is right only at a chunk boundary.
         self.alignment_tokens = math.lcm(block_size, *chunk_sizes)
         self.group_ids = specs.cacheable_group_ids(kv_cache_config)
-        self._managers = coordinator.single_type_managers
+        self._kept = [
+            (m.get_num_skipped_tokens, m.block_size, cache_hits.peak_blocks(m, block_size))
+            for m in coordinator.single_type_managers
+        ]
         self.group_block_sizes: tuple[int, ...] = tuple(coordinator.group_block_sizes)
         self.is_plain = cache_hits.has_plain_hits(coordinator, self.hash_block_size)
         self.has_states = bool(specs.state_group_ids(kv_cache_config))
@@ -66,12 +69,15 @@ class GroupGeometry:
         """Return how many blocks the tables of `num_tokens` tokens span, over all groups."""
         return sum([-(-num_tokens // size) for size in self.group_block_sizes])
 
+    def num_blocks_at_once(self, num_tokens: int) -> int:
+        """Return how many of these a request has at most while it computes them all."""
+        return sum([min(-(-num_tokens // size), peak) for _, size, peak in self._kept])
+
     def num_blocks_held(self, num_tokens: int) -> int:
         """Return how many of these a request needs to go on; a window has slid past the others."""
         num_held = 0
-        for manager in self._managers:
-            num_skipped = int(manager.get_num_skipped_tokens(num_tokens))
-            num_held += -(-num_tokens // manager.block_size) - num_skipped // manager.block_size
+        for num_skipped, size, peak in self._kept:
+            num_held += min(-(-num_tokens // size) - num_skipped(num_tokens) // size, peak)
         return num_held
 
     def num_blocks_in_step(self, num_tokens: int) -> int:

@@ -25,7 +25,7 @@ from safe_offload.worker.copies.base import Completion, Copy, CopyPath, Directio
 from tests.simulator.chance import Chance
 from tests.simulator.groups import PAGE_BYTES
 from tests.simulator.virtual_loop import Clock
-from tests.simulator.words import ZEROED
+from tests.simulator.words import ZEROED, group_of
 
 TICK_S = 0.001
 """Virtual time between two looks at the copies."""
@@ -179,6 +179,12 @@ class Device:
                 f"words {wrong} of {len(expected)} are not those of its prefix "
                 f"(found {[found[i] for i in wrong][:4]})"
             )
+
+    def strangers(self, block_id: int, num_words: int, group_idx: int) -> list[int]:
+        """Which other groups have left words in a block that belongs to this one."""
+        words = self.memory.gpu[block_id][:num_words]
+        groups = {group_of(word) for word in words if word is not None and word != ZEROED}
+        return sorted(groups - {group_idx})
 
     # ---- the compute stream itself -------------------------------------------------------------
 

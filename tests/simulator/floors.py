@@ -7,15 +7,18 @@ is about: a host pool that is too small, copies that fail, blocks that are overw
 from __future__ import annotations
 
 from tests.simulator.earnings import Floor
+from tests.simulator.models import MODELS
 
 FLOOR_SEEDS = 5
 """Fewer say too little."""
-SWARM_SEEDS = 100
-"""The same, where each seed is another profile."""
+SWARM_SEEDS, MODEL_SEEDS = 100, 40
+"""The same, where each seed is another profile, or serves a model in another way."""
 
 
 def num_floor_seeds(profile: str) -> int:
     """How many seeds the floor of a profile is for, at least."""
+    if profile in MODELS:
+        return MODEL_SEEDS
     return SWARM_SEEDS if profile == "swarm" else FLOOR_SEEDS
 
 
@@ -43,5 +46,15 @@ FLOORS = {
     "tiers-faults": Floor(stored=0.85, loaded=0.74, hit=0.38, fetched=0.02),
     "tiers-shared": Floor(stored=0.66, loaded=0.75, hit=1.11, fetched=0.12, shared=0.13),
     "tiers-far": Floor(stored=0.64, loaded=0.73, hit=1.29, fetched=0.12, shared=0.06),
+    "deepseek-v4": Floor(stored=0.11, loaded=0.75, hit=0.04),
+    "deepseek-v4.1": Floor(stored=0.43, loaded=0.70, hit=0.13),
+    "kimi-k3": Floor(stored=1.23, loaded=0.73, hit=0.16),
+    "kimi-linear": Floor(stored=1.22, loaded=0.73, hit=0.19),
+    "minimax-m3": Floor(stored=0.56, loaded=0.67, hit=0.11),
+    "qwen3.5": Floor(stored=1.07, loaded=0.73, hit=0.15),
+    "qwen3-next": Floor(stored=1.17, loaded=0.71, hit=0.16),
+    "glm-5": Floor(stored=0.54, loaded=0.68, hit=0.09),
+    "glm-5.3-flash": Floor(stored=1.58, loaded=0.73, hit=0.18),
+    "gpt-oss": Floor(stored=1.03, loaded=0.71, hit=0.18),
     "swarm": Floor(stored=0.79, loaded=0.74, hit=0.15),
 }

@@ -23,8 +23,9 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        kind: "full", "mla", "window", "chunk" or "mamba".
-        size: tokens of the window or the chunk.
+        kind: "full", "mla", "window", "chunk" or "mamba"; "replay", a window that is not cached and
+            computed again after a hit; "ring", one block that has the last tokens of a request.
+        size: tokens of the window or the chunk; of those that a ring collects before they are one.
         block_tokens: tokens of a block.
     """
 
@@ -78,9 +79,9 @@ class Group:
 
     def first_attended(self, start: int) -> int:
         """First position that a query at `start` reads."""
-        if self.kind == "window":
+        if self.kind in ("window", "replay"):
             return max(0, start - self.size + 1)
-        if self.kind == "chunk":
+        if self.kind in ("chunk", "ring"):
             return start // self.size * self.size
         return 0
 
@@ -108,18 +109,46 @@ class Span:
         return sequel.words(place_bits, self.start, self.end)
 
 
-def spans_read(group: Group, table: Sequence[KVCacheBlock], start: int) -> list[Span]:
-    """What the forward of a request reads that has computed `start` tokens."""
+NO_REPLAY = range(0)
+
+
+def spans_read(
+    group: Group, table: Sequence[KVCacheBlock], start: int, replay: range = NO_REPLAY
+) -> list[Span]:
+    """What the forward of a request reads that has computed `start` tokens.
+
+    Args:
+        replay: positions that are computed again for the windows, and are there for the others.
+    """
     if group.kind == "mamba":
         if start == 0:
             return []
         block = table[(start - 1) // group.block_tokens]
         return [Span(block.block_id, 0, start - 1, start, is_state=True)]
-    return _spans(group, table, group.first_attended(start), start)
+    first = group.first_attended(start)
+    if group.kind == "replay":
+        return _spans(group, table, max(first, replay.start), start)
+    if group.kind == "ring":
+        return _spans(group, table, first, start)
+    return _spans(group, table, first, max(start, replay.stop) if start in replay else start)
 
 
-def spans_written(group: Group, table: Sequence[KVCacheBlock], start: int, end: int) -> list[Span]:
-    """What the forward writes that computes the tokens from `start` to `end - 1`."""
+def spans_written(
+    group: Group,
+    table: Sequence[KVCacheBlock],
+    start: int,
+    end: int,
+    replay: range = NO_REPLAY,
+) -> list[Span]:
+    """What the forward writes that computes the tokens from `start` to `end - 1`.
+
+    Args:
+        replay: see `spans_read`.
+    """
+    if group.kind not in ("replay", "ring"):
+        start = max(start, replay.stop) if start in replay else start
+        if start >= end:
+            return []
     if group.kind == "mamba":
         block = table[(end - 1) // group.block_tokens]
         return [Span(block.block_id, 0, start, end, is_state=True)]
@@ -129,6 +158,9 @@ def spans_written(group: Group, table: Sequence[KVCacheBlock], start: int, end: 
 def _spans(group: Group, table: Sequence[KVCacheBlock], start: int, end: int) -> list[Span]:
     spans = []
     size = group.block_tokens
+    if group.kind == "ring":
+        positions = range(max(start, end - size), end)
+        return [Span(table[0].block_id, p % size, p, p + 1) for p in positions]
     for index in range(start // size, -(-end // size)):
         low, high = max(start, index * size), min(end, (index + 1) * size)
         spans.append(Span(table[index].block_id, low - index * size, low, high))

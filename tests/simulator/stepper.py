@@ -38,17 +38,21 @@ class Stepper:
 
     def send(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Any:
         """Send a request; returns vLLM's object. `options` are those of vLLM's `Request`."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(
-            request_id, list(prompt), params, None, block_hasher=self._hasher, **options
-        )
+        request = self.make_request(prompt, request_id, max_tokens, **options)
         self.answers.pop(request_id, None)
         self.finish_reasons.pop(request_id, None)
         self.scheduler.add_request(request)
         return request
+
+    def make_request(
+        self, prompt: Sequence[int], request_id: str = "", max_tokens: int = 1, **options: Any
+    ) -> Any:
+        """Make a request that is not sent."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **options)
 
     def schedule(self) -> Any:
         with as_model_runner(self.shape):

@@ -14,7 +14,16 @@ from tests.simulator.chance import Chance, Item
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.profiles import PROFILES, WAIT_S, FaultCounts, Profile, Workload, tier_settings
+from tests.simulator.models import MODELS
+from tests.simulator.profiles import (
+    PROFILES,
+    WAIT_S,
+    FaultCounts,
+    Profile,
+    Workload,
+    tier_settings,
+)
+from tests.simulator.recipes import draw as draw_recipe
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -25,7 +34,7 @@ from tests.simulator.vllm_setup import (
 )
 
 SWARM = "swarm"
-NAMES = (*PROFILES, SWARM)
+NAMES = (*PROFILES, *MODELS, SWARM)
 ABOUT = "a profile of its own for each seed, drawn from all options"
 
 RANKS_MAX = 6
@@ -110,6 +119,8 @@ def profile_of(name: str, seed: int) -> Profile:
 
     `name`: one of `NAMES`; `seed`: of the run.
     """
+    if name in MODELS:
+        return draw_recipe(name, seed)
     profile = draw(seed) if name == SWARM else PROFILES[name]
     if hits_overwritten_states(profile.shape):
         return replace(profile, shape=replace(profile.shape, is_async=False))
@@ -126,8 +137,8 @@ def draw(seed: int | str) -> Profile:
 
 
 def described(name: str, seed: int) -> list[str]:
-    """What was drawn for a seed, a line for each part; empty if the profile has a name."""
-    if name != SWARM:
+    """What was drawn for a seed, a line for each part; empty if nothing was."""
+    if name in PROFILES:
         return []
     profile = profile_of(name, seed)
     return [

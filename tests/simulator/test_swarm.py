@@ -18,9 +18,9 @@ from tests.simulator.vllm_setup import EngineShape
 from tests.simulator.workload import make_events
 
 NUM_DRAWS = 300
-NOT_DRAWN = {"connector", "max_model_len", "page_bytes"}
-"""Fields of a shape: another connector than ours, what follows from the workload, and what only a
-benchmark sets."""
+NOT_DRAWN = {"connector", "max_model_len", "page_bytes", "recipe"}
+"""Fields of a shape: another connector than ours, what follows from the workload, what only a
+benchmark sets, a model."""
 
 
 def options(part: EngineShape | Workload) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulator.groups import PAGE_BYTES, Group
+from tests.simulator.models import ModelCache, Recipe, make_cache, small_cache
 
 OURS = "SafeCPUOffloadConnector"
 NONE = "none"
@@ -49,6 +50,7 @@ class EngineShape:
     failure_policy: str = "recompute"  # what vLLM does with a request whose load failed
     has_events: bool = False  # KV events are on
     page_bytes: int = PAGE_BYTES  # of a block, as vLLM is told
+    recipe: Recipe | None = None  # a model whose groups take the place of `groups`
 
     def holder_of(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -63,6 +65,8 @@ class EngineShape:
 
     @functools.cached_property
     def parsed_groups(self) -> tuple[Group, ...]:
+        if self.recipe is not None:
+            return cache_of(self.recipe).groups(self.recipe.decode_ranks)
         return tuple(Group.parse(text) for text in self.groups)
 
     @property
@@ -73,6 +77,8 @@ class EngineShape:
     @property
     def hash_tokens(self) -> int:
         """Tokens of one hash of a request."""
+        if self.recipe is not None:
+            return cache_of(self.recipe).hash_tokens
         return self.prefix_match_unit or min(group.block_tokens for group in self.parsed_groups)
 
 
@@ -99,6 +105,33 @@ def _base_config(connector: str) -> Any:
             },
         )
         return args.create_engine_config()
+
+
+@functools.cache
+def cache_of(recipe: Recipe) -> ModelCache:
+    """The KV cache of a simulated model.
+
+    Raises:
+        Exception: what vLLM raises where it refuses the model.
+    """
+    return small_cache(recipe, real_cache(recipe)[0])
+
+
+def real_cache(recipe: Recipe, num_bytes: int = 0) -> tuple[ModelCache, Any]:
+    """The KV cache of a real model, and vLLM's configuration of it; see `make_cache`."""
+    config = copy.deepcopy(_base_config(OURS))
+    _serve(recipe, config, num_ranks=recipe.decode_ranks * recipe.prefill_ranks)
+    return make_cache(recipe, config, num_bytes), config
+
+
+def _serve(recipe: Recipe, config: Any, num_ranks: int) -> None:
+    parallel = config.parallel_config
+    parallel.decode_context_parallel_size = recipe.decode_ranks
+    parallel.prefill_context_parallel_size = recipe.prefill_ranks
+    parallel.tensor_parallel_size = num_ranks // recipe.prefill_ranks
+    if recipe.drafts:
+        config.speculative_config = _speculative_config(recipe.num_draft_tokens, config)
+        config.speculative_config.method = recipe.drafts
 
 
 def make_config(shape: EngineShape, rank: int = 0) -> Any:
@@ -138,7 +171,13 @@ def make_config(shape: EngineShape, rank: int = 0) -> Any:
     if shape.connector == NONE:
         config.kv_transfer_config = None
     if shape.num_draft_tokens:
-        config.speculative_config = _speculative_config(shape, config)
+        config.speculative_config = _speculative_config(shape.num_draft_tokens, config)
+    if shape.recipe is not None:
+        cache = cache_of(shape.recipe)
+        config.cache_config.block_size = cache.block_tokens
+        if shape.recipe.match_units > 1:
+            config.cache_config.prefix_match_unit = cache.hash_tokens
+        _serve(shape.recipe, config, shape.tensor_ranks)
     return config
 
 
@@ -148,16 +187,16 @@ def _events_config() -> Any:
     return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 
 
-def _speculative_config(shape: EngineShape, config: Any) -> Any:
+def _speculative_config(num_draft_tokens: int, config: Any) -> Any:
     from vllm.config import SpeculativeConfig
 
     return SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=shape.num_draft_tokens,
+        num_speculative_tokens=num_draft_tokens,
         prompt_lookup_max=2,
         target_model_config=config.model_config,
         # Of one rank: the heads of the tiny model cannot be divided by every number of ranks.
-        target_parallel_config=_base_config(shape.connector).parallel_config,
+        target_parallel_config=_base_config(OURS).parallel_config,
     )
 
 
@@ -165,14 +204,18 @@ def make_kv_cache_config(shape: EngineShape) -> Any:
     """vLLM's description of the KV cache: all groups over one storage."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-    groups = [
-        KVCacheGroupSpec(
-            [f"layer.{index}"],
-            group.spec(half_precision=shape.is_zeroed and index == 1, page_bytes=shape.page_bytes),
-        )
-        for index, group in enumerate(shape.parsed_groups)
-    ]
-    page = groups[0].kv_cache_spec.page_size_bytes
+    page = shape.page_bytes
+    if shape.recipe is not None:
+        groups = cache_of(shape.recipe).kv_cache_config.kv_cache_groups
+    else:
+        groups = [
+            KVCacheGroupSpec(
+                [f"layer.{index}"],
+                group.spec(half_precision=shape.is_zeroed and index == 1, page_bytes=page),
+            )
+            for index, group in enumerate(shape.parsed_groups)
+        ]
+        page = groups[0].kv_cache_spec.page_size_bytes
     size = page * shape.num_blocks
     config = KVCacheConfig(
         num_blocks=shape.num_blocks,

@@ -2,7 +2,8 @@
 
 A word stands for what one layer of one rank keeps of one token: a number that is derived from the
 whole prefix that ends with the token, from the KV cache group and from the rank. Two different
-prefixes have different words at the same position, so a block of another request shows.
+prefixes have different words at the same position, so a block of another request shows. Its last
+bits are the group, whose kind of numbers another group may take for anything.
 """
 
 import functools
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 VOCABULARY = 50
 ZEROED = 0
 """What vLLM's zeroing of a new block leaves."""
+_GROUP_BITS = 4
 _MASK = (1 << 61) - 1
 
 
@@ -19,7 +21,17 @@ _MASK = (1 << 61) - 1
 def place(group_idx: int, rank: int) -> int:
     """What tells the words of one group on one rank from those of another."""
     digest = hashlib.blake2b(f"{group_idx}/{rank}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(digest, "little") << _GROUP_BITS | group_idx
+
+
+def wrong(word: int, salt: int) -> int:
+    """What the forward of rejected draft tokens leaves: a word of no prefix."""
+    return -1 - (word ^ salt << _GROUP_BITS)
+
+
+def group_of(word: int) -> int:
+    """The group whose forward has left a word."""
+    return (word if word >= 0 else -1 - word) & (1 << _GROUP_BITS) - 1
 
 
 class Sequel:
@@ -51,12 +63,9 @@ class Sequel:
         words = self._words.setdefault(place_bits, [])
         if len(words) < end:
             self._prefix_word(end - 1)
-            words += [word ^ place_bits for word in self._chain[len(words) : end]]
+            chain = self._chain[len(words) : end]
+            words += [word << _GROUP_BITS ^ place_bits for word in chain]
         return words[start:end]
-
-    def wrong_words(self, place_bits: int, start: int, end: int, salt: int) -> list[int]:
-        """What the forward of rejected draft tokens leaves: words of no prefix."""
-        return [-1 - (word ^ salt) for word in self.words(place_bits, start, end)]
 
     def _prefix_word(self, position: int) -> int:
         chain = self._chain

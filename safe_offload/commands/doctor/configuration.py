@@ -23,6 +23,10 @@ from safe_offload.start.checks import DEFAULT_HASH
 
 PLUGIN_NAME: Final = "safe_offload"
 PLUGINS_VARIABLE: Final = "VLLM_PLUGINS"
+ALLOCATOR_VARIABLE: Final = "PYTORCH_CUDA_ALLOC_CONF"
+EXPANDABLE: Final = "expandable_segments:True"
+"""vLLM 0.31 to 0.33 refuses every KV connector where this spelling is in that variable, unless the
+cumem allocator is on; not in PYTORCH_ALLOC_CONF (`VllmConfig._verify_kv_transfer_compat`)."""
 ISOLATING_HASHES: Final = ("sha256", "sha256_cbor")
 """Hashes that cannot be made to collide on purpose. Source: vLLM 0.32.0, vllm/config/cache.py."""
 
@@ -105,7 +109,15 @@ def _check_policy(written: Written) -> Iterator[Finding]:
 
 
 def check_environment(environment: Mapping[str, str], vllm: VllmFacts) -> Iterator[Finding]:
-    """Check that vLLM will find the connector by its name."""
+    """Check that vLLM will find the connector by its name, and take one at all."""
+    is_taken = vllm.engine is not None and not vllm.engine_problem
+    if EXPANDABLE in environment.get(ALLOCATOR_VARIABLE, "") and not is_taken:
+        yield error(
+            "configuration.allocator",
+            f"{ALLOCATOR_VARIABLE} has {EXPANDABLE}, with which vLLM refuses every KV connector",
+            f"no {EXPANDABLE} there; vLLM does not look into PYTORCH_ALLOC_CONF",
+            f"remove it from {ALLOCATOR_VARIABLE}, or start vLLM with --enable-sleep-mode",
+        )
     id = "configuration.plugin"
     wanted = f"vLLM loads the plugin {PLUGIN_NAME}"
     allowed = environment.get(PLUGINS_VARIABLE)

@@ -38,6 +38,10 @@ class Need:
     missing: int
 
 
+NO_NEED = Need(0, 0)
+"""Where nobody is refused."""
+
+
 class Admission:
     """The requests that hold GPU blocks for a load.
 
@@ -80,7 +84,9 @@ class Admission:
         self.holders.pop(state, None)
 
     def _need(self, state: RequestState, num_tokens: int) -> Need:
+        if self._geometry.is_plain:
+            return NO_NEED
         held = self._geometry.num_blocks_held(num_tokens)
-        spanned = self._geometry.num_blocks_spanned(state.request.num_tokens)
+        most = self._geometry.num_blocks_at_once(state.request.num_tokens)
         spare = SPARE_BLOCKS * len(self._geometry.group_block_sizes)
-        return Need(held, spanned - held + spare)
+        return Need(held, most - held + spare)

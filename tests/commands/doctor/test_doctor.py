@@ -192,6 +192,8 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 ON_GPU = dataclasses.replace(TRIAL, device="cuda:0", name="cuda:0 (a GPU)", node=1)
 
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+
 
 def sound(**changes: Any) -> dict[str, VllmFacts]:
     return {"vllm": dataclasses.replace(SOUND, **changes)}
@@ -228,6 +230,12 @@ def pool(**settings: object) -> dict[str, str]:
         ("plugin", ERROR, "", sound(connector="", connector_problem="Unsupported connector")),
         ("plugin", ERROR, "safe_offload", machine(environment={"VLLM_PLUGINS": ""})),
         ("plugin", ERROR, "=a,b,safe_offload", machine(environment={"VLLM_PLUGINS": "a,b"})),
+        (
+            "allocator",
+            ERROR,
+            "sleep-mode",
+            {**machine(environment=EXPANDABLE), **sound(engine=None)},
+        ),
         ("not-checked", WARNING, "AttributeError", machine(environment=None)),
         ("versions.vllm", WARNING, "0.31, 0.32, 0.33", sound(version="0.40.0")),
         ("versions.vllm", ERROR, "", {"vllm": VllmFacts(problem="No module named 'vllm'")}),
