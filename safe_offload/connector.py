@@ -127,7 +127,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        policy = POLICIES[config.eviction_policy](num_slots)
+        policy = POLICIES[config.eviction_policy](num_slots, directory.hashes)
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)

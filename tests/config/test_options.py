@@ -207,7 +207,7 @@ REFUSED = {
         )
         for key, maximum in COUNTS.items()
     },
-    "eviction_policy": (("fifo",), ('"lru", "slru"',)),
+    "eviction_policy": (("fifo",), ('"lru", "slru", "returns"',)),
     "copy_path": (
         ("Auto", "", "dma", 1, True, None, ["batch"]),
         ('Allowed: "auto", "batch", "kernel", "each"', "Fix: "),

@@ -22,7 +22,7 @@ def pool_of(
     num_slots: int, num_groups: int = 1, policy: str = "lru", num_usable: int | None = None
 ) -> SlotPool:
     directory = Directory(num_slots, num_groups)
-    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots), Counters())
+    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots, directory.hashes), Counters())
     pool.open(num_slots if num_usable is None else num_usable)
     return pool
 
@@ -58,7 +58,7 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_opening_more_keeps_the_order_and_what_is_leased(policy):
     pool = pool_of(8, policy=policy, num_usable=3)
     leased = pool.grant(1)
@@ -254,7 +254,7 @@ KEYS = [Key(group_idx, bytes([n])) for group_idx in range(NUM_GROUPS) for n in r
 class SlotMachine(RuleBasedStateMachine):
     """A pool beside what is known of each slot: who leases it, under which keys it is found."""
 
-    @initialize(policy=st.sampled_from(["lru", "slru"]))
+    @initialize(policy=st.sampled_from(list(POLICIES)))
     def start(self, policy: str) -> None:
         self.pool = pool_of(NUM_SLOTS, NUM_GROUPS, policy, num_usable=0)
         self.num_usable = 0
