@@ -36,7 +36,7 @@ from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, m
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
@@ -150,7 +150,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
-        return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
+        estimates = config.estimate_hit_rates and hits.geometry.is_plain
+        make = EstimatingPlanner if estimates else Planner
+        return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (tests/test_layering.py).

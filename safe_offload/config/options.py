@@ -89,6 +89,9 @@ class OffloadConfig:
         "recently used one that was never hit (`slru`), or the one that is least likely to be "
         "asked for again soon, by the gaps between past requests (`returns`).",
     )
+    estimate_hit_rates: bool = setting(
+        switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
+    )
     kv_offload_backend: str = setting(
         choice(["cpu", "disk"]),
         "cpu",

@@ -5,15 +5,17 @@ hit rates are the same on every machine and every time; the times are not.
 """
 
 import argparse
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.hit_curve import FACTORS, NO_RATES, HitCurve
 from tests.benchmarks.plots import add_plot_argument, save_plot
 from tests.benchmarks.policy_replay import NUM_RUNNING, Replay, best_possible, replay
-from tests.benchmarks.policy_report import Cost, Curve, draw, make_report
+from tests.benchmarks.policy_report import Cost, Curve, by_trace, draw, make_report
 from tests.benchmarks.policy_traces import (
     GENERATORS,
     SEED,
@@ -62,6 +64,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     curves = measure_hit_rates(traces, arguments.sizes, print, gpu_share, num_running)
     options = {"prompts": arguments.prompts, "seed": arguments.seed}
     options |= {"gpu_share": gpu_share, "running": num_running}
+    if not gpu_share and not num_running:
+        for curve, trace in zip(by_trace(curves), traces, strict=True):
+            print(check_estimates(trace, curve["lru"]))
     publish(make_report(curves, measure_costs(), options, describe_machine()), arguments)
     save_plot(arguments.plot, lambda figure: draw(figure, curves), (11, 4.8))
     return 0
@@ -94,6 +99,25 @@ def measure_hit_rates(
                 best[size] = Replay(num_slots, num_hit, 0, trace.num_blocks)
             curves.append(Curve(trace.name, trace.what, "possible", working_set, best))
     return curves
+
+
+def check_estimates(trace: Trace, lru: Curve) -> str:
+    """Return what `HitCurve` says of other sizes, beside replays of these sizes."""
+    hashes = [[hashlib.sha256(key).digest() for key in prompt] for prompt in trace.prompts]
+    lines = [f"{trace.name}: estimated (replayed) for {', '.join(NO_RATES)}"]
+    for size, present in lru.replays.items():
+        curve = HitCurve(present.num_slots)
+        for prompt in hashes:
+            curve.see(prompt)
+        sizes = [int(factor * present.num_slots) for factor in FACTORS.values()]
+        cells = [
+            f"{rate:.3f} ({replay(trace, POLICIES['lru'], num_slots, 0, 0).hit_rate:.3f})"
+            for rate, num_slots in zip(
+                curve.rates().values(), [*sizes, trace.working_set], strict=True
+            )
+        ]
+        lines.append(f"{size:6.1%}  {'  '.join(cells)}")
+    return "\n".join(lines)
 
 
 def measure_costs() -> list[Cost]:

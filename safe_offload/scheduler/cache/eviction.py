@@ -18,10 +18,8 @@ from itertools import chain, groupby
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
-HORIZON_S = 60.0
-"""A use so much later is worth half as much to `Returns`."""
-GHOSTS_MAX = 4096
-"""Evicted batches that `Returns` knows again."""
+HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
+GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
 NO_HASHES: Mapping[int, bytes] = {}
 
 
@@ -30,9 +28,7 @@ class EvictionPolicy:
 
     The slot goes first that was released longest ago. Deterministic, each call one step.
 
-    Args:
-        num_slots: slots are 0 to `num_slots - 1`.
-        hashes: of what each filled slot holds, for policies that know again what they evicted.
+    `hashes` has what each filled slot holds, for policies that know again what they evicted.
     """
 
     def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
@@ -173,14 +169,10 @@ class Slru(EvictionPolicy):
 class Returns(EvictionPolicy):
     """What is least likely to be used again soon goes first, as far as the past tells.
 
-    What a request releases is a batch, or several where its prompt went on from several: those of
-    a conversation, and a system prompt that others use too. A batch is of a kind: new, or used
-    again after gaps of this order, or left over where its conversation went on without it. `_Worth`
-    learns what a kind is worth at each age. Evicted batches are known again by the hash of their
-    first block, so that what returns too late is learned of too.
-
-    Of each kind the oldest and the newest batch are looked at: worth mostly rises up to the age at
-    which conversations go on, and falls from there.
+    What a request releases is a batch, or several where its prompt went on from several. A batch is
+    of a kind: new, or used again after gaps of this order, or left over where its conversation went
+    on without it; of each kind only the oldest and the newest are compared. Evicted batches are
+    known again by the hash of their first block, so that what returns too late is learned of too.
     """
 
     def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
@@ -204,20 +196,17 @@ class Returns(EvictionPolicy):
         for kind, run in groupby(slots, self._kinds.__getitem__):
             if kind == _NEW:
                 new += run
-            elif kind & _SHARED:
+                continue
+            if kind & _SHARED:
                 self._add_new(new)
-                self._add(list(run), kind)
                 new = []
-            else:  # what is new follows on it
-                self._add([*new, *run], kind)
-                new = []
+            self._add([*new, *run], kind)  # what is new follows on it
+            new = []
         self._add_new(new)
 
     def lease(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        slots = list(slots)
-        self._queue.remove(slots)
-        for batch, run in self._take_out(slots):
+        for batch, run in self._take_out(list(slots)):
             goes_on = len(run) >= batch.num_live and batch.kind < _SHARED
             self._used.append((batch, batch.kind, run, goes_on))
             if goes_on and batch.num_live and batch.kind != _LEFT:
@@ -227,9 +216,7 @@ class Returns(EvictionPolicy):
 
     def hold(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
-        slots = list(slots)
-        self._queue.remove(slots)
-        for batch, run in self._take_out(slots):
+        for batch, run in self._take_out(list(slots)):
             for slot in run:
                 self._kinds[slot] = batch.kind
 
@@ -248,8 +235,7 @@ class Returns(EvictionPolicy):
         evicted = super().evict(count, now_s)
         tickets, emptied = self._tickets, []
         for batch in self._in_order() if len(evicted) < count else ():
-            taken = batch.take(count - len(evicted), tickets)
-            for slot in taken:
+            for slot in (taken := batch.take(count - len(evicted), tickets)):
                 tickets[slot] = 0
             self._age_s += len(taken) * (now_s - batch.released_s)
             evicted += taken
@@ -267,9 +253,7 @@ class Returns(EvictionPolicy):
     def forget(self, slots: Iterable[int]) -> None:
         """See `EvictionPolicy`."""
         self._set_time(self._now_s)
-        slots = list(slots)
-        self._queue.remove(slots)
-        deque(self._take_out(slots), maxlen=0)
+        deque(self._take_out(slots := list(slots)), maxlen=0)
         for slot in slots:
             self._kinds[slot] = _NEW
 
@@ -282,10 +266,8 @@ class Returns(EvictionPolicy):
         used, self._used = self._used, []
         for batch, kind, run, goes_on in used:
             new_kind = self._used_again(kind, now_s - batch.released_s, len(run), was_gone=False)
-            if not goes_on:
-                new_kind |= _SHARED
             for slot in run:
-                self._kinds[slot] = new_kind
+                self._kinds[slot] = new_kind if goes_on else new_kind | _SHARED
 
     def _used_again(self, kind: int, gap_s: float, count: int, *, was_gone: bool) -> int:
         """Learn that slots were used again; return the kind that they are now."""
@@ -300,8 +282,7 @@ class Returns(EvictionPolicy):
         """Add slots that follow on nothing, unless what they hold was evicted before."""
         if slots:
             kind = _NEW
-            first_hash = self._hashes.get(slots[-1])
-            ghost = self._ghosts.pop(first_hash, None) if first_hash is not None else None
+            ghost = self._ghosts.pop(self._hashes.get(slots[-1], b""), None)
             if ghost is not None:
                 gap_s = self._now_s - ghost.released_s
                 kind = self._used_again(ghost.kind & ~_SHARED, gap_s, ghost.size, was_gone=True)
@@ -319,6 +300,7 @@ class Returns(EvictionPolicy):
 
     def _take_out(self, slots: list[int]) -> Iterator[tuple[_Batch, list[int]]]:
         """Take slots out of their batches; yield these, each with its slots."""
+        self._queue.remove(slots)
         tickets = self._tickets
         for ticket, found in groupby(slots, tickets.__getitem__):
             if ticket:
@@ -338,7 +320,6 @@ class Returns(EvictionPolicy):
         del self._batches[batch.ticket], self._by_kind[_queue_of(batch.kind)][batch.ticket]
 
     def _bury(self, batch: _Batch, first_slot: int) -> None:
-        """A batch was evicted: expect it no more, but know it again."""
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
         first_hash = self._hashes.get(first_slot)
@@ -352,16 +333,14 @@ class Returns(EvictionPolicy):
         ends: list[tuple[float, int, int, int, _Batch, Iterator[_Batch]]] = []
 
         def offer(kind: int, end: int, batches: Iterator[_Batch]) -> None:
-            batch = next(batches, None)
-            if batch is not None:
+            for batch in itertools.islice(batches, 1):
                 worth = self._worth.table[kind][_age_bin(self._now_s - batch.released_s)]
                 heapq.heappush(ends, (worth, batch.ticket, end, kind, batch, batches))
 
         num_left = list(map(len, self._by_kind))
         for kind, batches in enumerate(self._by_kind):
             offer(kind, 0, iter(batches.values()))
-            if num_left[kind] > 1:
-                offer(kind, 1, reversed(batches.values()))
+            offer(kind, 1, reversed(batches.values()))
         while ends:
             _, _, end, kind, batch, rest = heapq.heappop(ends)
             if num_left[kind]:
@@ -371,18 +350,14 @@ class Returns(EvictionPolicy):
 
 
 _NUM_AGES = 32
-_NEW, _LEFT, _USED = 0, 1, 2
-"""Kinds of batches; from `_USED` on with the mean of their last gaps, in half octaves."""
-_SHARED = 128
-"""Flag of a slot that others use too: what follows on it is not of its conversation."""
+_NEW, _LEFT, _USED = 0, 1, 2  # kinds; from `_USED` on with the mean of the last gaps' age bins
+_SHARED = 128  # flag of what others use too: what follows on it is not of its conversation
 _NUM_KINDS = _USED + _NUM_AGES // 2
-_LEARN_EVERY = 64
-_KEPT = 0.99
-"""Of all counts, when they are learned from."""
+_LEARN_EVERY, _KEPT = 64, 0.99  # batches; of all counts, each time
 
 
 def _age_bin(age_s: float) -> int:
-    """Half octaves from a quarter of a second on."""
+    # Half octaves from a quarter of a second on.
     return min(_NUM_AGES - 1, int(16 * age_s * age_s).bit_length())
 
 
@@ -418,12 +393,9 @@ class _Batch:
 class _Worth:
     """What a slot is worth, by kind and age: 1 if it is used again now, half at `HORIZON_S`.
 
-    Of each kind are counted the slots that were used again at an age, and those that were not yet
-    when they were evicted. What is too seldom seen is taken to be like all kinds together, and
-    these to be used again in a tenth of the cases in each half octave.
-
-    Source of the idea: N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing
-    hit density", NSDI 2018.
+    What is seldom seen is taken to be like all kinds together, and these to be used again in a
+    tenth of the cases in each half octave. The idea is that of N. Beckmann, H. Chen, A. Cidon,
+    "LHD: improving cache hit rate by maximizing hit density", NSDI 2018.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -431,20 +403,19 @@ class _Worth:
         self._returned = [[0.0] * _NUM_AGES for _ in range(_NUM_KINDS)]
         self._lost = [0.0] * _NUM_KINDS
         self._prior = 0.1 * num_slots
-        self._num_left = 0
+        self._num_seen = 0
 
     def observe(self, kind: int, age: int, count: int, *, was_gone: bool) -> None:
-        """Slots of a kind were used again; if they had been lost, they are not any more."""
+        """Slots were used again; if they had been lost, they are not any more."""
         self._returned[kind][age] += count
         if was_gone:
             self._lost[kind] = max(0.0, self._lost[kind] - count)
-        self._num_left -= 1
-        if self._num_left < 0:
-            self._num_left = _LEARN_EVERY
+        self._num_seen += 1
+        if self._num_seen % _LEARN_EVERY == 1:
             self._learn()
 
     def lose(self, kind: int, count: int) -> None:
-        """Slots of a kind are evicted: for now they count as never used again."""
+        """Slots are evicted: for now they count as never used again."""
         self._lost[kind] += count
 
     def _learn(self) -> None:
@@ -453,7 +424,6 @@ class _Worth:
         for kind, of_kind in enumerate(self._returned):
             left, worth = _chances(of_kind, self._lost[kind], chances, self._prior), 0.0
             for age in range(_NUM_AGES - 1, -1, -1):
-                # The time in an age is as long as the age, nearly.
                 discount = HORIZON_S / (HORIZON_S + _HALF_S[age])
                 worth = discount * (left[age] + (1 - left[age]) * discount * worth)
                 self.table[kind][age] = worth
@@ -468,7 +438,7 @@ _HALF_S = [(later - first) / 2 for first, later in itertools.pairwise(_EDGES_S)]
 def _chances(
     returned: list[float], lost: float, expected: list[float], weight: float
 ) -> list[float]:
-    """Return for each age the part used again at it, of what was not used before it."""
+    """Return for each age which part of what was not used before was used again at it."""
     chances, at_risk = [], lost
     for age in range(_NUM_AGES - 1, -1, -1):
         at_risk += returned[age]
