@@ -55,6 +55,13 @@ def test_what_never_comes_back_is_never_hit_and_takes_bounded_memory() -> None:
     assert max(sizes[30:]) <= 1.2 * max(sizes[:30])
 
 
+def test_of_a_prompt_that_is_too_long_the_head_is_held() -> None:
+    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(20)]
+    found = curve_of([keys, keys[:10]], 10).rates()
+    assert found["estimated_hits_present"] == pytest.approx(10 / 30)
+    assert found["estimated_hits_half"] == pytest.approx(5 / 30)
+
+
 def test_what_was_asked_long_ago_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hit_curve, "NUM_ASKED_MAX", 1000)
     again = [hashlib.sha256(b"%d" % i).digest() for i in range(100)]
