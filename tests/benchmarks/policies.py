@@ -91,7 +91,7 @@ def measure_hit_rates(
                 for size in sizes
             }
             curves.append(Curve(trace.name, trace.what, policy, working_set, replays))
-        if not num_gpu:
+        if not gpu_share:
             best = {}
             for size in sizes:
                 num_slots = max(1, int(size * working_set))
