@@ -357,8 +357,7 @@ _LEARN_EVERY, _KEPT = 64, 0.99  # batches; of all counts, each time
 
 
 def _age_bin(age_s: float) -> int:
-    # Half octaves from a quarter of a second on.
-    return min(_NUM_AGES - 1, int(16 * age_s * age_s).bit_length())
+    return min(_NUM_AGES - 1, int(16 * age_s * age_s).bit_length())  # half octaves from 0.25 s
 
 
 def _queue_of(kind: int) -> int:
