@@ -38,7 +38,7 @@ from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, m
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 from safe_offload.scheduler.loads.hits import HostHits
-from safe_offload.scheduler.planner import Planner, PlannerOptions
+from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
@@ -134,7 +134,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        policy = POLICIES[config.eviction_policy](num_slots)
+        policy = POLICIES[config.eviction_policy](num_slots, directory.hashes)
         slots = SlotPool(num_slots, directory, policy, self._counters)
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
@@ -160,7 +160,9 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             tells_media_ids=bool(config.tiers) and media_ids.tells_media_ids(vllm_config),
         )
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
-        return lambda gpu: Planner(hits, gpu, options, self._counters, tiered_hits)
+        estimates = config.estimate_hit_rates and hits.geometry.is_plain
+        make = EstimatingPlanner if estimates else Planner
+        return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
         # Only a worker may pull in the copying code (tests/test_layering.py).

@@ -328,6 +328,7 @@ def health(view: View) -> list[Row]:
 def size(view: View) -> list[Row]:
     """Is it large enough?"""
     slots, used, leased = (view.now.total(name) for name in ("slots", "used_slots", "leased_slots"))
+    present = view.now.largest("estimated_hits_present")
     return [
         ("slots in use", f"{_number(used)} of {_number(slots)}", _quotient(used, slots, _percent)),
         ("slots leased", _number(leased), _quotient(leased, slots, _percent)),
@@ -338,6 +339,15 @@ def size(view: View) -> list[Row]:
             "age of what is evicted", "evicted_age_seconds_total", "evicted_blocks_total", _seconds
         ),
         view.counter("blocks not stored: no room", "skipped_blocks_total"),
+        *(
+            (
+                f"hits with {what} memory",
+                _quotient(rate, present, "{:.2g} times".format),
+                _percent(rate),
+            )
+            for what in ("half", "double", "quadruple", "everything")
+            if (rate := view.now.largest(f"estimated_hits_{what}"))
+        ),
     ]
 
 

@@ -46,7 +46,7 @@ DEFAULT_TRANSFER_TIMEOUT_S: Final = 30
 # Of those that are written, the first decides.
 CAPACITY_KEYS: Final = ("num_cpu_blocks", "cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
-EVICTION_POLICIES: Final = ("lru", "slru")
+EVICTION_POLICIES: Final = ("lru", "slru", "returns")
 
 # The fields of vLLM's KVTransferConfig, which users put one level too deep.
 # Source: vLLM 0.32.0, vllm/config/kv_transfer.py.
@@ -86,8 +86,12 @@ class OffloadConfig:
     eviction_policy: str = setting(
         choice(EVICTION_POLICIES, aliases=other_connectors.POLICIES),
         "lru",
-        "Which block is overwritten first: the least recently used one (`lru`), or the least "
-        "recently used one that was never hit (`slru`).",
+        "Which block is overwritten first: the least recently used one (`lru`), the least "
+        "recently used one that was never hit (`slru`), or the one that is least likely to be "
+        "asked for again soon, by the gaps between past requests (`returns`).",
+    )
+    estimate_hit_rates: bool = setting(
+        switch(), False, "Estimate from a sample of blocks what other sizes of memory would hit."
     )
     kv_offload_backend: str = setting(
         choice(["cpu", "disk"]),

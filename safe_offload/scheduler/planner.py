@@ -23,6 +23,7 @@ from safe_offload.protocol import (
     StepReport,
     Transfer,
 )
+from safe_offload.scheduler.cache.hit_curve import NO_RATES, HitCurve
 from safe_offload.scheduler.cache.leases import LeaseBook
 from safe_offload.scheduler.loads.cost import Costs, StepWatch
 from safe_offload.scheduler.loads.loads import Loads
@@ -617,6 +618,7 @@ class Planner(SchedulerSide):
             "stores_in_flight": len(self.stores.ledger.in_flight),
             "loads_in_flight": len(self.loads.ledger.in_flight),
             **self.costs.gauges(),
+            **NO_RATES,
             **self.tiers.gauges(),
         }
 
@@ -634,3 +636,20 @@ class Planner(SchedulerSide):
         self.leases.check_invariants()
         self.stores.check_invariants()
         self.tiers.check_invariants()
+
+
+class EstimatingPlanner(Planner):
+    """A planner that also estimates what other sizes of host memory would hit."""
+
+    curve: HitCurve | None = None
+
+    def on_new_request(self, request: Request) -> RequestState:
+        """See `Planner`."""
+        if self.book.find(request) is None and not request.skip_reading_prefix_cache:
+            self.curve = self.curve or HitCurve(self.hits.slots.num_slots)
+            self.curve.see(request.block_hashes)
+        return super().on_new_request(request)
+
+    def gauges(self) -> dict[str, float]:
+        """See `Planner`."""
+        return super().gauges() | (self.curve.rates() if self.curve else NO_RATES)

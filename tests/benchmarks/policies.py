@@ -5,16 +5,25 @@ hit rates are the same on every machine and every time; the times are not.
 """
 
 import argparse
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.scheduler.cache.eviction import POLICIES
+from safe_offload.scheduler.cache.hit_curve import FACTORS, NO_RATES, HitCurve
 from tests.benchmarks.plots import add_plot_argument, save_plot
-from tests.benchmarks.policy_replay import replay
-from tests.benchmarks.policy_report import Cost, Curve, draw, make_report
-from tests.benchmarks.policy_traces import GENERATORS, SEED, Trace, make_trace, read_trace
+from tests.benchmarks.policy_replay import NUM_RUNNING, Replay, best_possible, replay
+from tests.benchmarks.policy_report import Cost, Curve, by_trace, draw, make_report
+from tests.benchmarks.policy_traces import (
+    GENERATORS,
+    SEED,
+    Trace,
+    make_trace,
+    read_agents,
+    read_trace,
+)
 
 SIZES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 """Of the host cache, as shares of the working set."""
@@ -30,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--traces", nargs="+", choices=list(GENERATORS), help="(default: all)", metavar="NAME")
     add("--file", type=Path, nargs="+", help="JSON lines with hash_ids, as Mooncake's traces")
+    add("--agents", type=Path, help="recorded conversations (see policy_traces.read_agents)")
+    add("--users", type=int, default=32, help="agents at a time (%(default)s)")
+    add("--skip", type=int, default=0, help="recorded conversations to leave out first")
+    add("--gpu-share", type=float, default=GPU_SHARE, help="of the working set (%(default)s)")
+    add("--running", type=int, default=NUM_RUNNING, help="prompts with leases (%(default)s)")
     add("--prompts", type=int, default=3000, help="of each trace (%(default)s)")
     add("--seed", type=int, default=SEED, help="draws the traces (%(default)s)")
     add("--sizes", type=float, nargs="+", default=SIZES, help="shares of the working set")
@@ -40,31 +54,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run `python -m tests.benchmarks policies`."""
     files = arguments.file or []
-    names = arguments.traces or ([] if files else list(GENERATORS))
+    names = arguments.traces or ([] if files or arguments.agents else list(GENERATORS))
     traces = [read_trace(path) for path in files]
+    if arguments.agents:
+        how = arguments.users, arguments.prompts, arguments.skip
+        traces.append(read_agents(arguments.agents, *how))
     traces += [make_trace(name, arguments.prompts, arguments.seed) for name in names]
-    curves = measure_hit_rates(traces, arguments.sizes, print)
-    options = {"prompts": arguments.prompts, "seed": arguments.seed, "gpu_share": GPU_SHARE}
+    gpu_share, num_running = arguments.gpu_share, arguments.running
+    curves = measure_hit_rates(traces, arguments.sizes, print, gpu_share, num_running)
+    options = {"prompts": arguments.prompts, "seed": arguments.seed}
+    options |= {"gpu_share": gpu_share, "running": num_running}
+    if not gpu_share and not num_running:
+        for curve, trace in zip(by_trace(curves), traces, strict=True):
+            print(check_estimates(trace, curve["lru"]))
     publish(make_report(curves, measure_costs(), options, describe_machine()), arguments)
     save_plot(arguments.plot, lambda figure: draw(figure, curves), (11, 4.8))
     return 0
 
 
 def measure_hit_rates(
-    traces: Iterable[Trace], sizes: Sequence[float], say: Callable[[str], None]
+    traces: Iterable[Trace],
+    sizes: Sequence[float],
+    say: Callable[[str], None],
+    gpu_share: float = GPU_SHARE,
+    num_running: int = NUM_RUNNING,
 ) -> list[Curve]:
-    """Replay every trace with every policy at every size."""
+    """Replay every trace with every policy at every size, and what is possible without a GPU."""
     curves = []
     for trace in traces:
         say(f"{trace.name}: {len(trace.prompts):,} prompts")
-        working_set = trace.working_set
+        working_set = trace.unit or trace.working_set
+        num_gpu = int(gpu_share * trace.working_set)
         for policy, make in POLICIES.items():
             replays = {
-                size: replay(trace, make, max(1, int(size * working_set)), _gpu_blocks(working_set))
+                size: replay(trace, make, max(1, int(size * working_set)), num_gpu, num_running)
                 for size in sizes
             }
             curves.append(Curve(trace.name, trace.what, policy, working_set, replays))
+        if not gpu_share:
+            best = {}
+            for size in sizes:
+                num_slots = max(1, int(size * working_set))
+                num_hit = round(best_possible(trace, num_slots) * trace.num_blocks)
+                best[size] = Replay(num_slots, num_hit, 0, trace.num_blocks)
+            curves.append(Curve(trace.name, trace.what, "possible", working_set, best))
     return curves
+
+
+def check_estimates(trace: Trace, lru: Curve) -> str:
+    """Return what `HitCurve` says of other sizes, beside replays of these sizes."""
+    hashes = [[hashlib.sha256(key).digest() for key in prompt] for prompt in trace.prompts]
+    lines = [f"{trace.name}: estimated (replayed) for {', '.join(NO_RATES)}"]
+    for size, present in lru.replays.items():
+        curve = HitCurve(present.num_slots)
+        for prompt in hashes:
+            curve.see(prompt)
+        sizes = [int(factor * present.num_slots) for factor in FACTORS.values()]
+        cells = [
+            f"{rate:.3f} ({replay(trace, POLICIES['lru'], num_slots, 0, 0).hit_rate:.3f})"
+            for rate, num_slots in zip(
+                curve.rates().values(), [*sizes, trace.working_set], strict=True
+            )
+        ]
+        lines.append(f"{size:6.1%}  {'  '.join(cells)}")
+    return "\n".join(lines)
 
 
 def measure_costs() -> list[Cost]:
@@ -75,10 +128,6 @@ def measure_costs() -> list[Cost]:
         for batch in COST_BATCHES
         for policy in POLICIES
     ]
-
-
-def _gpu_blocks(working_set: int) -> int:
-    return int(GPU_SHARE * working_set)
 
 
 def _time_policy(name: str, num_slots: int, batch: int) -> Cost:

@@ -5,6 +5,7 @@ host holds. What the host has of the prompt is leased, the rest is stored into s
 or that the policy gives up, and at its end the prompt releases its slots, tail first.
 """
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tests.benchmarks.policy_traces import Prompt, Trace
 NUM_RUNNING = 4
 """Prompts that keep their leases at the same time."""
 
-MakePolicy = Callable[[int], EvictionPolicy]
+MakePolicy = Callable[..., EvictionPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,20 @@ class HostModel:
         make_policy: of the number of slots.
         num_slots: of the host.
         num_gpu_blocks: of the GPU's prefix cache, least recently used first.
+        num_running: prompts that keep their leases at the same time; with 0 none keeps any.
     """
 
-    def __init__(self, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> None:
-        self._keys: list[bytes | None] = [None] * num_slots
-        self._policy = make_policy(num_slots)
+    def __init__(
+        self,
+        make_policy: MakePolicy,
+        num_slots: int,
+        num_gpu_blocks: int,
+        num_running: int = NUM_RUNNING,
+    ) -> None:
+        self._keys: dict[int, bytes] = {}
+        self._policy = make_policy(num_slots, self._keys)
+        self._num_running = num_running
+        self._now_s = 0.0
         self._empty = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
         self._leases = [0] * num_slots
@@ -52,11 +62,12 @@ class HostModel:
         self._gpu: OrderedDict[bytes, None] = OrderedDict()
         self._num_gpu_blocks = num_gpu_blocks
 
-    def add(self, prompt: Prompt) -> tuple[int, int]:
+    def add(self, prompt: Prompt, now_s: float = 0.0) -> tuple[int, int]:
         """Run a prompt; return the blocks that the GPU had, and those behind them of the host."""
+        self._now_s = now_s
         num_gpu = _leading(prompt, self._gpu)
         num_hit = _leading(prompt[num_gpu:], self._slots)
-        if len(self._running) == NUM_RUNNING:
+        if self._num_running and len(self._running) == self._num_running:
             self._release(self._running.popleft())
         self._lease([self._slots[key] for key in prompt if key in self._slots])
         missing = [key for key in prompt if key not in self._slots]
@@ -65,6 +76,8 @@ class HostModel:
             self._slots[key] = slot
             self._leases[slot] += 1
         self._running.append([self._slots[key] for key in prompt if key in self._slots])
+        if not self._num_running:
+            self._release(self._running.popleft())
         self._use_gpu(prompt)
         return num_gpu, num_hit
 
@@ -75,9 +88,9 @@ class HostModel:
 
     def _grant(self, count: int) -> list[int]:
         granted = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
-        evicted = self._policy.evict(count - len(granted), 0.0)
+        evicted = self._policy.evict(count - len(granted), self._now_s)
         for slot in evicted:
-            key = self._keys[slot]
+            key = self._keys.pop(slot, None)
             if key is None or self._leases[slot]:
                 raise InvariantError("I1", f"slot {slot} was evicted though it is empty or leased")
             del self._slots[key]
@@ -86,7 +99,9 @@ class HostModel:
     def _release(self, slots: list[int]) -> None:
         for slot in slots:
             self._leases[slot] -= 1
-        self._policy.release([slot for slot in reversed(slots) if not self._leases[slot]], 0.0)
+        self._policy.release(
+            [slot for slot in reversed(slots) if not self._leases[slot]], self._now_s
+        )
 
     def _use_gpu(self, prompt: Prompt) -> None:
         """The tail of a prefix is the first of it to go, on the GPU too."""
@@ -104,12 +119,45 @@ def _leading(prompt: Prompt, present: dict[bytes, int] | OrderedDict[bytes, None
     return len(prompt)
 
 
-def replay(trace: Trace, make_policy: MakePolicy, num_slots: int, num_gpu_blocks: int) -> Replay:
-    """Run all prompts of a trace, one after the other."""
-    model = HostModel(make_policy, num_slots, num_gpu_blocks)
-    num_gpu = num_hit = 0
+def best_possible(trace: Trace, num_slots: int) -> float:
+    """Return the hit rate where the block goes, or is not kept, that is used again the latest.
+
+    Of two that are used again at the same time the one further back goes; no prompt keeps leases.
+    """
+    never = len(trace.prompts)
+    following: dict[bytes, int] = {}
+    uses: list[list[int]] = []
+    for index in range(never - 1, -1, -1):
+        prompt = trace.prompts[index]
+        uses.append([following.get(key, never) for key in prompt])
+        following.update(dict.fromkeys(prompt, index))
+    held: dict[bytes, int] = {}
+    queue: list[tuple[int, int, bytes]] = []
+    num_hit = 0
     for prompt in trace.prompts:
-        by_gpu, by_host = model.add(prompt)
+        num_hit += _leading(prompt, held)
+        for depth, (key, use) in enumerate(zip(prompt, uses.pop(), strict=True)):
+            held[key] = use
+            heapq.heappush(queue, (-use, -depth, key))
+        while len(held) > num_slots:
+            use, _, key = heapq.heappop(queue)
+            if held.get(key) == -use:
+                del held[key]
+    return num_hit / trace.num_blocks
+
+
+def replay(
+    trace: Trace,
+    make_policy: MakePolicy,
+    num_slots: int,
+    num_gpu_blocks: int,
+    num_running: int = NUM_RUNNING,
+) -> Replay:
+    """Run all prompts of a trace, one after the other."""
+    model = HostModel(make_policy, num_slots, num_gpu_blocks, num_running)
+    num_gpu = num_hit = 0
+    for index, prompt in enumerate(trace.prompts):
+        by_gpu, by_host = model.add(prompt, trace.arrivals_s[index] if trace.arrivals_s else index)
         num_gpu += by_gpu
         num_hit += by_host
     return Replay(num_slots, num_hit, num_gpu, trace.num_blocks)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from safe_offload.commands.bench.report import Report, table
-from tests.benchmarks.policy_replay import NUM_RUNNING, Replay
+from tests.benchmarks.policy_replay import Replay
 
 BASELINE = "lru"
 
@@ -64,9 +64,9 @@ def make_report(
             f"{machine.get('date')}, commit {machine.get('commit')}. Seed {options['seed']},"
             f" {options['prompts']:,} prompts (uniform: 12 times as many).\n"
             "Hit rate: tokens that the host delivers, of all prompt tokens. The GPU's prefix cache,"
-            f" LRU of {options['gpu_share']:.0%} of the\nworking set, goes first; {NUM_RUNNING}"
-            " prompts at a time hold leases. Columns: slots, as a share of the working set, which"
-            " is all\ndifferent blocks of the trace."
+            f" LRU of {options['gpu_share']:.0%} of the\nworking set, goes first; "
+            f"{options['running']} prompts at a time hold leases. Columns: slots,"
+            " as a share of the working set, which is all\ndifferent blocks of the trace."
         ),
         sections=[
             *(_trace_table(by_policy) for by_policy in by_trace(curves)),

@@ -125,6 +125,8 @@ def test_one_frame_answers_the_four_questions(server, capsys):
             slots=1000,
             used_slots=250,
             capacity_bytes=1 << 30,
+            estimated_hits_present=0.2,
+            estimated_hits_double=0.28,
         )
     text = shown(server, capsys)
     for question in list(top.QUESTIONS)[:4]:
@@ -138,6 +140,8 @@ def test_one_frame_answers_the_four_questions(server, capsys):
     assert "state working" in text
     assert "load timed_out 4" in text
     assert "slots in use 500 of 2,000 25.0 %" in text
+    assert "hits with double memory 1.4 times 28.0 %" in text
+    assert "quadruple" not in text, "it is not known"
     assert "blocks evicted after a hit 8" in text
     assert "age of what is evicted 30 s" in text
     assert "host memory 2.00 GiB pageable" in text

@@ -131,6 +131,7 @@ READ = {
         (key, field): {True: (True, "true", "True", "TRUE"), False: (False, "false", "False")}
         for key, field in (
             ("lazy_offload", "lazy_offload"),
+            ("estimate_hit_rates", "estimate_hit_rates"),
             ("enable_cross_layers_blocks", "enable_cross_layers_blocks"),
             ("check_invariants", "verify_invariants"),
         )
@@ -204,7 +205,7 @@ REFUSED = {
         )
         for key, maximum in COUNTS.items()
     },
-    "eviction_policy": (("fifo",), ('"lru", "slru"',)),
+    "eviction_policy": (("fifo",), ('"lru", "slru", "returns"',)),
     "copy_path": (
         ("Auto", "", "dma", 1, True, None, ["batch"]),
         ('Allowed: "auto", "batch", "kernel", "each"', "Fix: "),

@@ -266,6 +266,8 @@ class _Draw:
             extra["lazy_offload"] = True
         if self._is_on("slru"):
             extra["eviction_policy"] = "slru"
+        elif self._is_on("returns"):
+            extra["eviction_policy"] = "returns"
         if self._is_on("verify", 0.375):
             extra["verify"] = self._one_of(("load", "sample:2"), "verify how")
         if self._is_on("least hit", 0.375):

@@ -7,7 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from safe_offload.scheduler.cache.eviction import POLICIES, PROTECTED_SHARE, EvictionPolicy, Slru
+from safe_offload.scheduler.cache.eviction import (
+    GHOSTS_MAX,
+    POLICIES,
+    PROTECTED_SHARE,
+    EvictionPolicy,
+    Returns,
+    Slru,
+)
 
 NUM_SLOTS = 24
 
@@ -276,3 +283,82 @@ def test_slru_knows_nothing_of_what_a_slot_held_before():
     policy.release([0], 0.0)
     policy.release([5, 4, 3, 2], 0.0)
     assert take_all(policy) == [1, 0, 5, 4, 3, 2]
+
+
+def test_returns_keeps_what_comes_back_and_evicts_what_came_later_and_does_not():
+    policy = Returns(6)
+    policy.release([3, 2, 1, 0, 4, 5], -10.0)
+    for index in range(200):
+        now_s = 10.0 * index
+        policy.lease([0, 1, 2, 3])
+        policy.release([3, 2, 1, 0], now_s)
+        once = policy.evict(2, now_s + 1)
+        policy.release(once, now_s + 1)
+    policy.hold([4, 5])
+    policy.release([4, 5], 1994.0)
+    assert policy.evict(2, 1995.0) == [4, 5], "the others are older, and expected"
+
+
+def learned(gap_s: float) -> Returns:
+    """A policy that has seen prompts of four slots come back after a gap, and others never."""
+    policy = Returns(NUM_SLOTS)
+    for index in range(200):
+        now_s = 2 * gap_s * index
+        policy.release([3, 2, 1, 0], now_s)
+        policy.lease([0, 1, 2, 3])
+        policy.release([7, 6, 5, 4], now_s)
+        policy.release([3, 2, 1, 0], now_s + gap_s)
+        policy.forget([0, 1, 2, 3])
+        assert policy.evict(4, now_s + 1.9 * gap_s) == [7, 6, 5, 4]
+    return policy
+
+
+def test_returns_evicts_first_what_is_overdue():
+    policy = learned(20.0)
+    policy.release([3, 2, 1, 0], 10_000.0)
+    policy.release([7, 6, 5, 4], 10_110.0)
+    assert policy.evict(4, 10_115.0) == [3, 2, 1, 0]
+
+
+def test_returns_evicts_first_what_a_conversation_has_gone_on_without():
+    policy = Returns(NUM_SLOTS)
+    for index in range(200):
+        policy.release([3, 2, 1, 0], 100.0 * index)
+        policy.lease([0, 1])
+        policy.release([5, 4, 1, 0], 100.0 * index + 10)
+        assert policy.evict(2, 100.0 * index + 20) == [3, 2]
+        policy.forget(range(6))
+    policy.release([9, 8, 7, 6], 30_000.0)
+    policy.release([3, 2, 1, 0], 30_001.0)
+    policy.lease([0, 1])
+    policy.release([5, 4, 1, 0], 30_008.0)
+    assert policy.evict(2, 30_009.0) == [3, 2], "not what is older, and may come back"
+
+
+def test_returns_learns_of_what_comes_back_after_it_was_evicted():
+    hashes: dict[int, bytes] = {}
+    with_ghosts, without = Returns(8, hashes), Returns(8)
+    for policy in (with_ghosts, without):
+        for index in range(200):
+            hashes.update({0: b"back", 1: b"b", 2: b"%d" % index, 3: b"o"})
+            policy.release([1, 0], 50.0 * index)  # it has come back, each time too late
+            policy.evict(2, 50.0 * index + 1)
+    for policy in (with_ghosts, without):
+        hashes.update({0: b"back", 2: b"new"})
+        policy.release([0], 10_040.0)
+        policy.release([2], 10_041.0)
+    assert without.evict(1, 10_045.0) == [0]
+    assert with_ghosts.evict(1, 10_045.0) == [2]
+
+
+def test_returns_remembers_a_bounded_number_of_what_it_has_evicted():
+    hashes: dict[int, bytes] = {}
+    policy, sizes = Returns(4, hashes), []
+    for index in range(2 * GHOSTS_MAX + 2):
+        hashes[0] = b"%08d" % index
+        policy.release([0], float(index))
+        policy.evict(1, index + 0.5)
+        if index % GHOSTS_MAX == 1:
+            sizes.append(len(pickle.dumps(policy)))
+    assert sizes[0] < 0.1 * sizes[1]
+    assert sizes[2] < 1.1 * sizes[1]

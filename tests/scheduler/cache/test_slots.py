@@ -20,7 +20,7 @@ def pool_of(
     num_slots: int, num_groups: int = 1, policy: str = "lru", num_usable: int | None = None
 ) -> SlotPool:
     directory = Directory(num_slots, num_groups)
-    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots), Counters())
+    pool = SlotPool(num_slots, directory, POLICIES[policy](num_slots, directory.hashes), Counters())
     pool.open(num_slots if num_usable is None else num_usable)
     return pool
 
@@ -239,7 +239,7 @@ KEYS = [Key(group_idx, bytes([n])) for group_idx in range(NUM_GROUPS) for n in r
 class SlotMachine(RuleBasedStateMachine):
     """A pool beside what is known of each slot: who leases it, under which keys it is found."""
 
-    @initialize(policy=st.sampled_from(["lru", "slru"]))
+    @initialize(policy=st.sampled_from(list(POLICIES)))
     def start(self, policy: str) -> None:
         self.pool = pool_of(NUM_SLOTS, NUM_GROUPS, policy, num_usable=0)
         self.num_usable = 0

@@ -620,7 +620,7 @@ def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
 EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True),)
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
 def test_where_only_what_is_evicted_is_spilled_it_is_before_it_goes(make_tiers, policy):
     rig = make_tiers(num_slots=64, tiers=EVICTED, extra={"eviction_policy": policy})
     rig.run_alone("r0", rig.prompt(33, 0), max_tokens=1)

@@ -1,0 +1,92 @@
+"""What other sizes of host memory would hit, from a sample of blocks.
+
+Source: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC construction with SHARDS",
+FAST 2015: keys are sampled by their hash, with a correction for those that are asked most often.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+
+NUM_SAMPLED = 1024  # keys of the sampled cache of the present size; more above 262,144 slots
+NUM_SEEN_MAX = 8192  # sampled keys that are remembered however long ago they were seen
+NUM_ASKED_MAX = 1 << 19  # sampled keys that count; what is older counts half, and so on
+FACTORS = {"half": 0.5, "present": 1.0, "double": 2.0, "quadruple": 4.0}
+NO_RATES = {f"estimated_hits_{size}": 0.0 for size in (*FACTORS, "everything")}
+
+
+class HitCurve:
+    """Caches of some sizes in miniature, least recently used first, for one key in so many.
+
+    A prompt is looked up before it is used, and used from its tail to its head, as real slots are.
+    So no block outlasts the one before it, what is held of a prompt is its first blocks, and the
+    rule that only a leading run is a hit needs no other check: each key is looked at alone.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        # All is mutable, and only `see` changes it.
+        num_values = max(1, min(256, round(256 * NUM_SAMPLED / num_slots)))
+        self._rate = num_values / 256
+        values = b"".join(b"\\x%02x" % value for value in range(num_values))
+        self._sampled = re.compile(b"[" + values + b"]")
+        self._sizes = [max(1, round(num_slots * self._rate * f)) for f in FACTORS.values()]
+        self._caches: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in FACTORS]
+        self._seen: set[bytes] = set()
+        self._seen_values = _NUM_VALUES  # below it is the value of a key that is remembered
+        # By size, the last one everything: keys held, keys asked for, and expected to be.
+        self._held, self._asked, self._expected = ([0.0] * len(NO_RATES) for _ in range(3))
+
+    def see(self, hashes: Sequence[bytes]) -> None:
+        """A prompt with these blocks is asked for."""
+        if not hashes:
+            return
+        size = len(hashes[0])
+        last_bytes = b"".join(hashes)[size - 1 :: size]
+        keys = [hashes[found.start()] for found in self._sampled.finditer(last_bytes)]
+        expected = len(hashes) * self._rate
+        for index, cache in enumerate(self._caches):
+            self._count(index, keys, cache, expected)
+            for key in reversed(keys):
+                cache[key] = None
+                cache.move_to_end(key)
+            while len(cache) > self._sizes[index]:
+                cache.popitem(last=False)
+        kept = [key for key in keys if _value(key) < self._seen_values]
+        self._count(-1, kept, self._seen, expected * self._seen_values / _NUM_VALUES)
+        self._seen.update(kept)
+        while len(self._seen) > NUM_SEEN_MAX and self._seen_values > 1:
+            self._seen_values //= 2
+            self._seen = {key for key in self._seen if _value(key) < self._seen_values}
+            self._halve(-1)  # what was counted weighs as much as what will be
+
+    def _count(
+        self, index: int, keys: list[bytes], held: Container[bytes], expected: float
+    ) -> None:
+        self._held[index] += sum(map(held.__contains__, keys))
+        self._asked[index] += len(keys)
+        self._expected[index] += expected
+        if self._asked[index] > NUM_ASKED_MAX:
+            self._halve(index)
+
+    def _halve(self, index: int) -> None:
+        for totals in (self._held, self._asked, self._expected):
+            totals[index] /= 2
+
+    def rates(self) -> dict[str, float]:
+        """Return by size, named as gauges, the part of all blocks that it would have had."""
+        rates = map(_rate, self._held, self._asked, self._expected)
+        return dict(zip(NO_RATES, rates, strict=True))
+
+
+_NUM_VALUES = 1 << 16
+
+
+def _value(key: bytes) -> int:
+    return int.from_bytes(key[-3:-1], "big")
+
+
+def _rate(held: float, asked: float, expected: float) -> float:
+    # A key that all prompts have is sampled or is not: what it adds or takes is hits.
+    return min(1.0, max(0.0, (held + expected - asked) / expected)) if expected else 0.0
