@@ -111,3 +111,28 @@ def retention_interval(coordinator: Any) -> int | None:
     if not any(isinstance(manager.kv_cache_spec, kinds) for manager in managers):
         return None
     return getattr(coordinator, "retention_interval", None)
+
+
+def uncached_tokens(found: tuple[Any, ...]) -> int:
+    """Return how far a search of a coordinator's found blocks without windows or states.
+
+    Those are tokens behind the hit: there prompts were seen to part. vLLM below 0.31 does not say.
+    """
+    return int(found[2]) if len(found) > 2 else 0
+
+
+def kept_boundary(request: Any) -> int:
+    """Return the boundary of a request at which vLLM keeps windows and states for others; 0: none.
+
+    vLLM finds it in the look-up that precedes each call of `get_num_new_matched_tokens`.
+    Source: vLLM 0.31 to 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
+    """
+    return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def keep_boundary(request: Any, num_tokens: int) -> bool:
+    """Let vLLM keep windows and states at a boundary of a request; return whether it can."""
+    if not hasattr(request, "shared_prefix_boundary"):
+        return False
+    request.shared_prefix_boundary = num_tokens
+    return True

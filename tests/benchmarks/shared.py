@@ -1,5 +1,7 @@
 """Many requests at once with one prefix that only the host has: is it loaded once, or for each?
 
+vLLM keeps of sliding windows and Mamba states what it keeps by default.
+
 vLLM's real scheduler serves them with each connector's real scheduler side: no model, no copies.
 Figures are steps, preemptions and blocks, and are the same on every machine and every time.
 """
@@ -22,13 +24,16 @@ from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.scheduler_engine import CONTESTANTS, Sizes, make_engine
 from tests.benchmarks.scheduler_traces import BLOCK_TOKENS, PLAIN, prompt_of
 from tests.benchmarks.shared_engine import EngineSeconds, measure_engine
+from tests.simulator.peers import PeerEngine
 
 COPY_STEPS = 2
-TAIL_TOKENS = 16
+TAIL_TOKENS = 24
 """Of each prompt, behind the prefix."""
+RETENTION_INTERVAL = 0
+"""vLLM's default. Source: `CacheConfig.prefix_cache_retention_interval` (0.32.0)."""
 SLOTS_PER_BLOCK = 8
 STEPS_MAX = 5000
-WINDOW = (*PLAIN, f"window:256@{BLOCK_TOKENS}")
+WINDOW, MAMBA = f"window:256@{BLOCK_TOKENS}", f"mamba@{BLOCK_TOKENS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,13 @@ class Case:
 
 
 CASES = (Case(8, 200, 60, 60), Case(16, 300, 60, 40), Case(32, 400, 80, 40))
-LAYOUTS = {"full attention": PLAIN, "full attention and a sliding window": WINDOW}
+LAYOUTS = {
+    "full attention": PLAIN,
+    "full attention and a sliding window": (*PLAIN, WINDOW),
+    "full and chunked attention": (*PLAIN, f"chunk:256@{BLOCK_TOKENS}"),
+    "full attention and Mamba": (*PLAIN, MAMBA),
+    "full attention, a sliding window and Mamba": (*PLAIN, WINDOW, MAMBA),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class Served:
 
     num_steps: int  # until the last was answered
     num_preemptions: int  # meanwhile
-    loaded_prefixes: float  # blocks that were loaded, as a multiple of the prefix's in one group
+    loaded_prefixes: float  # tokens that were loaded, as a multiple of the prefix's
 
     def __str__(self) -> str:
         """A cell of the table."""
@@ -95,21 +106,39 @@ def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> Ser
     }
 
 
-def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Served:
+def serve(
+    name: str, groups: tuple[str, ...], case: Case, copy_steps: int, num_before: int = 0
+) -> Served:
+    """Serve a case.
+
+    Args:
+        name: the connector's.
+        num_before: prompts with tails of their own that came before, one after the other, without
+            the GPU's cache; with 0 it was the prefix itself.
+    """
     num_blocks = case.num_blocks * len(groups) + 1
-    sizes = Sizes(groups, num_blocks, num_blocks * SLOTS_PER_BLOCK, max_seqs=2 * case.num_requests)
+    sizes = Sizes(
+        groups,
+        num_blocks,
+        num_blocks * SLOTS_PER_BLOCK,
+        max_seqs=2 * case.num_requests,
+        retention_interval=RETENTION_INTERVAL,
+    )
     prefix = prompt_of("prefix", case.prefix_blocks * BLOCK_TOKENS)
     engine = make_engine(name, sizes, copy_steps)
     engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
     engine.drain()
-    engine.add("store", (*prefix, *prompt_of("store", TAIL_TOKENS)), 1)
-    engine.drain()
-    # In its steps a lazy connector stores what might be evicted in the next ones.
-    engine.add("other", prompt_of("other", BLOCK_TOKENS), BLOCK_TOKENS)
-    engine.drain()
-    if not engine.scheduler.reset_prefix_cache():
-        raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
-    before = engine.num_steps, engine.num_preemptions, engine.worker.num_loaded
+    tails = [prompt_of(f"store{index}", TAIL_TOKENS) for index in range(num_before)]
+    for index, tail in enumerate(tails or [()]):
+        engine.add(f"store{index}", (*prefix, *tail), 1)
+        engine.drain()
+        # In its steps a lazy connector stores what might be evicted in the next ones.
+        engine.add(f"other{index}", prompt_of(f"other{index}", BLOCK_TOKENS), BLOCK_TOKENS)
+        engine.drain()
+        if not engine.scheduler.reset_prefix_cache():
+            raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
+    before = engine.num_steps, engine.num_preemptions
+    loaded_tokens = _see_loads(engine) if name != "none" else []
     for index in range(case.num_requests):
         tail = prompt_of(f"tail{index}", TAIL_TOKENS)
         engine.add(f"r{index}", (*prefix, *tail), case.num_answer_tokens)
@@ -118,12 +147,24 @@ def serve(name: str, groups: tuple[str, ...], case: Case, copy_steps: int) -> Se
         num_left -= len(engine.step())
         if engine.num_steps > STEPS_MAX:
             raise SafeOffloadError(f"{name}: not answered after {STEPS_MAX} steps")
-    num_loaded = engine.worker.num_loaded - before[2]
     return Served(
         engine.num_steps - before[0],
         engine.num_preemptions - before[1],
-        num_loaded / case.prefix_blocks,
+        sum(loaded_tokens) / len(prefix),
     )
+
+
+def _see_loads(engine: PeerEngine) -> list[int]:
+    """The tokens of each load, filled from now on."""
+    begin = engine.connector.update_state_after_alloc
+    seen: list[int] = []
+
+    def see(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+        seen.append(num_external_tokens)
+        return begin(request, blocks, num_external_tokens)
+
+    engine.connector.update_state_after_alloc = see
+    return seen
 
 
 def make_report(

@@ -117,10 +117,12 @@ class Loads:
         hit = progress.hit
         if hit is not None and not self._hits.is_still_longest(hit, *wanted):
             hit = self._grow_hit(progress, hit, wanted)
-        if hit is None:
-            if progress.hit is not None:
+            if hit is None:
                 self.drop_hit(state)
+        if hit is None:
             hit = self._hits.find_hit(*wanted)
+            if self._hits.parted_at:
+                self._shared_loads.keep_parting(request, self._hits.parted_at)
             if hit is None:
                 return 0
         ledger = self.ledger
@@ -231,6 +233,8 @@ class Loads:
                 end_hash=(num_local_tokens + num_tokens) // size,
             )
             self.ledger.new.append(load)
+            if hit is not None and not self._geometry.is_plain:
+                self._shared_loads.keep_end(load, hit.parted_at)
             self._counters[Count.HIT_TOKENS] += num_tokens
             self._counters.observe(HIT_TOKENS, num_tokens)
             self._hits.slots.mark_hit(slots)
