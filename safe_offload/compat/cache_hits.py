@@ -113,6 +113,22 @@ def retention_interval(coordinator: Any) -> int | None:
     return getattr(coordinator, "retention_interval", None)
 
 
+def boundary_blocks(coordinator: Any) -> list[int]:
+    """Return how many blocks of each group a hit needs at its end; 0 if it needs all before it.
+
+    Source: vLLM 0.31 to 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
+    """
+    needs = []
+    for manager in coordinator.single_type_managers:
+        spec = manager.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            num_blocks = -(-(spec.sliding_window - 1) // manager.block_size)
+            needs.append(num_blocks + bool(getattr(manager, "use_eagle", False)))
+        else:
+            needs.append(int(isinstance(spec, MambaSpec)))
+    return needs
+
+
 def uncached_tokens(found: tuple[Any, ...]) -> int:
     """Return how far a search of a coordinator's found blocks without windows or states.
 

@@ -69,6 +69,10 @@ class Served:
         return f"{self.num_steps} ({self.num_preemptions}), {self.loaded_prefixes:.2f}"
 
 
+TURN_PREFIXES, TURN_TOKENS, TURN_PASSES = 4, 8000, 3
+"""Long prefixes that come in turns, each time with another tail, and never two at once."""
+
+
 ServedByLayout = dict[str, dict[Case, dict[str, Served]]]
 """By layout, case and connector."""
 
@@ -93,7 +97,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     machine = describe_machine()
     served = measure(arguments.connectors, CASES, arguments.copy_steps)
     in_engine = measure_engine(arguments.rounds) if arguments.engine else None
-    publish(make_report(served, arguments.copy_steps, machine, in_engine), arguments)
+    turns = {
+        layout: {name: take_turns(name, groups) for name in arguments.connectors}
+        for layout, groups in LAYOUTS.items()
+    }
+    publish(make_report(served, arguments.copy_steps, machine, in_engine, turns), arguments)
     return 0
 
 
@@ -128,20 +136,15 @@ def serve(
     engine = make_engine(name, sizes, copy_steps)
     engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
     engine.drain()
-    tails = [prompt_of(f"store{index}", TAIL_TOKENS) for index in range(num_before)]
+    tails = [_tail(f"store{index}") for index in range(num_before)]
     for index, tail in enumerate(tails or [()]):
         engine.add(f"store{index}", (*prefix, *tail), 1)
         engine.drain()
-        # In its steps a lazy connector stores what might be evicted in the next ones.
-        engine.add(f"other{index}", prompt_of(f"other{index}", BLOCK_TOKENS), BLOCK_TOKENS)
-        engine.drain()
-        if not engine.scheduler.reset_prefix_cache():
-            raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
+        _forget(engine, f"other{index}")
     before = engine.num_steps, engine.num_preemptions
     loaded_tokens = _see_loads(engine) if name != "none" else []
     for index in range(case.num_requests):
-        tail = prompt_of(f"tail{index}", TAIL_TOKENS)
-        engine.add(f"r{index}", (*prefix, *tail), case.num_answer_tokens)
+        engine.add(f"r{index}", (*prefix, *_tail(f"tail{index}")), case.num_answer_tokens)
     num_left = case.num_requests
     while num_left:
         num_left -= len(engine.step())
@@ -152,6 +155,21 @@ def serve(
         engine.num_preemptions - before[1],
         sum(loaded_tokens) / len(prefix),
     )
+
+
+def _tail(name: str) -> tuple[int, ...]:
+    return prompt_of(name, TAIL_TOKENS)
+
+
+def _forget(engine: PeerEngine, name: str) -> None:
+    """Let vLLM forget its prefix cache, after the steps of another request.
+
+    In these a lazy connector stores what might be evicted in the next ones.
+    """
+    engine.add(name, prompt_of(name, BLOCK_TOKENS), BLOCK_TOKENS)
+    engine.drain()
+    if not engine.scheduler.reset_prefix_cache():
+        raise SafeOffloadError(f"{name}: expected vLLM to forget its prefix cache, it did not")
 
 
 def _see_loads(engine: PeerEngine) -> list[int]:
@@ -167,11 +185,34 @@ def _see_loads(engine: PeerEngine) -> list[int]:
     return seen
 
 
+def take_turns(name: str, groups: tuple[str, ...]) -> list[int]:
+    """Return how many tokens of a prompt are computed in each pass; the GPU keeps one and a half."""
+    num_blocks = 3 * len(groups) * TURN_TOKENS // BLOCK_TOKENS // 2
+    num_slots = 2 * TURN_PREFIXES * num_blocks
+    sizes = Sizes(groups, num_blocks, num_slots, retention_interval=RETENTION_INTERVAL)
+    engine = make_engine(name, sizes, COPY_STEPS)
+    engine.add("start", prompt_of("start", 1), 1)
+    engine.drain()
+    passes = []
+    for number in range(TURN_PASSES):
+        num_computed = 0
+        for index in range(TURN_PREFIXES):
+            prefix = prompt_of(f"turn{index}", TURN_TOKENS)
+            before = engine.num_computed
+            prompt = (*prefix, *_tail(f"turn{number}{index}"))
+            engine.add(f"t{number}{index}", prompt, BLOCK_TOKENS)
+            engine.drain()
+            num_computed += engine.num_computed - before - (BLOCK_TOKENS - 1)
+        passes.append(num_computed // TURN_PREFIXES)
+    return passes
+
+
 def make_report(
     served: ServedByLayout,
     copy_steps: int,
     machine: dict[str, Any],
     in_engine: EngineSeconds | None = None,
+    turns: dict[str, dict[str, list[int]]] | None = None,
 ) -> Report:
     rows = [
         {"layout": layout, **asdict(case), "connector": name, **asdict(found)}
@@ -186,12 +227,27 @@ def make_report(
         ),
         sections=[
             *(f"{layout}\n{_layout_table(cases)}" for layout, cases in served.items()),
+            _turns_table(turns) if turns else "",
             str(in_engine or ""),
         ],
-        figures={"rows": rows, "engine": in_engine.to_json() if in_engine else None},
+        figures={
+            "rows": rows,
+            "turns": turns,
+            "engine": in_engine.to_json() if in_engine else None,
+        },
         options={"copy_steps": copy_steps, "tail_tokens": TAIL_TOKENS},
         machine=machine,
     )
+
+
+def _turns_table(turns: dict[str, dict[str, list[int]]]) -> str:
+    title = f"tokens computed of a prompt, in passes 1 to {TURN_PASSES}"
+    rows = [[title, *next(iter(turns.values()))]]
+    rows += [
+        [layout, *(", ".join(map(str, passes)) for passes in by_name.values())]
+        for layout, by_name in turns.items()
+    ]
+    return table(rows)
 
 
 def _layout_table(cases: dict[Case, dict[str, Served]]) -> str:

@@ -13,11 +13,14 @@ from tests.benchmarks.shared import (
     CASES,
     COPY_STEPS,
     LAYOUTS,
+    TAIL_TOKENS,
+    TURN_TOKENS,
     Case,
     Served,
     make_report,
     measure,
     serve,
+    take_turns,
 )
 from tests.benchmarks.shared_engine import EngineSeconds
 
@@ -54,6 +57,15 @@ def test_where_two_prompts_were_seen_to_part_all_others_begin(layout: str, name:
     case = CASES[0]
     assert served(name, layout, case, 1).loaded_prefixes == 0, "none has parted from the first"
     compare(served("none", layout, case, 2), served(name, layout, case, 2), layout)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_long_prefixes_that_come_in_turns_come_back(name: str) -> None:
+    """vllm#42948: each with another tail, and too many for the GPU."""
+    first, second, third = take_turns(name, LAYOUTS["full attention and a sliding window"])
+    assert first == TURN_TOKENS + TAIL_TOKENS
+    assert second < 1024 + TAIL_TOKENS, "positions are 1,024 tokens apart"
+    assert third <= (second if "lazy" in name else TAIL_TOKENS), "all behind where two have parted"
 
 
 def test_the_other_connector_that_loads_for_each_is_slower() -> None:

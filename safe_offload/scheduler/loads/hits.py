@@ -16,6 +16,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from safe_offload.compat import cache_hits, specs
 from safe_offload.scheduler.geometry import GroupGeometry
+from safe_offload.scheduler.loads.boundaries import Boundaries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -164,6 +165,7 @@ class HostHits:
     Nothing else here is mutable but `slots` and its directory, which have rules of their own.
 
     Attributes:
+        boundaries: of requests, where vLLM keeps windows and states.
         parted_at: token of the last request that was searched for, up to which the host has all
             that attention without gaps needs: there prompts were seen to part. 0 for none.
     """
@@ -177,6 +179,8 @@ class HostHits:
         pool = FoundAsBlocks(self.directory, hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
         self.geometry = GroupGeometry(vllm_config, kv_cache_config, self._coordinator)
+        num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.boundaries = Boundaries(self.geometry, self._coordinator, num_step_tokens)
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
@@ -199,17 +203,18 @@ class HostHits:
         self.parted_at = 0
         if num_computed_tokens % self._alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // self._hash_block_size :]
-        num_tokens_max = end_max - num_computed_tokens
-        if not remaining or num_tokens_max <= 0:
-            return None
+        size = self._hash_block_size
+        first = num_computed_tokens // size
         slots_by_group: tuple[list[int], ...]
         if self._is_plain:
-            slots = self.directory.find_run(0, remaining[: num_tokens_max // self._hash_block_size])
+            slots = self.directory.find_run(0, block_hashes[first : end_max // size])
             if not slots:
                 return None
-            slots_by_group, num_tokens = (slots,), len(slots) * self._hash_block_size
+            slots_by_group, num_tokens = (slots,), len(slots) * size
         else:
+            remaining, num_tokens_max = block_hashes[first:], end_max - num_computed_tokens
+            if not remaining or num_tokens_max <= 0:
+                return None
             found = self._coordinator.find_longest_cache_hit(remaining, num_tokens_max)
             slots_by_group, num_tokens = found[:2]
             if num_more := cache_hits.uncached_tokens(found):

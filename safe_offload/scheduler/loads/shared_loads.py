@@ -89,15 +89,6 @@ class SharedLoads:
         self._wait_max_s = wait_max_s
         self._counters = counters
 
-    def keep_parting(self, request: Request, parted_at: int) -> None:
-        """A request computes beyond where others left it: let vLLM keep what they need there."""
-        keep_boundary(request, max(parted_at, kept_boundary(request)))
-
-    def keep_end(self, load: Load, parted_at: int) -> None:
-        """A load begins: let vLLM keep what others need where it ends, or where they part later."""
-        end = load.end_hash * self._geometry.hash_block_size
-        self.keep_parting(load.owner.request, max(end, parted_at))
-
     def goes_on(self, wait: Wait, request: Request, num_computed_tokens: int, now_s: float) -> bool:
         """Whether a request that waits for a load is to wait on; else its wait has ended.
 
@@ -170,6 +161,7 @@ class SharedLoads:
             return True
         num_tokens = load.owner.request.num_prompt_tokens - 1
         ends = [num_tokens // unit * unit for unit in units]
+        ends.append(kept_boundary(load.owner.request) // units[0] * units[0])
         if any(e > num_computed_tokens and _is_shared(load, hashes, e // size) for e in ends):
             return True
         is_useful = end > num_computed_tokens and not end % units[0]

@@ -72,7 +72,8 @@ class EagerStores(StorePolicy):
         num_decode_tokens_max: int,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        super().__init__(hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, kept))
+        schedule = StoreSchedule(sizes, num_decode_tokens_max, kept, boundaries=hits.boundaries)
+        super().__init__(hits, gpu, stores, schedule)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes

@@ -54,9 +54,10 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        super().__init__(
-            hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, is_lazy=True)
+        schedule = StoreSchedule(
+            sizes, num_decode_tokens_max, is_lazy=True, boundaries=hits.boundaries
         )
+        super().__init__(hits, gpu, stores, schedule)
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
+    from safe_offload.scheduler.loads.boundaries import Boundaries
     from safe_offload.scheduler.requests import RequestState
 
 
@@ -37,6 +38,7 @@ class StoreSchedule:
         num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
             table; None if blocks never do. Looks are no further apart.
         is_lazy: nothing is stored while its request runs.
+        boundaries: are moved while a request computes its prompt.
 
     Attributes:
         num_steps_between: looks at requests that decode are in steps that are multiples of this;
@@ -50,7 +52,9 @@ class StoreSchedule:
         num_tokens_kept: int | None = None,
         *,
         is_lazy: bool = False,
+        boundaries: Boundaries | None = None,
     ) -> None:
+        self._boundaries = boundaries if boundaries is not None and boundaries.every else None
         self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
@@ -103,6 +107,8 @@ class StoreSchedule:
         if request.num_computed_tokens + num_scheduled < num_tokens:
             self.decoding.discard(state)
             self._next[state] = None
+            if self._boundaries is not None:
+                self._boundaries.move(request, request.num_computed_tokens + num_scheduled)
             return
         self.decoding.add(state)
         if not self.num_steps_between:

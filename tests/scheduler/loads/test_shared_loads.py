@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.scheduler.loads import shared_loads
+from safe_offload.scheduler.loads import boundaries, shared_loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
@@ -113,7 +113,7 @@ SPARSE = [HYBRID, ("full", "mamba"), ("window:10", "full", "mamba@8")]
 
 def make_sparse(make_rig: MakeRig, groups: tuple[str, ...] = HYBRID, **shape: Any) -> Rig:
     """An engine that keeps of windows and states what vLLM keeps by default."""
-    rig = make_rig(groups=groups, num_blocks=150, retention_interval=0, **WIDE, **shape)
+    rig = make_rig(groups=groups, num_blocks=150, retention_interval=0, **{**WIDE, **shape})
     rig.start()
     return rig
 
@@ -150,7 +150,8 @@ def test_sparse_windows_are_kept_where_a_load_ends_that_is_waited_for(make_rig, 
 
 
 def test_sparse_windows_are_not_waited_for_where_vllm_cannot_keep_them(make_rig, monkeypatch):
-    monkeypatch.setattr(shared_loads, "keep_boundary", lambda request, num_tokens: False)
+    for module in boundaries, shared_loads:
+        monkeypatch.setattr(module, "keep_boundary", lambda request, num_tokens: False)
     rig = make_sparse(make_rig)
     rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
     rig.forget_gpu_cache()
@@ -223,6 +224,59 @@ def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig):
     send(rig, 1)
     finish(rig, ["r1", "longer"])
     assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_step_tokens", "positions"),
+    [
+        (HYBRID, 512, [144]),  # the window takes 3 blocks: a fourth of those of 48 tokens
+        (HYBRID, 32, [48, 96, 144]),
+        (HYBRID, 46, [48, 144]),  # at token 92 it is too late for the window of 96
+        (("full", "window:10", "window:5"), 512, [128]),
+        (("full", "mamba"), 32, [64, 128]),  # a step may be cut in two, every other time
+        (("full", "mamba"), 512, []),
+        (("full", "window:10", "mamba"), 32, [64, 128]),
+    ],
+    ids=str,
+)
+def test_while_nothing_is_known_positions_of_a_prompt_are_kept(
+    make_rig, groups, num_step_tokens, positions
+):
+    """With the default retention; the second finds the last of them, and keeps where it parts."""
+    num_blocks = 40
+    for boundary in [*positions, 0]:
+        rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens)
+        rig.run_alone("first", parting(rig, 0, num_blocks))
+        rig.forget_gpu_cache()
+        # It parts a little behind this position, or at the end.
+        num_shared = boundary // BLOCK_TOKENS + 3 if boundary else num_blocks
+        assert rig.run_alone("second", parting(rig, 1, num_shared)) == (
+            boundary or max(positions, default=0)
+        )
+        rig.check_idle()
+
+
+def test_who_parts_before_is_not_left_behind_by_who_parts_behind(make_rig):
+    """One loads, and would keep where it leaves the first; the others go on where the load ends."""
+    rig = make_sparse(make_rig)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    num_more = NUM_BLOCKS_SHARED + 5
+    assert serve_alone(rig, 0, num_more) == PREFIX_TOKENS
+    before = rig.counts["hit_tokens"]
+    rig.add("far", parting(rig, 9, num_more))
+    finish(rig, ["far", *send_parting(rig, 3)])
+    assert rig.counts["hit_tokens"] - before == PREFIX_TOKENS, "one has loaded, once"
+
+
+def test_where_prompts_part_goes_before_a_position(make_rig):
+    rig = make_sparse(make_rig, ("full", "mamba"), max_batched_tokens=32)
+    assert [serve_alone(rig, number, num_blocks=46) for number in range(3)] == [0, 128, 184]
+
+
+def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
+    rig = make_rig(groups=HYBRID, retention_interval=16, num_blocks=150, **WIDE)
+    assert rig.planner.hits.boundaries.every == 0
 
 
 # ---- others are not held up --------------------------------------------------------------------
