@@ -186,7 +186,7 @@ def _see_loads(engine: PeerEngine) -> list[int]:
 
 
 def take_turns(name: str, groups: tuple[str, ...]) -> list[int]:
-    """Return how many tokens of a prompt are computed in each pass; the GPU keeps one and a half."""
+    """Return how many tokens of a prompt each pass computes; the GPU keeps one and a half."""
     num_blocks = 3 * len(groups) * TURN_TOKENS // BLOCK_TOKENS // 2
     num_slots = 2 * TURN_PREFIXES * num_blocks
     sizes = Sizes(groups, num_blocks, num_slots, retention_interval=RETENTION_INTERVAL)
