@@ -59,6 +59,7 @@ class Sizes:
     max_seqs: int = 8
     max_batched_tokens: int = MAX_BATCHED_TOKENS
     retention_interval: int | None = None
+    num_draft_tokens: int = 0
 
     @classmethod
     def of(cls, trace: Trace) -> Sizes:
@@ -82,6 +83,7 @@ def make_engine(name: str, sizes: Sizes, copy_steps: int) -> PeerEngine:
         max_seqs=sizes.max_seqs,
         max_batched_tokens=sizes.max_batched_tokens,
         retention_interval=sizes.retention_interval,
+        num_draft_tokens=sizes.num_draft_tokens,
         max_model_len=MAX_MODEL_LEN,
         extra=dict(contestant.extra),
     )

@@ -115,7 +115,12 @@ def measure(names: Sequence[str], cases: Sequence[Case], copy_steps: int) -> Ser
 
 
 def serve(
-    name: str, groups: tuple[str, ...], case: Case, copy_steps: int, num_before: int = 0
+    name: str,
+    groups: tuple[str, ...],
+    case: Case,
+    copy_steps: int,
+    num_before: int = 0,
+    **sizes: int,
 ) -> Served:
     """Serve a case.
 
@@ -123,17 +128,13 @@ def serve(
         name: the connector's.
         num_before: prompts with tails of their own that came before, one after the other, without
             the GPU's cache; with 0 it was the prefix itself.
+        sizes: see `Sizes`.
     """
     num_blocks = case.num_blocks * len(groups) + 1
-    sizes = Sizes(
-        groups,
-        num_blocks,
-        num_blocks * SLOTS_PER_BLOCK,
-        max_seqs=2 * case.num_requests,
-        retention_interval=RETENTION_INTERVAL,
-    )
+    usual = {"max_seqs": 2 * case.num_requests, "retention_interval": RETENTION_INTERVAL}
+    engine_sizes = Sizes(groups, num_blocks, num_blocks * SLOTS_PER_BLOCK, **usual, **sizes)
     prefix = prompt_of("prefix", case.prefix_blocks * BLOCK_TOKENS)
-    engine = make_engine(name, sizes, copy_steps)
+    engine = make_engine(name, engine_sizes, copy_steps)
     engine.add("start", prompt_of("start", 1), 1)  # until then no rank has told its capacity
     engine.drain()
     tails = [_tail(f"store{index}") for index in range(num_before)]

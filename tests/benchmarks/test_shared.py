@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from vllm.config import SpeculativeConfig
 
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.shared import (
@@ -57,6 +58,20 @@ def test_where_two_prompts_were_seen_to_part_all_others_begin(layout: str, name:
     case = CASES[0]
     assert served(name, layout, case, 1).loaded_prefixes == 0, "none has parted from the first"
     compare(served("none", layout, case, 2), served(name, layout, case, 2), layout)
+
+
+@pytest.mark.parametrize("drops_block", [False, True], ids=["drafts", "as EAGLE"])
+@pytest.mark.parametrize("layout", SPARSE)
+def test_with_drafts_it_is_the_same(
+    layout: str, drops_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For EAGLE vLLM drops the last block of each hit."""
+    for method in ("use_eagle", "use_eagle_block_drop"):
+        monkeypatch.setattr(SpeculativeConfig, method, lambda _: drops_block, raising=False)
+    what = LAYOUTS[layout], CASES[0], COPY_STEPS
+    for num_before in (0, 2):
+        ours = serve("ours-eager", *what, num_before, num_draft_tokens=2)
+        compare(serve("none", *what, num_before, num_draft_tokens=2), ours, layout)
 
 
 @pytest.mark.parametrize("name", OURS)

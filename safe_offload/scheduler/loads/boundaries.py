@@ -5,7 +5,7 @@ and at one boundary more, `Request.shared_prefix_boundary`: where the GPU has at
 and no windows, so that prompts have parted there. What is hashed is stored, as everything is.
 The host knows more prompts than the GPU, and has room for more. So this moves the boundary of a
 request: to where the host saw prompts part, to where its load ends, and, where nothing is known, to
-one position after another of the prompt that it computes.
+one position after another of the prompt and of the answer.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ class Boundaries:
         last = min(num_computed_tokens + self._num_step_tokens, request.num_tokens - 1)
         first = num_computed_tokens + self._span
         boundary = max(last // self.every, -(-first // self.every)) * self.every
-        if boundary < request.num_tokens:
+        if boundary < request.num_prompt_tokens + request.max_tokens:
             keep_boundary(request, boundary)

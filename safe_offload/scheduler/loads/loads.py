@@ -237,7 +237,7 @@ class Loads:
                 end_hash=(num_local_tokens + num_tokens) // size,
             )
             self.ledger.new.append(load)
-            if hit is not None and not self._is_plain:
+            if not self._is_plain and hit is not None:
                 self._boundaries.end(load, hit.parted_at)
             self._counters[Count.HIT_TOKENS] += num_tokens
             self._counters.observe(HIT_TOKENS, num_tokens)

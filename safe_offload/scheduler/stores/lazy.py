@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -54,9 +54,7 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        schedule = StoreSchedule(
-            sizes, num_decode_tokens_max, is_lazy=True, boundaries=hits.boundaries
-        )
+        schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, is_lazy=True)
         super().__init__(hits, gpu, stores, schedule)
         self._num_step_blocks = num_step_blocks
         self._num_ahead = 2 * num_step_blocks

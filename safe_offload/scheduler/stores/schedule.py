@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.scheduler.requests import Phase
 
@@ -38,7 +38,6 @@ class StoreSchedule:
         num_tokens_kept: the fewest tokens that a request computes before a full block leaves its
             table; None if blocks never do. Looks are no further apart.
         is_lazy: nothing is stored while its request runs.
-        boundaries: are moved while a request computes its prompt.
 
     Attributes:
         num_steps_between: looks at requests that decode are in steps that are multiples of this;
@@ -52,9 +51,7 @@ class StoreSchedule:
         num_tokens_kept: int | None = None,
         *,
         is_lazy: bool = False,
-        boundaries: Boundaries | None = None,
     ) -> None:
-        self._boundaries = boundaries if boundaries is not None and boundaries.every else None
         self._block_size = math.gcd(*block_sizes)
         self._num_decode_tokens_max = num_decode_tokens_max
         self.num_steps_between = 0 if is_lazy else STEPS_BETWEEN_LOOKS
@@ -107,8 +104,6 @@ class StoreSchedule:
         if request.num_computed_tokens + num_scheduled < num_tokens:
             self.decoding.discard(state)
             self._next[state] = None
-            if self._boundaries is not None:
-                self._boundaries.move(request, request.num_computed_tokens + num_scheduled)
             return
         self.decoding.add(state)
         if not self.num_steps_between:
@@ -119,3 +114,27 @@ class StoreSchedule:
         step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
         step += -step % self.num_steps_between  # to the next multiple
         self._later.setdefault(step, []).append(state)
+
+
+class MovingSchedule(StoreSchedule):
+    """The same, and moves the boundary of each request that is looked at."""
+
+    def __init__(self, boundaries: Boundaries, *what: Any, is_lazy: bool) -> None:
+        super().__init__(*what, is_lazy=is_lazy)
+        self._boundaries = boundaries
+
+    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
+        num_computed_tokens = state.request.num_computed_tokens + num_scheduled
+        self._boundaries.move(state.request, num_computed_tokens)
+        super()._plan_next(state, num_scheduled)
+
+
+def make_schedule(boundaries: Boundaries, *what: Any, is_lazy: bool = False) -> StoreSchedule:
+    """Return a schedule; where there are boundaries to move, it moves them.
+
+    Args:
+        what, is_lazy: see `StoreSchedule`.
+    """
+    if boundaries.every:
+        return MovingSchedule(boundaries, *what, is_lazy=is_lazy)
+    return StoreSchedule(*what, is_lazy=is_lazy)

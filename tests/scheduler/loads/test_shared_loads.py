@@ -256,6 +256,21 @@ def test_while_nothing_is_known_positions_of_a_prompt_are_kept(
         rig.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("groups", "num_step_tokens"), [(HYBRID, 512), (("full", "mamba"), 24)], ids=str
+)
+@pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"is_v2": True, "has_streams": True}])
+def test_positions_of_an_answer_are_kept_too(make_rig, groups, num_step_tokens, shape):
+    """vllm#50551: what follows an answer begins behind most of it."""
+    rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens, **shape)
+    first = rig.prompt(21, 1)
+    rig.run_alone("first", first, max_tokens=100)
+    rig.forget_gpu_cache()
+    then = [*first, *rig.answers["first"], *rig.prompt(9, 2)]
+    assert rig.run_alone("then", then) == 96
+    rig.check_idle()
+
+
 def test_who_parts_before_is_not_left_behind_by_who_parts_behind(make_rig):
     """One loads, and would keep where it leaves the first; the others go on where the load ends."""
     rig = make_sparse(make_rig)
