@@ -116,7 +116,7 @@ def retention_interval(coordinator: Any) -> int | None:
 def boundary_blocks(coordinator: Any) -> list[int]:
     """Return how many blocks of each group a hit needs at its end; 0 if it needs all before it.
 
-    Source: vLLM 0.31 to 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
+    Source: vLLM 0.32 and 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
     """
     needs = []
     for manager in coordinator.single_type_managers:
@@ -132,7 +132,7 @@ def boundary_blocks(coordinator: Any) -> list[int]:
 def uncached_tokens(found: tuple[Any, ...]) -> int:
     """Return how far a search of a coordinator's found blocks without windows or states.
 
-    Those are tokens behind the hit: there prompts were seen to part. vLLM below 0.31 does not say.
+    Those are tokens behind the hit: there prompts were seen to part. An older vLLM does not say.
     """
     return int(found[2]) if len(found) > 2 else 0
 
@@ -141,7 +141,7 @@ def kept_boundary(request: Any) -> int:
     """Return the boundary of a request at which vLLM keeps windows and states for others; 0: none.
 
     vLLM finds it in the look-up that precedes each call of `get_num_new_matched_tokens`.
-    Source: vLLM 0.31 to 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
+    Source: vLLM 0.32 and 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
     """
     return int(getattr(request, "shared_prefix_boundary", 0))
 
