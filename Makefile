@@ -3,11 +3,12 @@
 #   PYTHON=python3.12     the interpreter .venv is made with (default: the first of python3, 3.12, 3.11, 3.13 that fits)
 #   PIP_ARGS='...'        passed to every `pip install`: a mirror, a proxy, PyTorch's index of CPU wheels
 #   PYTEST_ARGS='-x -k …' passed to pytest
-#   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-report`; .venv has a torch for the CPU
+#   GPU_PYTHON=python     the interpreter of `make test-gpu`, `bench-gpu` and `gpu-campaign`; .venv has a torch for the CPU
 #   BENCH_ARGS='--quick'  passed to the benchmark
 #   SIM_ARGS='--list'     passed to the simulator
 #   VLLM=0.33.0           the vLLM of `make test-compat`
-#   MODEL=…               the model of `make gpu-report`; ENGINE_ARGS='…' goes to its `bench engine`
+#   BUDGET_S=540          within which `make gpu-campaign` ends; CAMPAIGN=folder has its results; STEPS='busy layouts': only
+#                         these; SMALL=1: on the CPU, to try the steps
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -19,8 +20,10 @@ VLLM ?=
 GPU_PYTHON ?= python3
 BENCH_ARGS ?=
 SIM_ARGS ?=
-MODEL ?=
-ENGINE_ARGS ?=
+BUDGET_S ?= 540
+CAMPAIGN ?= gpu-campaign
+STEPS ?=
+SMALL ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -55,8 +58,8 @@ IN_TWO := -n 2
 SITE_VENV := .venv-site
 SITE_READY := $(SITE_VENV)/.ready
 
-.PHONY: help venv servers demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-report needs-gpu \
-	needs-model soak mutants digests sim known-vllm check clean distclean
+.PHONY: help venv servers demo demo-fleet site test test-nightly test-quick test-unit test-engine test-gpu test-compat bench-gpu gpu-campaign needs-gpu \
+	soak mutants digests sim known-vllm check clean distclean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,8 +110,9 @@ bench-gpu: needs-gpu ## the copies on a GPU, against what the hardware gives: do
 	$(GPU_PYTHON) -m tests.benchmarks copies --device cuda \
 		--json docs/benchmarks/transfer-gpu.json --plot docs/benchmarks/transfer-gpu.png $(BENCH_ARGS)
 
-gpu-report: needs-model ## the tests and benchmarks on a GPU, as one file to attach to an issue: make gpu-report MODEL=…
-	@$(GPU_PYTHON) -m tests.gpu.report --model '$(MODEL)' -- $(ENGINE_ARGS)
+gpu-campaign: ## all that a GPU has to tell, the most telling first, within BUDGET_S seconds; called again, it goes on
+	@$(or $(and $(SMALL),$(BIN)/python),$(GPU_PYTHON)) -m tests.gpu.campaign --budget-s '$(BUDGET_S)' --folder '$(CAMPAIGN)' \
+		$(if $(SMALL),--small) $(if $(STEPS),--steps $(STEPS))
 
 test-compat: known-vllm venv ## the tests of the scheduler side on another vLLM: make test-compat VLLM=0.33.0
 	@PIP_ARGS='$(PIP_ARGS)' .ci/compat-env '$(COMPAT_VENVS)/$(VLLM)' '$(VENV)' '$(COMPAT_PACKAGE)' '$(VLLM)'
@@ -133,11 +137,6 @@ needs-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { printf '%s\n' >&2 \
 		"$(GPU_PYTHON): torch is missing or sees no GPU, so there is nothing to run. Needed: a machine with a GPU, and" \
 		'vLLM, safe-offload, pytest and matplotlib in one environment. Then: make $(MAKECMDGOALS) GPU_PYTHON=/path/to/python'; exit 1; }
-
-needs-model:
-	@[[ -n '$(MODEL)' ]] || { printf '%s\n' >&2 \
-		'make gpu-report: needs MODEL=, a folder or a name that vLLM takes as a model. It has to fit on the GPU twice.' \
-		'    make gpu-report MODEL=Qwen/Qwen3-4B GPU_PYTHON=/path/to/python'; exit 1; }
 
 known-vllm:
 	@[[ -n '$(COMPAT_PACKAGE)' ]] || { printf '%s\n' >&2 \

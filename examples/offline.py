@@ -8,9 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tiny_models import write_tiny_model
 from vllm import LLM, SamplingParams
-
-from safe_offload.commands.bench.tiny_models import write_tiny_model
 
 NUM_TOKENS = 8_000
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read by vLLM's CPU engine only

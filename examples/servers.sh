@@ -74,10 +74,10 @@ start() { # NAME COMMAND…: in the background, its output in its log
 is_running() { kill -0 "${pids[$1]}" 2>/dev/null; }
 
 make_tiny_model() { # PROMPT_TOKENS BLOCK_SIZE: writes $work/tiny-gemma3; prints how many KV blocks a prompt takes
-    "$PYTHON" - "$work/tiny-gemma3" "$1" "$2" <<'PYTHON' ||
+    PYTHONPATH="$(dirname "${BASH_SOURCE[0]}")${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" - "$work/tiny-gemma3" "$1" "$2" <<'PYTHON' ||
 import sys
 from pathlib import Path
-from safe_offload.commands.bench.tiny_models import count_prompt_blocks, write_tiny_model
+from tiny_models import count_prompt_blocks, write_tiny_model
 
 folder, num_tokens, block_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 write_tiny_model("gemma3", folder)

@@ -206,7 +206,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """See KVConnectorBase_V1."""
         adapter = request.lora_request
         if self._num_model_loads != MODEL_LOADS.count:
             self.weights_changed("the model was told to load weights")
@@ -227,7 +226,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See KVConnectorBase_V1."""
         try:
             self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
         except Exception as error:
@@ -241,7 +239,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.announce_failure(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """See KVConnectorBase_V1."""
         try:
             plan = self.scheduler.build_connector_meta(scheduler_output, self._clock())
             if self._config.verify_invariants:
@@ -257,7 +254,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.plan_nothing()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See KVConnectorBase_V1."""
         try:
             self.scheduler.update_connector_output(connector_output)
             if self._config.verify_invariants:
@@ -298,7 +294,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.reset_cache(cause)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See KVConnectorBase_V1."""
         return self._take_events() if self._events.is_pending else ()
 
     @contained(tuple)
@@ -323,20 +318,17 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """See KVConnectorBase_V1."""
         if isinstance(kv_connector_metadata, StepPlan):
             self.worker.handle_preemptions(kv_connector_metadata)
 
     @contained(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """See KVConnectorBase_V1."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepPlan):
             self.worker.bind_connector_metadata(connector_metadata)
 
     @contained(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See KVConnectorBase_V1."""
         self.worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -360,12 +352,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See KVConnectorBase_V1."""
         return self.worker.build_connector_worker_meta()
 
     @contained(lambda: None)
     def clear_connector_metadata(self) -> None:
-        """See KVConnectorBase_V1."""
         super().clear_connector_metadata()
         self.worker.clear_connector_metadata()
 
@@ -383,7 +373,6 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
-        """See KVConnectorBase_V1."""
         return OffloadStats(data=data or {})
 
     @classmethod
@@ -394,5 +383,4 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OffloadPromMetrics:
-        """See KVConnectorBase_V1."""
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

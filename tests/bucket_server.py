@@ -36,17 +36,10 @@ def find_program() -> str | None:
 class BucketServer:
     """A server in a temporary folder on free ports; killed at the end of the `with` block.
 
-    Args:
-        host: address to listen on.
-        bucket: that is made.
-
-    Attributes:
-        endpoint: what the tier's setting of that name gets.
-        access_key, secret_key: of an administrator.
-        reader_key, reader_secret: of a user who may read the bucket, and not write.
-
-    Raises:
-        RuntimeError: it is not installed, or did not start.
+    `host`: address to listen on; `bucket`: that is made. `endpoint`: what the tier's setting of
+    that name gets; `access_key`, `secret_key`: of an administrator; `reader_key`, `reader_secret`:
+    of a user who may read the bucket, and not write. Raises RuntimeError if it is not installed, or
+    did not start.
     """
 
     def __init__(self, host: str = "127.0.0.1", bucket: str = BUCKET) -> None:

@@ -3,8 +3,6 @@
 python -m tests.config_table
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What tests read from the connector's counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

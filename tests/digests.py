@@ -8,8 +8,6 @@ scheduler side execute on the traces of `bench scheduler`, which may only become
     python -m tests.digests | diff before -
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import logging

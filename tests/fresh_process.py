@@ -5,8 +5,6 @@ One process imports it once, and each of these is a fork of it. There are two su
 `start_engine` have imported all that an engine needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing
@@ -51,10 +49,8 @@ def start(
 ) -> Any:
     """Start a process that leads a session of its own; return its `multiprocessing.Process`.
 
-    Args:
-        function: of a module.
-        log: what the process writes goes there.
-        environment: all variables; but torch has read `OMP_NUM_THREADS`, which is 1.
+    `function`: of a module; `log`: what the process writes goes there; `environment`: all
+    variables; but torch has read `OMP_NUM_THREADS`, which is 1.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -100,11 +96,8 @@ def _forks_of_engines() -> Iterator[None]:
 def run_script(script: str, folder: Path, environment: Mapping[str, str]) -> str:
     """Run a script in a folder, which is also the first place it imports from; return its output.
 
-    Args:
-        environment: on top of ours.
-
-    Raises:
-        AssertionError: it failed or took too long; the message has what it printed.
+    `environment`: on top of ours. Raises AssertionError if it failed or took too long; the message
+    has what it printed.
     """
     log = folder / "log"
     environment = {**os.environ, **environment}

@@ -1,7 +1,5 @@
 """The schemas of the Kubernetes API and of the Prometheus Operator, for manifests of examples/."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -40,22 +40,14 @@ TIMEOUT_S = 250.0
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How a network fares, in each direction.
+    """How a network fares, in each direction."""
 
-    Attributes:
-        latency_s: of every segment.
-        bytes_per_s: of all connections together; 0 for no limit.
-        loss: how likely a segment is lost.
-        retransmission_s: the first time-out.
-        is_stalled: connections are accepted, and nothing comes through.
-        certificate: files of a certificate and its key, for TLS; new connections have it.
-    """
-
-    latency_s: float = 0.0
-    bytes_per_s: float = 0.0
-    loss: float = 0.0
-    retransmission_s: float = RETRANSMISSION_S
-    is_stalled: bool = False
+    latency_s: float = 0.0  # of every segment
+    bytes_per_s: float = 0.0  # of all connections together; 0 for no limit
+    loss: float = 0.0  # how likely a segment is lost
+    retransmission_s: float = RETRANSMISSION_S  # the first time-out
+    is_stalled: bool = False  # connections are accepted, and nothing comes through
+    # Files of a certificate and its key, for TLS; new connections have it.
     certificate: tuple[str, str] | None = None
 
 
@@ -65,25 +57,15 @@ CUT = "cut"
 
 
 class Proxy:
-    """A proxy to one address; use it as a context manager, which ends its process.
-
-    Args:
-        target: host and port that it connects to.
-        weather: at first.
-        host: address to listen on.
-        seed: of the losses.
-
-    Attributes:
-        port: it listens on.
-    """
+    """A proxy to one address; use it as a context manager, which ends its process."""
 
     def __init__(
         self,
-        target: tuple[str, int],
-        weather: Weather = FAIR,
+        target: tuple[str, int],  # host and port that it connects to
+        weather: Weather = FAIR,  # at first
         *,
-        host: str = "127.0.0.1",
-        seed: int = 1,
+        host: str = "127.0.0.1",  # address to listen on
+        seed: int = 1,  # of the losses
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
@@ -93,7 +75,7 @@ class Proxy:
         )
         self._process.start()
         other_end.close()
-        self.port: int = self._receive()
+        self.port: int = self._receive()  # it listens on
 
     def __enter__(self) -> Proxy:
         return self
@@ -263,21 +245,15 @@ _FOLDER = Path("/run/netns")
 class Machines:
     """Network namespaces, each with one address, joined by a bridge that this process is on too.
 
-    Use it as a context manager, which takes them away.
-
-    Args:
-        count: of them.
-
-    Attributes:
-        names: of the namespaces.
-        addresses: of the namespaces, and then that of this process.
+    Use it as a context manager, which takes them away. `count`: of them.
     """
 
     def __init__(self, count: int) -> None:
         self._word = secrets.token_hex(3)
         self._bridge = f"sob{self._word}"
-        self.names = [f"sob{self._word}n{index}" for index in range(count)]
+        self.names = [f"sob{self._word}n{index}" for index in range(count)]  # of the namespaces
         net = f"10.{random.randrange(200, 250)}.{random.randrange(256)}"
+        # Of the namespaces, and then that of this process.
         self.addresses = [f"{net}.{index + 2}" for index in range(count)] + [f"{net}.1"]
 
     @staticmethod

@@ -3,8 +3,6 @@
 python -m tests.prometheus_rule
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

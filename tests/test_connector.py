@@ -1,11 +1,8 @@
 """The frame around both halves: no error leaves a hook, and a wrong setting stops the start."""
 
-from __future__ import annotations
-
 import logging
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,11 +40,9 @@ SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dty
 PAGE = SPEC.page_size_bytes
 SLOTS = 7
 
-MakeConnector = Callable[..., SafeCPUOffloadConnector]
-
 
 @pytest.fixture
-def make_connector() -> Iterator[MakeConnector]:
+def make_connector():
     made: list[SafeCPUOffloadConnector] = []
 
     def make(
@@ -77,7 +72,7 @@ def make_connector() -> Iterator[MakeConnector]:
 
 
 @pytest.fixture
-def worker(make_connector: MakeConnector) -> SafeCPUOffloadConnector:
+def worker(make_connector):
     connector = make_connector(KVConnectorRole.WORKER)
     connector.register_kv_caches({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
     return connector
@@ -218,7 +213,7 @@ def test_what_is_hardly_meant_is_warned_about_once(make_connector, logged, chang
 
 
 @pytest.fixture(params=KVConnectorRole, ids=lambda role: role.name)
-def idle(request: pytest.FixtureRequest, make_connector: MakeConnector) -> Any:
+def idle(request, make_connector):
     """A connector of either role without prefix caching."""
     return make_connector(request.param, switch_off)
 
@@ -355,29 +350,6 @@ def test_after_an_error_nothing_is_matched_or_stored_any_more(
     assert rig.counts["stored_blocks"] == stored
     assert rig.counts["contained_errors"] == 1
     assert len([r for r in logged if r.levelno >= logging.ERROR]) == 1
-    rig.check_idle()
-
-
-@pytest.mark.parametrize(
-    ("part", "method"),
-    [
-        ("stores", "settle"),
-        ("hits.directory", "publish"),
-        ("loads", "settle"),
-        ("policy", "finish"),
-        ("book", "purge"),
-    ],
-)
-def test_after_an_error_in_the_middle_of_a_hook_everything_still_drains(
-    make_rig, monkeypatch, part, method
-):
-    """Whatever was half done: no request waits for ever, no lease is left (I7, I8)."""
-    rig, prompt = rig_with_a_prompt_on_the_host(make_rig)
-    calls = raise_in_first_call(monkeypatch, operator.attrgetter(part)(rig.planner), method)
-    rig.add("a2", prompt)
-    rig.add("c", rig.prompt(17, 3))
-    rig.drain()
-    assert calls
     rig.check_idle()
 
 

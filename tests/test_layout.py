@@ -1,7 +1,5 @@
 """Where the bytes of a block lie: what vLLM's placements become."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,12 +1,9 @@
 """The bad networks of the tests: are they as bad as they say?"""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -38,7 +35,7 @@ class Echo:
 
 
 @pytest.fixture
-def echo() -> Iterator[Echo]:
+def echo():
     server = Echo()
     yield server
     server.listener.close()

@@ -1,7 +1,5 @@
 """The messages between the processes: what survives the way, and what cannot be changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

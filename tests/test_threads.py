@@ -1,7 +1,5 @@
 """Threads that are all there, and on which cores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,7 +27,7 @@ class FakeCores:
 
 
 @pytest.fixture
-def make_cores(monkeypatch: pytest.MonkeyPatch):
+def make_cores(monkeypatch):
     def make(own: set[int], parent: set[int]) -> FakeCores:
         cores = FakeCores(own, parent)
         for name in ("sched_getaffinity", "sched_setaffinity"):

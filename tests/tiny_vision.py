@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     HIDDEN_SIZE,
     NUM_BYTE_TOKENS,
     SPECIAL_TOKENS,
@@ -37,8 +37,7 @@ TOWER_SIZE, TOWER_LAYERS = 64, 2
 def write_tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
     """Write the model, its tokenizer and its processor; return the folder, vLLM's model.
 
-    Args:
-        seed: the weights follow from it and from nothing else.
+    `seed`: the weights follow from it and from nothing else.
     """
     write_tiny_model("llama", folder, seed=seed)
     text = json.loads((folder / "config.json").read_text())

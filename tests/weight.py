@@ -3,8 +3,6 @@
 Who needs more raises a number there, in the commit that gives the reason.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -36,10 +36,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> i
 class Subcommand(argparse.ArgumentParser):
     """A group of subcommands, or one that is imported when it is chosen.
 
-    Args:
-        module: has `add_arguments` and `run_command`, and a docstring for the help; empty for a
-            group.
-        options: those of `argparse.ArgumentParser`.
+    Its module has `add_arguments` and `run_command`, and a docstring for the help.
     """
 
     def __init__(self, *, module: str = "", **options: Any) -> None:

@@ -30,8 +30,7 @@ _KEEPS_WEIGHTS: Final = frozenset(
         *("save_sharded_state", "save_tensorized_model", "set_kv_cache_layout"),
         *("shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
         *("synchronize_device", "update_max_model_len"),
-        # of `bench.engine_watch.WorkerProbe`
-        *("kv_cache_bytes", "start_probe", "take_probe", "thread_names"),
+        *("start_probe", "take_probe", "thread_names"),  # of our own benchmarks
     }
 )
 """Methods of a worker that leave its weights alone. Any other may change them."""

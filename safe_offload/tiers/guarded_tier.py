@@ -6,6 +6,7 @@ Reading and writing are judged apart: a file system that has become read-only st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import random
@@ -16,16 +17,12 @@ from typing import Any
 
 from safe_offload.config.tiers import TierConfig
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
+from safe_offload.tiers.breaker import Breaker, BreakerState
 from safe_offload.tiers.naming import NAMESPACE_BYTES
 from safe_offload.tiers.waiting import outlast
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-FAILURES_MAX = 3
-"""In a row, before a tier is left alone."""
-PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
-"""At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
-engines do not come back together."""
 GRACE_S = 1.0
 """For which a call that is cancelled at its deadline may go on, before it is said to hang."""
 CLOSE_TIMEOUT_S = 2.0
@@ -42,86 +39,6 @@ class Operation(enum.Enum):
     PROBE = "probe"
     FETCH = "fetch"
     SPILL = "spill"
-
-
-class BreakerState(enum.Enum):
-    """Of a circuit breaker: in between it is half open."""
-
-    CLOSED = "closed"
-    """Calls go through."""
-    OPEN = "open"
-    """None does."""
-    READY = "ready"
-    """The pause is over; the next call is a trial."""
-    TRYING = "trying"
-    """The trial runs, and no other call."""
-
-
-_NEXT = {
-    BreakerState.CLOSED: {BreakerState.OPEN},
-    BreakerState.OPEN: {BreakerState.READY, BreakerState.CLOSED},
-    BreakerState.READY: {BreakerState.TRYING, BreakerState.CLOSED},
-    BreakerState.TRYING: {BreakerState.OPEN, BreakerState.CLOSED, BreakerState.READY},
-}
-
-
-class Breaker:
-    """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread."""
-
-    def __init__(self, name: str, chance: Callable[[], float]) -> None:
-        self._name = name
-        self._chance = chance
-        self.state = BreakerState.CLOSED
-        self._num_failures = 0
-        self._pause_s = PAUSE_S
-
-    def __repr__(self) -> str:
-        return f"<Breaker of {self._name}, {self.state.value}>"
-
-    def admits(self) -> bool:
-        """Return whether a call may be made; if so, one of the three below must follow."""
-        if self.state is BreakerState.READY:
-            self._become(BreakerState.TRYING)
-            return True
-        return self.state is BreakerState.CLOSED
-
-    def withdraw(self) -> None:
-        """Let the next call be the trial, if the one that was has been given up."""
-        if self.state is BreakerState.TRYING:
-            self._become(BreakerState.READY)
-
-    def succeed(self) -> None:
-        """A call has worked."""
-        self._num_failures = 0
-        if self.state is not BreakerState.CLOSED:
-            self._become(BreakerState.CLOSED)
-            self._pause_s = PAUSE_S
-            logger.info("%s works again.", self._name)
-
-    def fail(self, problem: str) -> None:
-        """A call has failed."""
-        self._num_failures += 1
-        if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
-            logger.warning(
-                "%s has failed %d times in a row, last because %s. It is left alone and tried "
-                "again in about %g s, then after longer pauses. Requests are served without it "
-                "meanwhile.",
-                *(self._name, self._num_failures, problem, self._pause_s),
-            )
-        elif self.state is not BreakerState.TRYING:
-            return
-        self._become(BreakerState.OPEN)
-        pause_s = self._pause_s * (0.5 + self._chance())
-        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        asyncio.get_running_loop().call_later(pause_s, self._end_pause)
-
-    def _end_pause(self) -> None:
-        if self.state is BreakerState.OPEN:
-            self._become(BreakerState.READY)
-
-    def _become(self, state: BreakerState) -> None:
-        assert state in _NEXT[self.state], (self.state, state)
-        self.state = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +182,8 @@ class GuardedTier:
     ) -> Sequence[Result] | None:
         """Call `Tier.fetch`, and return None if the tier is left alone.
 
-        However often it is cancelled, nothing writes to the slots when it returns or raises.
+        However often it is cancelled, nothing writes to the slots when it returns or raises. What
+        is cancelled before an object was done counts as neither success nor failure.
         """
         return await self._move(Operation.FETCH, self.tier.fetch, names, slots)
 
@@ -305,18 +223,18 @@ class GuardedTier:
     ) -> Sequence[Result] | None:
         lane, breaker = self._lanes[operation], self._breakers[operation]
         await lane.acquire()
-        if not breaker.admits():
-            lane.release()
-            self._note(operation, 0.0, {LEFT_ALONE: len(names)})
-            return None
-        loop = asyncio.get_running_loop()
-        begin_s = loop.time()
-        task = loop.create_task(_run(call, names, slots))
-        self.num_running += 1
-        is_late, is_hung = await self._outlast(task, operation, len(names))
-        self.num_running -= 1
-        if not is_hung:
-            lane.release()
+        with contextlib.ExitStack() as turn:
+            turn.callback(lane.release)
+            if not breaker.admits():
+                self._note(operation, 0.0, {LEFT_ALONE: len(names)})
+                return None
+            is_trial = breaker.state is BreakerState.TRYING
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            task = loop.create_task(_run(call, names, slots))
+            self.num_running += 1
+            is_late, is_hung = await self._outlast(task, operation, len(names), turn)
+            self.num_running -= 1
         results, problem = _result_of(task, len(names), Result)
         results = results or [Result.FAILED] * len(names)
         seconds = loop.time() - begin_s
@@ -330,8 +248,10 @@ class GuardedTier:
                     problem = f"a {operation.value} had not begun after {seconds:g} s"
             if problem:
                 breaker.fail(problem)
-            else:
+            elif counts[Result.CANCELLED] < len(names):
                 breaker.succeed()
+            elif is_trial:
+                breaker.withdraw()
         outcome = {result.value: count for result, count in counts.items()}
         if cancelled := outcome.pop(Result.CANCELLED.value, 0):
             outcome["timed_out" if is_late else Result.CANCELLED.value] = cancelled
@@ -339,11 +259,15 @@ class GuardedTier:
         return results
 
     async def _outlast(
-        self, task: asyncio.Task[Any], operation: Operation, num_objects: int
+        self,
+        task: asyncio.Task[Any],
+        operation: Operation,
+        num_objects: int,
+        turn: contextlib.ExitStack,
     ) -> tuple[bool, bool]:
         """Wait for a call to return, however long it takes; return whether it was late, and hung.
 
-        It is cancelled at its deadline, or when the caller is.
+        It is cancelled at its deadline, or when the caller is. Its turn ends when it hangs.
         """
         late_s = asyncio.get_running_loop().time() + self.config.timeout_s
         if await outlast({task}, task.cancel, late_s):
@@ -351,7 +275,7 @@ class GuardedTier:
         task.cancel()
         if await outlast({task}, task.cancel, late_s + GRACE_S):
             return True, False
-        self._lanes[operation].release()  # one that hangs must not hold up all others
+        turn.close()  # one that hangs must not hold up all others
         self._breakers[operation].fail(f"a {operation.value} hangs")
         logger.error(
             "A %s of %d objects in tier %s has not returned %g s after its deadline. Until it "

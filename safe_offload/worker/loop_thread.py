@@ -61,7 +61,6 @@ class LoopThread:
         self.news = threading.Event()
 
     def start(self, main: Main, on_end: Callable[[], None]) -> None:
-        """See `Loop.start`."""
         assert not self._has_begun.is_set()
         self._thread = threading.Thread(
             target=self._run, args=(main, on_end), name="safe-offload-loop", daemon=True
@@ -70,7 +69,6 @@ class LoopThread:
         self._has_begun.wait()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """See `Loop.call`."""
         if self._event_loop is None:
             return
         try:
@@ -79,11 +77,9 @@ class LoopThread:
             logger.debug("The transfer loop has ended; %s is not run.", function.__name__)
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        """See `Loop.wait`."""
         return event.wait(timeout_s)
 
     def now_s(self) -> float:
-        """See `Loop.now_s`."""
         return time.monotonic()
 
     def join(self, timeout_s: float) -> None:

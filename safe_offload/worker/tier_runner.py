@@ -62,17 +62,14 @@ class HostSlots:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Slots.num_usable_slots`."""
         return self._backend.num_usable_slots
 
     def buffers(self, slot_id: int) -> Buffers:
-        """See `Slots.buffers`."""
         memory = self._memory
         assert memory is not None
         return tuple(memory[at : at + length] for at, length in self._layout.ranges_of(slot_id))
 
     def release(self) -> None:
-        """See `Slots.release`."""
         self._memory = None
 
 
@@ -276,7 +273,8 @@ class TierRunner:
                     for guarded in self.guarded_tiers:
                         self._late_probes.add(self._group.create_task(guarded.try_out()))
                 await self._closing.wait()
-                answering = [pending.task for pending in self._pending.values() if pending.task]
+                # A list, made at one go: vLLM's thread may add to what there is.
+                answering = [each.task for each in list(self._pending.values()) if each.task]
                 for task in (*answering, *self._late_probes):
                     task.cancel()
         finally:

@@ -19,11 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     benchmarks = parser.add_subparsers(required=True, metavar="BENCHMARK", parser_class=Subcommand)
     for name, what in (
+        ("engine", "`safe-offload bench engine` with a tiny model"),
         ("serve", "requests a second of a vLLM server with many users, with and without us"),
         ("tiers", "a tier against its device, network or store; engines that use it"),
         ("transfer", "rate of the copies, against what the hardware gives"),
         ("scheduler", "time of a connector's hooks inside vLLM's scheduler"),
         ("copies", "`transfer` with vLLM's own copies and with latencies"),
+        ("connectors", "no connector, ours and vLLM's own, in turns on one model"),
         ("layouts", "blocks in one piece: what it brings copies, what it costs the forward"),
         ("hits", "time to first token of a hit, loaded, computed, and by the rule"),
         ("shared", "many requests at once with one prefix: how often it is loaded"),

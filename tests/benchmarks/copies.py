@@ -122,14 +122,10 @@ def _latency_table(latencies: Sequence[Latency]) -> str:
 
 
 class VllmWays:
-    """vLLM's copies over the memory of a rig, on a GPU.
-
-    Attributes:
-        missing: ways that do not work here, and why.
-    """
+    """vLLM's copies over the memory of a rig, on a GPU."""
 
     def __init__(self) -> None:
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # ways that do not work here, and why
 
     def __call__(self, rig: Rig, traffic: Traffic) -> dict[str, TimedCopy]:
         """Return those that work; each is tried once, as there are many reasons not to."""

@@ -1,15 +1,14 @@
 """Engines of the tiny Llama, for benchmarks that run rounds of their own."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import OURS, PROMPT_TOKEN_IDS, BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import EngineProcess
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 
 TIMEOUT_S = 600.0
 
@@ -21,7 +20,8 @@ def ours(**extra: Any) -> dict[str, Any]:
 def make_tiny_engine(
     name: str, config: dict[str, Any] | None, folder: Path, **options: Any
 ) -> EngineProcess:
-    choices = engine_options(BenchOptions(kv_transfer_config=config or ours(), **options), folder)
+    how = BenchOptions("llama", kv_transfer_config=config or ours(), **options)
+    choices = engine_options(tiny(how, folder))
     chosen = choices[BASELINE if config is None else config["kv_connector"]]
     return EngineProcess(name, chosen, folder / f"{name.replace(' ', '-')}.log")
 

@@ -69,9 +69,7 @@ START, MIDDLE = "at start", "in the middle"
 class Site:
     """A server, the way to it, and what engines are told of it.
 
-    Args:
-        folder: for its files.
-        way: how engines reach the server, see `Trouble`.
+    `folder`: for its files; `way`: how engines reach the server, see `Trouble`.
     """
 
     def __init__(self, folder: Path, way: str) -> None:
@@ -142,13 +140,10 @@ DIRECT, PROXY, TLS, ALONE = "direct", "proxy", "TLS", "alone"
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What happens.
-
-    Attributes:
-        way: `DIRECT` to the server, through the `PROXY`, or that with `TLS`; `ALONE` without it.
-    """
+    """What happens."""
 
     begin: Callable[[Site], None]  # makes it
+    # `DIRECT` to the server, through the `PROXY`, or that with `TLS`; `ALONE` without it.
     way: str = DIRECT
 
 
@@ -170,16 +165,13 @@ TROUBLES: dict[str, Trouble] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of the requests of all engines.
-
-    Attributes:
-        opened_s: of each engine, when its tier was first left alone, for reading and writing.
-    """
+    """What became of the requests of all engines."""
 
     trouble: str
     moment: str
     begun_s: float  # when the trouble had begun
     samples: tuple[list[Sample], ...]  # of each engine
+    # Of each engine, when its tier was first left alone, for reading and writing.
     opened_s: tuple[dict[str, float], ...]
     log_lines: tuple[str, ...]  # about the tier, without repetitions
 

@@ -6,8 +6,6 @@ reads, and then waits until computing would have ended. So what is measured is n
 machine is, and a wrong byte from a tier is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence
@@ -118,13 +116,9 @@ class HostMachine:
 
 
 class TimedRunner(ModelRunner):
-    """A model runner whose forward takes what a model's would.
+    """A model runner whose forward takes what a model's would."""
 
-    Attributes:
-        starved_s: how long this engine was late because its threads had no core.
-    """
-
-    starved_s = 0.0
+    starved_s = 0.0  # how long this engine was late because its threads had no core
     _begin_s = _starved_before_s = _all_starved_before_s = 0.0
     _has_computed = False
 
@@ -160,11 +154,7 @@ class TimedRunner(ModelRunner):
 
 
 class FleetCore(TensorCore):
-    """The engine.
-
-    Args:
-        tiers: as `tiers` in a configuration has them.
-    """
+    """The engine. `tiers`: as `tiers` in a configuration has them."""
 
     guarded_tiers: tuple[GuardedTier, ...] = ()
 

@@ -8,8 +8,6 @@ last time says what a hit in its own cache takes. No two processes of one engine
 so each engine's time is held against what the same engine takes to compute the same prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
@@ -72,15 +70,12 @@ class Answers(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """One engine's hits of one length; times by prompt.
+    """One engine's hits of one length; times by prompt."""
 
-    Attributes:
-        hit_s: to the first token, with the prefix on the host, as the engine is set up.
-        on_gpu_s: the same prompt with the prefix in the GPU's cache.
-    """
-
+    # To the first token, with the prefix on the host, as the engine is set up.
     hit_s: list[float] = field(default_factory=list)
     computed_s: list[float] = field(default_factory=list)  # the same prompt, with loading forbidden
+    # The same prompt with the prefix in the GPU's cache.
     on_gpu_s: list[float] = field(default_factory=list)
     num_loaded: int = 0  # prompts of which the host's tokens were used
 

@@ -8,8 +8,6 @@ with blocks in one piece over the other. On the CPU vLLM's attention is told to 
 such blocks, as its kernels do; so the command can be tried without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics
@@ -21,10 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safe_offload.commands.bench import engine as bench_engine
-from safe_offload.commands.bench.engine import CPU_BYTES_MIN, OURS, BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import NUM_PROMPTS
+from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_options
 from safe_offload.commands.bench.engine_process import EngineProcess
-from safe_offload.commands.bench.engine_watch import Watched, answer_watched, start_watching
+from safe_offload.commands.bench.engine_report import NUM_PROMPTS
 from safe_offload.commands.bench.report import (
     Report,
     describe_machine,
@@ -34,9 +31,12 @@ from safe_offload.commands.bench.report import (
 )
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks import transfer
+from tests.benchmarks.engine import tiny
+from tests.benchmarks.engine_watch import Watched, answer_watched, start_watching
 from tests.benchmarks.engines import TIMEOUT_S, ours
 from tests.benchmarks.transfer_cases import KIB, Case, Traffic
 from tests.benchmarks.transfer_rigs import OURS as OUR_WAY
+from tests.gpu import shapes
 
 APART, WHOLE = "layer by layer", "in one piece"
 PROBE = "tests.benchmarks.layouts_worker.LayoutProbe"
@@ -58,6 +58,8 @@ class Found(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_engine.add_arguments(parser)
+    shapes.add_arguments(parser)
+    parser.set_defaults(model="llama")
     parser.add_argument("--copies-only", action="store_true", help="start no engines")
     parser.add_argument("--blocks", type=int, default=64, help="of a copy (%(default)s)")
     parser.add_argument("--copy-rounds", type=int, default=31, help="(%(default)s)")
@@ -71,7 +73,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     copies = measure_copies(arguments.device, arguments.blocks, arguments.copy_rounds)
     engines, num_different = Found({}, {}), 0
     if not arguments.copies_only:
-        engines, num_different = measure_engines(options, arguments.logs)
+        with tempfile.TemporaryDirectory(prefix="safe-offload-shape-") as name:
+            options = shapes.take_shape(options, arguments.shape, Path(name))
+            engines, num_different = measure_engines(options, arguments.logs)
     publish(make_report(machine, options, copies, engines, num_different), arguments)
     return int(num_different > 0)
 
@@ -116,16 +120,16 @@ def measure_engines(options: BenchOptions, log_folder: Path | None) -> tuple[Fou
     with tempfile.TemporaryDirectory(prefix="safe-offload-layouts-") as name, ExitStack() as on:
         logs = log_folder or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
-        options = bench_engine.fit_to_model(options, logs, print)
+        options = bench_engine.fit_to_model(tiny(options, Path(name)), logs, print)
         engines: dict[str, EngineProcess] = {}
         ranges: dict[str, str] = {}
         for layout in samples:
             config = ours(
-                cpu_bytes_to_use=options.cpu_bytes or CPU_BYTES_MIN,
+                **options.host_size,
                 enable_cross_layers_blocks=layout == WHOLE,
                 min_load_tokens=0,
             )
-            how = engine_options(replace(options, kv_transfer_config=config), Path(name))[OURS]
+            how = engine_options(replace(options, kv_transfer_config=config))[OURS]
             log = logs / f"{layout.replace(' ', '-')}.log"
             engines[layout] = on.enter_context(EngineProcess(layout, how, log))
             engines[layout].wait_until_started(TIMEOUT_S)

@@ -1,14 +1,12 @@
 """What `layouts` loads into vLLM's workers."""
 
-from __future__ import annotations
-
 from vllm.platforms import current_platform
 
-from safe_offload.commands.bench.engine_watch import WorkerProbe
+from tests.benchmarks.engine_watch import WorkerProbe
 
 
 class LayoutProbe(WorkerProbe):
-    """The worker extension of `bench engine`."""
+    """What `engine_watch` loads into vLLM's workers."""
 
 
 if current_platform.is_cpu():

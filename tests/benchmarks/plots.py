@@ -1,7 +1,5 @@
 """Pictures of figures, for docs/benchmarks."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from collections.abc import Callable

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.commands.bench.engine import PROMPT_TOKEN_IDS
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, generate
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import SafeOffloadError
 from tests.benchmarks.preemption_report import (
     BASELINE,
@@ -130,10 +130,7 @@ def measure(options: PreemptionOptions, say: Callable[[str], None]) -> list[Case
         for name in options.cases:
             case = CASES[name]
             model = write_tiny_model(
-                case.model,
-                Path(folder) / name,
-                sliding_window=SLIDING_WINDOW,
-                seed=options.seed,
+                case.model, Path(folder) / name, sliding_window=SLIDING_WINDOW, seed=options.seed
             )
             num_gpu_blocks = count_pool_blocks(options, case.model, workload)
             runs = {}
@@ -229,9 +226,7 @@ class Ledger:
     """Which tokens were computed, and which of them once more.
 
     It is told what the scheduler does, in that order, and knows each request by its id.
-
-    Attributes:
-        num_prompt_hits: tokens that requests got from a cache before they were ever preempted.
+    `num_prompt_hits`: tokens that requests got from a cache before they were ever preempted.
     """
 
     def __init__(self) -> None:

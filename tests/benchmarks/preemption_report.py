@@ -1,7 +1,5 @@
 """What the benchmark `preemption` found: figures from each recovery, as a table and JSON."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,32 +12,26 @@ BASELINE = "no connector"
 
 @dataclass(slots=True)
 class Recovery:
-    """What became of the tokens that one request had computed when it was preempted.
-
-    Attributes:
-        num_again: tokens computed that had been computed before, until it ended or was preempted
-            once more. What it had not come to by then is lost again and counts for the next.
-    """
+    """What became of the tokens that one request had computed when it was preempted."""
 
     num_computed: int  # tokens whose KV cache it had then
     num_gpu: int = 0  # of them, given back by the GPU's prefix cache when it ran again
     num_host: int = 0  # of them, loaded from the host
+    # Tokens computed that had been computed before, until it ended or was preempted once more.
+    # What it had not come to by then is lost again and counts for the next.
     num_again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """One engine's run of the workload.
-
-    Attributes:
-        counters: of the connector, without their prefix.
-    """
+    """One engine's run of the workload."""
 
     num_steps: int
     num_scheduled: int  # tokens that the scheduler scheduled, of all steps
     num_once: int  # tokens that have to be computed: prompts that no cache had, and answers
     recoveries: tuple[Recovery, ...]  # one for each preemption
     token_ids: tuple[tuple[int, ...], ...]  # of the answers, in the order of the prompts
+    # Of the connector, without their prefix.
     counters: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -4,8 +4,6 @@ vLLM's real scheduler serves fixed traces with each connector's scheduler side: 
 Every hook that the scheduler calls is timed, or with --counts what it executes is counted.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,13 +23,7 @@ from tests.benchmarks.scheduler_measure import (
     time_hooks,
 )
 from tests.benchmarks.scheduler_probe import WrapperCost, measure_wrapper_cost
-from tests.benchmarks.scheduler_report import (
-    NOTHING,
-    SchedulerFound,
-    TraceFound,
-    draw,
-    make_report,
-)
+from tests.benchmarks.scheduler_report import NOTHING, SchedulerFound, TraceFound, draw, make_report
 from tests.benchmarks.scheduler_traces import LAYOUTS, QUICK_SHARE, TRACES, Trace, make_trace
 
 QUICK_FACTORS = cases.STORED_FACTORS[:2]

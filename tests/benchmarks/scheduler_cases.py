@@ -4,8 +4,6 @@ How long does a long request wait for blocks that a connector keeps? What does o
 tokens cost? Does a step cost more when much is stored?
 """
 
-from __future__ import annotations
-
 import pickle
 import statistics
 import time

@@ -100,14 +100,10 @@ def _seed(request_id: str) -> int:
 
 
 class SchedulerClock:
-    """The time inside vLLM's scheduler, hooks included. Hashing a prompt is not in it.
-
-    Attributes:
-        total_ns: so far.
-    """
+    """The time inside vLLM's scheduler, hooks included. Hashing a prompt is not in it."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.total_ns = 0
+        self.total_ns = 0  # so far
         for name in ("add_request", "has_requests", "schedule", "update_from_output"):
             setattr(scheduler, name, self._timed(getattr(scheduler, name)))
 

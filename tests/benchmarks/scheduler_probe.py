@@ -86,17 +86,12 @@ class WrapperCost:
 class HookTimer:
     """Times every call of every hook; all times are less what the wrapper itself takes.
 
-    Args:
-        cost: of the wrapper.
-
-    Attributes:
-        samples_ns: of each hook, in the order of the calls.
-        steps_ns: all hooks together, by step.
+    `cost`: of the wrapper.
     """
 
     def __init__(self, cost: WrapperCost) -> None:
-        self.samples_ns: dict[str, list[int]] = {}
-        self.steps_ns: list[int] = []
+        self.samples_ns: dict[str, list[int]] = {}  # of each hook, in the order of the calls
+        self.steps_ns: list[int] = []  # all hooks together, by step
         self._cost = cost
         self._step: list[int] = []
 
@@ -155,15 +150,12 @@ def _time_calls(hook: Hook) -> int:
 
 
 class Watch:
-    """Sees what a connector achieves; too slow to be timed beside.
-
-    Attributes:
-        num_hit_tokens: that were loaded from the host for requests that had not run before.
-        kept_blocks: after each step, GPU blocks that are referenced and that no request holds.
-    """
+    """Sees what a connector achieves; too slow to be timed beside."""
 
     def __init__(self) -> None:
+        # That were loaded from the host for requests that had not run before.
         self.num_hit_tokens = 0
+        # After each step, GPU blocks that are referenced and that no request holds.
         self.kept_blocks: list[int] = []
 
     def wrap(self, name: str, hook: Hook) -> Hook:
@@ -214,14 +206,10 @@ class Counts:
 
 
 class HookCounter:
-    """Counts what every hook executes, which depends on no clock and on no other process.
-
-    Attributes:
-        counts: of each hook.
-    """
+    """Counts what every hook executes, which depends on no clock and on no other process."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, Counts] = {}  # of each hook
         self._functions = 0
         self._instructions = 0
         self._own = Counts()

@@ -1,7 +1,5 @@
 """What `python -m tests.benchmarks scheduler` found, and its report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any

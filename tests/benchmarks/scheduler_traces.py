@@ -4,8 +4,6 @@ A trace is a number of users. Each sends a prompt, waits for the answer, pauses,
 one, so that what arrives when depends on the engine's steps and on nothing else.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

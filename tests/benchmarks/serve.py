@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import BenchOptions, engine_options
-from safe_offload.commands.bench.engine_breakdown import BASELINE
 from safe_offload.commands.bench.engine_process import EngineOptions, EngineProcess, Turns
+from safe_offload.commands.bench.engine_report import BASELINE
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 from tests.benchmarks.serve_report import ServeFound, make_report
 from tests.benchmarks.serve_workload import (
     GROWING,
@@ -40,6 +40,7 @@ from tests.benchmarks.serve_workload import (
     make_prompts,
     serve_users,
 )
+from tests.engine.http_server import hold_port
 
 LIMIT = "no connector, KV pool for all"
 POOL_SHARE = 3  # the KV pool holds a third of what the users' contexts need
@@ -181,7 +182,8 @@ def _own_servers(
         servers, urls = [], {}
         for name, options in server_options(sizes, arguments, folder).items():
             say(f"starting the server with {name} ...")
-            port = _find_free_port()
+            held, port = hold_port()
+            on.enter_context(held)
             options.arguments["port"] = port
             log_path = log_folder / f"{name.replace(' ', '-')}.log"
             servers.append(on.enter_context(EngineProcess(name, options, log_path, serve_http)))
@@ -197,6 +199,7 @@ def server_options(
     """Return how to start each server: the same but for connector or KV pool."""
     for_all, for_some = count_blocks(sizes)
     bench_options = BenchOptions(
+        "llama",
         prompt_tokens=sizes.longest_tokens,
         answer_tokens=sizes.answer_tokens,
         num_gpu_blocks=for_some,
@@ -205,17 +208,10 @@ def server_options(
         kv_transfer_config=arguments.kv_transfer_config,
         engine_args={"host": _HOST, "uvicorn_log_level": "warning", "max_num_seqs": sizes.users},
     )
-    options = engine_options(bench_options, folder)
+    options = engine_options(tiny(bench_options, folder))
     baseline = options[BASELINE]
     large = baseline.arguments | {"num_gpu_blocks_override": for_all}
     return options | {LIMIT: EngineOptions(large, baseline.environment)}
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -6,8 +6,6 @@ vLLM's real scheduler serves them with each connector's real scheduler side: no 
 Figures are steps, preemptions and blocks, and are the same on every machine and every time.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ What they take together is compared with one host hit that is followed by seven 
 as little as it can be. Both are timed in turns, in one engine.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import tempfile

@@ -4,8 +4,6 @@ vLLM's scheduler and the scheduler side of our connector are real. There is no m
 no worker: a stand-in takes each plan and reports what has ended by then.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass, field
@@ -46,19 +44,16 @@ class TierSpeed:
 
     There is no circuit breaker in front of it, as a real worker has: what it spoils it spoils for
     every request.
-
-    Attributes:
-        num_fetched_max: pieces that come; the next stalls, and all that is asked for from then.
-        dead_s: from when to when nothing is answered; what is asked for then fails after
-            `TIMEOUT_S`.
     """
 
     bytes_per_s: float = 2e9  # of fetches, one after another
     latency_s: float = 0.002  # of a probe and of each piece of a fetch
     probe_s: float | None = None  # of a probe, if it is not the latency
+    # Pieces that come; the next stalls, and all that is asked for from then.
     num_fetched_max: float = NEVER
     fails_every: int = 0  # every such piece does not come; it is given up after `TIMEOUT_S`
     delivers: bool = True  # what it says it has comes
+    # From when to when nothing is answered; what is asked for then fails after `TIMEOUT_S`.
     dead_s: tuple[float, float] = (NEVER, NEVER)
 
 
@@ -167,24 +162,17 @@ class Worker:
 class TimedEngine(Stepper):
     """The engine.
 
-    Args:
-        shape: of the scheduler and the connector.
-        tokens_per_s: that a step computes, beyond `STEP_S`.
-        speed: of its tier; None for none.
-
-    Attributes:
-        clock: virtual.
-        worker: the stand-in.
-        first_token_s: when each request had its first token.
-        last_plan, last_report: what went to the worker and came from it in the last step.
+    `shape`: of the scheduler and the connector; `tokens_per_s`: that a step computes, beyond
+    `STEP_S`; `speed`: of its tier; None for none. `last_plan`, `last_report`: what went to the
+    worker and came from it in the last step.
     """
 
     def __init__(self, shape: EngineShape, tokens_per_s: float, speed: TierSpeed | None) -> None:
-        self.clock = Clock()
+        self.clock = Clock()  # virtual
         with patch("safe_offload.connector.monotonic", lambda: self.clock.now_s):
             super().__init__(shape)
-        self.worker = Worker(speed, shape.num_slots)
-        self.first_token_s: dict[str, float] = {}
+        self.worker = Worker(speed, shape.num_slots)  # the stand-in
+        self.first_token_s: dict[str, float] = {}  # when each request had its first token
         self.last_plan = EMPTY_PLAN
         self.last_report: StepReport | None = None
         self._has_worker = shape.connector == OURS

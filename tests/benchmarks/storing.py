@@ -12,8 +12,6 @@ and the CPU time that each process and each kind of thread uses for a request, w
 The floor is what one thread takes to copy as many bytes as are stored, in as many pieces.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import random
@@ -27,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine_process import generate
-from safe_offload.commands.bench.engine_watch import start_watching
 from safe_offload.commands.bench.report import (
     Report,
     add_output_arguments,
@@ -36,6 +33,7 @@ from safe_offload.commands.bench.report import (
     publish,
     table,
 )
+from tests.benchmarks.engine_watch import start_watching
 from tests.benchmarks.engines import TIMEOUT_S, make_tiny_engine, ours, random_prompt
 from tests.benchmarks.thread_uses import PROBE, ROLES, ThreadUse, read_uses
 

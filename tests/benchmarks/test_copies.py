@@ -1,23 +1,19 @@
 """`python -m tests.benchmarks copies`: latencies, and vLLM's copies beside ours."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from safe_offload.worker.copies.base import Direction
 from tests.benchmarks import copies
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.fake_gpu_rig import fake_gpu_rigs
 from tests.benchmarks.transfer import TransferOptions, make_report, measure
-from tests.benchmarks.transfer_cases import Case, Traffic
+from tests.benchmarks.transfer_cases import Case
 
 VLLM_COPIES = "tests.benchmarks.vllm_copies"
 TINY = ["--range-bytes", "4096", "--blocks", "2", "--layers", "2", "--rounds", "2"]
@@ -40,7 +36,7 @@ class FakeVllmCopies(ModuleType):
         return lambda: self.given.append(f"kernel {len(ranges)}")
 
 
-def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path: Path) -> None:
+def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path):
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "copies.json", tmp_path / "copies.png"
     command = ["copies", "--device", "cpu", "--max-bytes", "65536", *TINY]
@@ -52,7 +48,7 @@ def test_a_tiny_run_on_the_cpu_has_latencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_a_whole_report_of_a_gpu(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_report_of_a_gpu(is_missing, monkeypatch):
     fake = FakeVllmCopies(VLLM_COPIES)
     fake.given = []
     monkeypatch.delattr(VLLM_COPIES, raising=False)
@@ -81,25 +77,3 @@ def test_a_whole_report_of_a_gpu(is_missing: bool, monkeypatch: pytest.MonkeyPat
     batch, both = {copies.VLLM_BATCH}, {copies.VLLM_BATCH, copies.VLLM_KERNEL}
     assert ways_of == [batch, both, batch, batch, batch, batch], "the kernel is for short loads"
     assert "kernel 8" in fake.given, "a range for each layer of each block"
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_vllms_batched_call_goes_the_right_way(direction: Direction, monkeypatch) -> None:
-    pytest.importorskip("vllm.v1.simple_kv_offload.cuda_mem_ops")
-    pytest.importorskip("vllm.v1.kv_offload.cpu.swap_blocks_triton")
-    from tests.benchmarks import vllm_copies
-
-    calls: list[tuple[Any, ...]] = []
-    operations = vllm_copies.cuda_mem_ops
-    monkeypatch.setattr(operations, "build_params", lambda *arguments: arguments)
-    monkeypatch.setattr(operations, "copy_blocks", lambda *arguments: calls.append(arguments))
-    (copy,) = Case(8, 5, 2).make_copies(Traffic(direction.value))
-    caches, hosts = ([torch.zeros(5, 8) for _ in range(2)] for _ in range(2))
-    vllm_copies.batched_call(copy, (caches, hosts), "a stream")()
-    blocks, slots = copy.block_ids.tolist(), copy.slot_ids.tolist()
-    ((from_ids, to_ids, (sources, targets, stream, _)),) = calls
-    is_store = direction is Direction.STORE
-    assert stream == "a stream"
-    assert (from_ids, to_ids) == ((blocks, slots) if is_store else (slots, blocks))
-    assert sources["1"] is (caches if is_store else hosts)[1]
-    assert targets["0"] is (hosts if is_store else caches)[0]

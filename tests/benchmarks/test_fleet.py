@@ -1,11 +1,7 @@
 """The benchmark `fleet`: a sample of it, and that it tells wrong, missing and late answers."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +9,7 @@ from safe_offload.tiers.base import Buffers, Name, Result
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.guarded_tier import FAILURES_MAX
 from tests.benchmarks import fleet_engine
-from tests.benchmarks.fleet import (
-    MIDDLE,
-    START,
-    VOCABULARY,
-    Fleet,
-    Row,
-    make_prompts,
-)
+from tests.benchmarks.fleet import MIDDLE, START, VOCABULARY, Fleet, Row, make_prompts
 from tests.benchmarks.fleet_engine import FleetCore, Sample
 from tests.benchmarks.slow_tier import ALLOWED_S, ALLOWED_SHARE
 
@@ -44,7 +33,7 @@ def make_row(*samples: Sample, begun_s: float = 0.0, **opened_s: float) -> Row:
 
 
 @pytest.mark.nightly
-def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path: Path) -> None:
+def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path):
     prompts = make_prompts(40, 1)
     with Fleet(tmp_path) as fleet:
         refused = fleet.run("wrong password", START, prompts)
@@ -64,12 +53,12 @@ def test_engines_answer_rightly_whatever_becomes_of_their_server(tmp_path: Path)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(fleet_engine, "TOKENS_PER_S", 100_000)
 
 
 @pytest.fixture
-def engines(tmp_path: Path, quick: None) -> Iterator[list[FleetCore]]:
+def engines(tmp_path, quick):
     """Two on one directory."""
     tiers = [{"url": f"file://{tmp_path}/tier", "wait_s": 30}]
     found = [FleetCore(tiers) for _ in range(2)]
@@ -89,20 +78,7 @@ def settle(engine: FleetCore) -> None:
         engine.step()
 
 
-def test_what_one_engine_computed_the_other_has_from_the_tier(engines: list[FleetCore]) -> None:
-    one, other = engines
-    prompt = random_tokens(1_000)
-    first = one.serve("a", prompt)
-    settle(one)
-    second = other.serve("a", prompt)
-    assert (first.num_hit, second.num_hit) == (0, 992)
-    assert first.is_right
-    assert second.is_right
-
-
-def test_wrong_bytes_of_a_tier_are_found(
-    engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_of_a_tier_are_found(engines, monkeypatch):
     fetch = FileTier.fetch
 
     async def spoil(self: FileTier, names: list[Name], slots: list[Buffers]) -> list[Result]:
@@ -119,21 +95,10 @@ def test_wrong_bytes_of_a_tier_are_found(
     assert "wrong bytes" in found.problem
 
 
-def test_an_answer_that_does_not_come_is_a_problem(
-    engines: list[FleetCore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_engine, "ANSWER_TIMEOUT_S", 0.0)
-    found = engines[0].serve("a", random_tokens(500))
-    assert not found.is_right
-    assert "no answer" in found.problem
-    monkeypatch.undo()
-    settle(engines[0])
-
-
 # ---- what is late -------------------------------------------------------------------------------
 
 
-def test_what_is_allowed_follows_from_what_computing_takes() -> None:
+def test_what_is_allowed_follows_from_what_computing_takes():
     assert GOOD.computing_s == pytest.approx(0.005 + 0.2)
     allowed_s = ALLOWED_SHARE * GOOD.computing_s + ALLOWED_S
     assert replace(GOOD, first_s=allowed_s).ratio == pytest.approx(1.0)
@@ -141,7 +106,7 @@ def test_what_is_allowed_follows_from_what_computing_takes() -> None:
     assert starved.ratio == pytest.approx(1.0)
 
 
-def test_late_is_a_breach_once_a_breaker_is_open() -> None:
+def test_late_is_a_breach_once_a_breaker_is_open():
     assert make_row(GOOD, GOOD).is_kept
     assert not make_row(GOOD, LATE).is_kept
     assert make_row(LATE, GOOD).is_kept, "the first of a new engine"

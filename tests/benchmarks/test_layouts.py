@@ -1,21 +1,11 @@
 """`python -m tests.benchmarks layouts`: both layouts, on engines too, and what is made of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.__main__ import main
-from tests.benchmarks.layouts import (
-    APART,
-    NUM_LAYERS,
-    WHOLE,
-    busy_s,
-    measure_copies,
-    ratios,
-)
+from tests.benchmarks.layouts import APART, NUM_LAYERS, WHOLE, measure_copies, ratios
 
 FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 
@@ -24,7 +14,7 @@ FEW = ["--device", "cpu", "--blocks", "2", "--copy-rounds", "2"]
 @pytest.mark.nightly
 @pytest.mark.usefixtures("forked_engines")
 @pytest.mark.timeout(3600)
-def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path) -> None:
+def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path):
     sizes = ["--prompt-tokens", "500", "--answer-tokens", "4", "--rounds", "1", *FEW]
     figures = tmp_path / "figures.json"
     assert main(["layouts", *sizes, "--json", str(figures)]) == 0
@@ -39,17 +29,8 @@ def test_two_engines_are_compared_that_differ_in_the_layout_only(tmp_path: Path)
     assert all(len(values) == 1 and values[0] > 0 for values in told.values())
 
 
-def test_copies_differ_in_the_number_of_ranges_only() -> None:
+def test_copies_differ_in_the_number_of_ranges_only():
     found = measure_copies("cpu", 5, 2)
     apart, whole = (int(found.ranges[layout].partition(" ")[0]) for layout in (APART, WHOLE))
     assert apart == NUM_LAYERS * whole
     assert set(ratios(found.samples)) == {"store", "load", "both"}
-
-
-def test_a_ratio_is_of_the_same_round() -> None:
-    samples = {APART: [{"a": 1.0}, {"a": 4.0, "b": 1.0}], WHOLE: [{"a": 2.0}, {"a": 2.0}]}
-    assert ratios(samples) == {"a": [2.0, 0.5]}
-
-
-def test_copies_at_the_same_time_count_once() -> None:
-    assert busy_s([(0.0, 2.0), (0.5, 1.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0

@@ -1,17 +1,10 @@
 """`python -m tests.benchmarks preemption`: what it counts, without an engine."""
 
-from __future__ import annotations
-
-import argparse
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from safe_offload.errors import SafeOffloadError
-from tests.benchmarks import preemption
-from tests.benchmarks.preemption import Ledger, Workload, watch
+from tests.benchmarks.preemption import Ledger, Workload
 from tests.benchmarks.preemption_report import (
     BASELINE,
     CaseRuns,
@@ -23,15 +16,6 @@ from tests.benchmarks.preemption_report import (
 
 LONE = Workload(((1,) * 100,), (2,))
 """One request that computes 101 tokens."""
-
-
-def test_the_pool_is_a_share_of_what_all_requests_hold() -> None:
-    parser = argparse.ArgumentParser()
-    preemption.add_arguments(parser)
-    options = preemption.read_options(parser.parse_args(["--pool-ratio", "0.5"]))
-    workload = Workload(((1,) * 100, (2,) * 20), (28, 76))  # 4 and 3 blocks of 32
-    assert preemption.count_pool_blocks(options, "llama", workload) == round(3.5) + 1
-    assert preemption.make_workload(options) == preemption.make_workload(options)
 
 
 # ---- the ledger --------------------------------------------------------------------------------
@@ -57,48 +41,12 @@ def test_the_pool_is_a_share_of_what_all_requests_hold() -> None:
         ([("matched", 0), ("matched", 0), ("scheduled", 0, 101)], [(100, 0, 0, 100)]),
     ],
 )
-def test_what_came_back_is_told_from_what_was_computed_again(calls, found) -> None:
+def test_what_came_back_is_told_from_what_was_computed_again(calls, found):
     ledger = Ledger()
     for name, *numbers in [("scheduled", 0, 100), ("preempted", 100), *calls]:
         getattr(ledger, name)("a", *numbers)
     assert ledger.recoveries == [Recovery(*numbers) for numbers in found]
     assert ledger.close(LONE) == 101
-
-
-def test_counts_that_do_not_add_up_are_an_error() -> None:
-    ledger = Ledger()
-    ledger.scheduled("a", 0, 99)
-    with pytest.raises(SafeOffloadError, match="99 tokens were scheduled; expected 101"):
-        ledger.close(LONE)
-
-
-class FakeScheduler:
-    """Has the three methods that are watched; a step preempts request a and runs request b."""
-
-    def __init__(self) -> None:
-        self.requests = {
-            name: SimpleNamespace(request_id=name, num_computed_tokens=number)
-            for name, number in (("a", 50), ("b", 0))
-        }
-        self.kv_cache_manager: Any = SimpleNamespace(allocate_slots=lambda *_, **__: object())
-
-    def schedule(self) -> Any:
-        self._preempt_request(self.requests["a"], 0.0)
-        request = self.requests["b"]
-        self.kv_cache_manager.allocate_slots(request, 8, num_new_computed_tokens=32)
-        request.num_computed_tokens = 40
-        return SimpleNamespace(num_scheduled_tokens={"b": 8})
-
-    def _preempt_request(self, request: Any, timestamp: float) -> None:
-        request.num_computed_tokens = 0
-
-
-def test_the_ledger_is_told_what_the_scheduler_does() -> None:
-    scheduler, ledger = FakeScheduler(), Ledger()
-    watch(scheduler, ledger)
-    scheduler.schedule()
-    assert (ledger.num_steps, ledger.num_scheduled, ledger.num_prompt_hits) == (1, 8, 32)
-    assert ledger.recoveries == [Recovery(50)]
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -111,7 +59,7 @@ def make_run(*recoveries: Recovery, answer: int = 7) -> EngineRun:
 
 
 @pytest.mark.parametrize(("answer", "equality"), [(7, "all 2 equal"), (8, "1 of 2 DIFFER")])
-def test_the_table_has_shares_of_what_the_gpu_did_not_have(answer: int, equality: str) -> None:
+def test_the_table_has_shares_of_what_the_gpu_did_not_have(answer, equality):
     ours = make_run(Recovery(100, 20, 72, 8), Recovery(100, 0, 90, 10), answer=answer)
     baseline = make_run(Recovery(100, 20, 0, 80), Recovery(100, 0, 0, 100))
     cases = [CaseRuns("llama", 9, {BASELINE: baseline, "ours eager": ours})]

@@ -61,8 +61,7 @@ def test_the_servers_differ_in_connector_or_pool(tmp_path: Path) -> None:
 class Server:
     """Speaks what vLLM's server speaks; answers with the last tokens of the prompt, spoiled.
 
-    Args:
-        num_together: the first answers wait for this many prompts.
+    `num_together`: the first answers wait for this many prompts.
     """
 
     def __init__(

@@ -1,10 +1,7 @@
 """`python -m tests.benchmarks shared`, and what it must show: one load for all who want it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 from vllm.config import SpeculativeConfig
@@ -39,7 +36,7 @@ def served(name: str, layout: str, case: Case, num_before: int = 0) -> Served:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.num_requests))
 @pytest.mark.parametrize("name", OURS)
-def test_a_hit_that_many_want_is_no_slower_than_none(layout: str, case: Case, name: str) -> None:
+def test_a_hit_that_many_want_is_no_slower_than_none(layout, case, name):
     """FAULTS P3: each loaded a copy of its own, the copies filled the pool, requests preempted."""
     compare(served("none", layout, case), served(name, layout, case), layout)
 
@@ -83,7 +80,7 @@ def test_long_prefixes_that_come_in_turns_come_back(name: str) -> None:
     assert third <= (second if "lazy" in name else TAIL_TOKENS), "all behind where two have parted"
 
 
-def test_the_other_connector_that_loads_for_each_is_slower() -> None:
+def test_the_other_connector_that_loads_for_each_is_slower():
     """The case is one: without waiting, it looks like this."""
     case = CASES[0]
     simple = served("simple-eager", "full attention", case)
@@ -91,9 +88,7 @@ def test_the_other_connector_that_loads_for_each_is_slower() -> None:
     assert simple.num_steps > 1.5 * served("none", "full attention", case).num_steps
 
 
-def test_the_figures_are_the_same_every_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_figures_are_the_same_every_time(tmp_path, capsys):
     small = Case(3, 60, 10, 4)
     first = measure(["none", "ours-eager"], [small], 1)
     assert first == measure(["none", "ours-eager"], [small], 1)

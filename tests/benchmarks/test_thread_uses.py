@@ -1,10 +1,7 @@
 """What threads of an engine use, told by their names."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,20 +24,20 @@ from tests.worker.test_bridge import Worker
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker():
     found = Worker().register()
     yield found
     found.bridge.shutdown()
 
 
-def test_threads_are_told_by_name_with_the_process_they_are_of(worker: Worker) -> None:
+def test_threads_are_told_by_name_with_the_process_they_are_of(worker):
     pid, parent_pid, names = ThreadProbe().thread_names()
     assert (pid, parent_pid) == (os.getpid(), os.getppid())
     assert {LOOP, STORES, LOADS, FIRST_TOUCH, OTHERS} <= {role_of(name) for name in names.values()}
     assert names[str(threading.get_native_id())] == "MainThread"
 
 
-def test_a_thread_is_read_from_the_kernel_s_files(tmp_path: Path) -> None:
+def test_a_thread_is_read_from_the_kernel_s_files(tmp_path):
     (tmp_path / "schedstat").write_text("2500000000 1500000 77\n")
     (tmp_path / "stat").write_text("12 (VLLM :: (odd) name) S 1 2 3 4 5 6 88 0 9 0 1 2\n")
     assert read_thread(tmp_path) == ThreadUse(2.5, 0.0015, 88)

@@ -10,7 +10,7 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safe_offload.commands.bench.engine_watch import WorkerProbe
+from tests.benchmarks.engine_watch import WorkerProbe
 
 FRONT_END, SCHEDULER = "front end", "scheduler's process"
 FORWARD, OTHERS = "worker, the forward's thread", "worker, vLLM's other threads"
@@ -44,7 +44,7 @@ class ThreadUse:
 
 
 class ThreadProbe(WorkerProbe):
-    """The worker extension of `bench engine`, which tells the names of its threads, too."""
+    """What `engine_watch` loads into vLLM's workers, which tells the names of its threads, too."""
 
     def thread_names(self) -> ThreadNames:
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}

@@ -43,19 +43,8 @@ from safe_offload.errors import ConfigError, SafeOffloadError
 from safe_offload.tiers.base import Buffers, Name, Result, Tier
 from safe_offload.tiers.choice import open_tier
 from safe_offload.worker.loop_thread import new_event_loop
-from tests.benchmarks.tiers_engine import (
-    EngineBenchOptions,
-    EngineFound,
-    measure_engines,
-    render,
-)
-from tests.benchmarks.tiers_limits import (
-    DeviceLimit,
-    Limit,
-    SocketLimit,
-    StoreLimit,
-    delete_all,
-)
+from tests.benchmarks.tiers_engine import EngineBenchOptions, EngineFound, measure_engines, render
+from tests.benchmarks.tiers_limits import DeviceLimit, Limit, SocketLimit, StoreLimit, delete_all
 
 GIB = 1 << 30
 SIZE_BYTES_MAX = 64 * GIB

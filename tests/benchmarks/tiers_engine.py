@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_offload.commands.bench.engine import (
-    CPU_BYTES_MIN,
+    DEFAULT_CPU_BYTES,
     OURS,
     PROMPT_TOKEN_IDS,
     BenchOptions,
@@ -26,6 +26,7 @@ from safe_offload.commands.bench.engine import (
 from safe_offload.commands.bench.engine_process import Answer, EngineProcess, Question, answer
 from safe_offload.commands.bench.report import median_and_spread, table
 from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
 
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
@@ -98,7 +99,7 @@ class _Bench:
     def start(self, name: str, *, has_tier: bool = True) -> EngineProcess:
         """Return an engine that has started."""
         tiers = [dict(self._options.tier)] if has_tier else []
-        extra = {"cpu_bytes_to_use": CPU_BYTES_MIN, "tiers": tiers, **self._options.extra}
+        extra = {"cpu_bytes_to_use": DEFAULT_CPU_BYTES, "tiers": tiers, **self._options.extra}
         config = {"kv_connector": OURS, "kv_connector_extra_config": extra}
         how = BenchOptions(
             model=self._options.model,
@@ -106,7 +107,7 @@ class _Bench:
             kv_transfer_config=config,
             engine_args={"prefix_caching_hash_algo": HASH_ALGORITHM} | self._options.engine_args,
         )
-        chosen = engine_options(how, self._work)[OURS]
+        chosen = engine_options(tiny(how, self._work))[OURS]
         engine = EngineProcess(name, chosen, self._work / f"{name}.log")
         engine.wait_until_started(START_TIMEOUT_S)
         return engine

@@ -56,11 +56,7 @@ def kernel_launch(ranges: Ranges, stream: Any) -> Callable[[], None]:
     def launch() -> None:
         with torch.cuda.stream(stream):
             swap_blocks_triton.swap_blocks_batch(
-                sources,
-                targets,
-                lengths,
-                is_src_access_order_any=True,
-                bytes_per_chunk=chunk_bytes,
+                sources, targets, lengths, is_src_access_order_any=True, bytes_per_chunk=chunk_bytes
             )
 
     return launch

@@ -14,7 +14,7 @@ HEAVY = {"torch", "vllm", "numpy", "triton", "matplotlib"}
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_import_nothing_heavy_and_print_nothing_else(argument: str) -> None:
+def test_help_and_version_import_nothing_heavy_and_print_nothing_else(argument):
     """torch and vLLM take seconds to import, and print lines of their own."""
     script = """
 import atexit, json, sys
@@ -39,7 +39,7 @@ main(sys.argv[1:])
     ("arguments", "word"),
     [(["bench", "--help"], "engine"), (["bench", "engine", "--help"], "--prompt-tokens")],
 )
-def test_help_names_subcommands_and_options(arguments: list[str], word: str, capsys) -> None:
+def test_help_names_subcommands_and_options(arguments, word, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     assert word in capsys.readouterr().out.split()
@@ -53,5 +53,5 @@ def test_help_names_subcommands_and_options(arguments: list[str], word: str, cap
     ],
 )
 def test_what_cannot_be_measured_is_an_error(arguments: list[str], message: str, capsys) -> None:
-    assert main(["bench", "engine", *arguments]) == 1
+    assert main(["bench", "engine", "--model", "some/model", *arguments]) == 1
     assert message in capsys.readouterr().err

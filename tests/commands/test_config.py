@@ -1,7 +1,5 @@
 """`safe-offload config`: every setting, and what a configuration sets, without vLLM."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -31,7 +29,7 @@ def multi(*children: dict[str, Any], **outer: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
+def run(capsys):
     """Run the command on a configuration; what it printed, by the first word of each line."""
 
     def call(written: object, *options: str) -> dict[str, str]:
@@ -51,9 +49,7 @@ def refusal(written: object, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_every_setting_is_listed_with_its_default_and_what_is_allowed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_setting_is_listed_with_its_default_and_what_is_allowed(capsys):
     assert main(["config"]) == 0
     lines = capsys.readouterr().out.splitlines()
     of_tiers = next(index for index, line in enumerate(lines) if '"tiers":' in line)
@@ -64,7 +60,7 @@ def test_every_setting_is_listed_with_its_default_and_what_is_allowed(
     assert "seconds, more than 0 and at most 3600" in shown["transfer_timeout_s"]
 
 
-def test_explain_says_what_every_setting_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_every_setting_does(capsys):
     assert main(["config", "--explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert all(row.help in said for row in (*SETTINGS.values(), *TIER_SETTINGS.values()))
@@ -101,14 +97,12 @@ SECRET = ours(tiers=[{"url": "redis://me:hunter2@kv"}, {"url": "file:///mnt/kv",
         ),
     ],
 )
-def test_a_value_is_shown_with_who_sets_it(run: Any, written: object, key: str, expected) -> None:
+def test_a_value_is_shown_with_who_sets_it(run, written, key, expected):
     assert run(written).get(key) == expected
     assert "Bytes" in run(written, "--explain")
 
 
-def test_each_connector_of_ours_under_multi_connector_is_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_connector_of_ours_under_multi_connector_is_shown(capsys):
     written = multi(ours(verify="load"), OTHER, ours(num_cpu_blocks=7), kv_role="kv_both")
     assert main(["config", "--kv-transfer-config", json.dumps(written)]) == 0
     outer, first, third = capsys.readouterr().out.split("\n\n")
@@ -177,9 +171,7 @@ def test_each_connector_of_ours_under_multi_connector_is_shown(
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_refused_with_the_fix(
-    written: object, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_that_cannot_be_used_is_refused_with_the_fix(written, message, capsys):
     """All is in one line, the only one; and vLLM says it, too, where it is a configuration."""
     (said,) = refusal(written, capsys).splitlines()
     assert said.startswith("safe-offload: ")
@@ -200,7 +192,7 @@ def make_vllms(written: dict[str, Any]) -> None:
     KVTransferConfig(**written)
 
 
-def test_the_module_of_another_connector_is_left_alone() -> None:
+def test_the_module_of_another_connector_is_left_alone():
     for written in (OTHER, {**OURS, "kv_connector_module_path": "safe_offload.connector"}):
         make_vllms({**written})
     make_vllms({**OTHER, "kv_connector_module_path": "nowhere.at.all"})
@@ -222,9 +214,7 @@ def test_the_module_of_another_connector_is_left_alone() -> None:
         multi(OURS, {"kv_connector": "ExampleConnector", "kv_rolle": 1}, kv_role="kv_both"),
     ],
 )
-def test_vllm_takes_and_refuses_the_same(
-    written: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vllm_takes_and_refuses_the_same(written, capsys):
     """Also for the children of MultiConnector, of which vLLM makes a configuration each."""
     from vllm.config import KVTransferConfig
 
@@ -242,7 +232,7 @@ def test_vllm_takes_and_refuses_the_same(
     assert main(["config", "--kv-transfer-config", json.dumps(written)]) == expected
 
 
-def test_it_needs_neither_vllm_nor_torch() -> None:
+def test_it_needs_neither_vllm_nor_torch():
     script = (
         "import sys; from safe_offload.commands.cli import main; "
         f"main(['config', '--kv-transfer-config', {json.dumps(json.dumps(OURS))}]); "
@@ -257,7 +247,7 @@ def test_it_needs_neither_vllm_nor_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_command_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     command, shown = page.partition("## Check a configuration\n")[2].split("\n\nprints\n")
     program, *arguments = shlex.split(command)
@@ -276,7 +266,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
         (["--kv-transfer-config", json.dumps(OURS), "--nothing"], 2),
     ],
 )
-def test_the_exit_status_is_that_of_the_page(arguments: list[str], expected: int) -> None:
+def test_the_exit_status_is_that_of_the_page(arguments, expected):
     command = [sys.executable, "-m", "safe_offload", "config", *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True)
     assert done.returncode == expected, done.stderr

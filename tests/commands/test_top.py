@@ -1,7 +1,5 @@
 """`safe-offload top` over a server of HTTP that says what the connector's metrics say."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -38,9 +35,7 @@ from tests.simulator.vllm_setup import EngineShape, make_config
 class Server:
     """Real metrics of the connector, of two engines, and a server that shows them.
 
-    Attributes:
-        status: of every answer.
-        text: answered instead of the metrics, if not None.
+    `status`: of every answer; `text`: answered instead of the metrics, if not None.
     """
 
     def __init__(self) -> None:
@@ -96,7 +91,7 @@ TIERS = [{"url": "file:///mnt/near", "capacity": "1GiB"}, {"url": "file:///mnt/f
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     server = Server()
     yield server
     server.stop()
@@ -109,7 +104,7 @@ def shown(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
 
@@ -348,9 +343,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("key", "interval_s"), [(b"q", "100000"), (b"Q", "100000"), (b"\x03", "1")]
 )
-def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(
-    server: Server, key: bytes, interval_s: str
-) -> None:
+def test_the_live_view_ends_on_a_key_and_leaves_the_terminal_as_it_was(server, key, interval_s):
     ours, theirs = os.openpty()
     before = termios.tcgetattr(theirs)
     child = subprocess.Popen(

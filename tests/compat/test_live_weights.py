@@ -1,10 +1,7 @@
 """What is noticed of weights that may change; tests/engine has real engines."""
 
-from __future__ import annotations
-
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +27,7 @@ class Connector:
 
 
 @pytest.fixture
-def watched() -> Iterator[None]:
+def watched():
     """EngineCore as it is in the process of one of our engines."""
     originals = {name: getattr(EngineCore, name) for name in CALLS}
     watch()
@@ -62,7 +59,7 @@ def adapter(path: Path, name: str = "a", *, in_place: bool = False) -> LoRAReque
 
 
 @pytest.mark.usefixtures("watched")
-def test_any_method_that_is_not_known_to_leave_weights_alone_may_change_them() -> None:
+def test_any_method_that_is_not_known_to_leave_weights_alone_may_change_them():
     connector = Connector()
     core = engine_core(connector)
     assert core.collective_rpc("list_loras") == ("list_loras", None, (), None)
@@ -77,7 +74,7 @@ def test_any_method_that_is_not_known_to_leave_weights_alone_may_change_them() -
 
 
 @pytest.mark.usefixtures("watched")
-def test_a_call_that_fails_half_way_counts_and_its_error_is_vllms() -> None:
+def test_a_call_that_fails_half_way_counts_and_its_error_is_vllms():
     connector = Connector()
     core = engine_core(connector)
     core.model_executor.collective_rpc = lambda *_: 1 // 0
@@ -88,7 +85,7 @@ def test_a_call_that_fails_half_way_counts_and_its_error_is_vllms() -> None:
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("connector", [None, object()])
-def test_an_engine_without_our_connector_keeps_its_calls_as_they_are(connector: Any) -> None:
+def test_an_engine_without_our_connector_keeps_its_calls_as_they_are(connector):
     core = engine_core(connector, is_multimodal=True)
     assert core.collective_rpc("reload_weights", 1.0) == ("reload_weights", 1.0, (), None)
     assert core.forgotten == []
@@ -97,7 +94,7 @@ def test_an_engine_without_our_connector_keeps_its_calls_as_they_are(connector: 
 
 
 @pytest.mark.usefixtures("watched")
-def test_under_a_multi_connector_ours_is_told() -> None:
+def test_under_a_multi_connector_ours_is_told():
     connector = Connector()
     core = engine_core(SimpleNamespace(sub_connectors=[object(), connector]))
     core.remove_lora(1)
@@ -106,9 +103,7 @@ def test_under_a_multi_connector_ours_is_told() -> None:
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize(("is_busy", "forgotten"), [(False, ["embeddings"]), (True, [])])
-def test_what_an_encoder_made_of_images_is_forgotten_when_nothing_runs(
-    is_busy: bool, forgotten: list[str]
-) -> None:
+def test_what_an_encoder_made_of_images_is_forgotten_when_nothing_runs(is_busy, forgotten):
     core = engine_core(Connector(), is_multimodal=True, is_busy=is_busy)
     core.collective_rpc("reload_weights")
     core.collective_rpc("list_loras")
@@ -116,7 +111,7 @@ def test_what_an_encoder_made_of_images_is_forgotten_when_nothing_runs(
 
 
 @pytest.mark.usefixtures("watched")
-def test_an_adapter_may_be_another_when_it_is_loaded_again(tmp_path: Path) -> None:
+def test_an_adapter_may_be_another_when_it_is_loaded_again(tmp_path):
     connector = Connector()
     core = engine_core(connector)
     core.add_lora(adapter(tmp_path))
@@ -129,7 +124,7 @@ def test_an_adapter_may_be_another_when_it_is_loaded_again(tmp_path: Path) -> No
     assert len(connector.causes) == 2, "requests have used it"
 
 
-def test_a_request_in_place_finds_a_change_that_keeps_size_and_mtime(tmp_path: Path) -> None:
+def test_a_request_in_place_finds_a_change_that_keeps_size_and_mtime(tmp_path):
     adapters = Adapters()
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"old")
@@ -143,7 +138,7 @@ def test_a_request_in_place_finds_a_change_that_keeps_size_and_mtime(tmp_path: P
     assert not adapters.is_other(asked, "4")
 
 
-def test_an_adapter_whose_files_cannot_be_seen_is_another_for_each_request_in_place() -> None:
+def test_an_adapter_whose_files_cannot_be_seen_is_another_for_each_request_in_place():
     adapters = Adapters()
     asked = adapter(Path("/nowhere"), in_place=True)
     assert [adapters.is_other(asked, name) for name in "123"] == [False, True, True]

@@ -1,7 +1,5 @@
 """Ids of media: which of them vLLM has made of content, on its own classes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ FLAT = {"do_normalize": False}
 
 
 @pytest.fixture(autouse=True)
-def _wrapped() -> None:
+def _wrapped():
     plugin.register()
     model = SimpleNamespace(is_multimodal_model=True)
     config: Any = SimpleNamespace(ec_transfer_config=None, model_config=model)
@@ -42,10 +40,8 @@ def sent(
 ) -> str:
     """The id of an image as the engine gets it.
 
-    Args:
-        algorithm: of vLLM's hashes.
-        elsewhere: encoders run in another engine.
-        fields: of `ProcessorInputs`.
+    `algorithm`: of vLLM's hashes; `elsewhere`: encoders run in another engine; `fields`: of
+    `ProcessorInputs`.
     """
     items = MultiModalDataParser().parse_mm_data({"image": [image]})
     inputs = ProcessorInputs([1], items, **fields)
@@ -70,9 +66,7 @@ def through(identifier: str, *, elsewhere: bool = False) -> str:
 
 @pytest.mark.parametrize("fields", [{}, {"hf_processor_mm_kwargs": FLAT}], ids=str)
 @pytest.mark.parametrize("uuids", [None, {}, {"image": [None]}], ids=str)
-def test_what_vllm_makes_of_content_tells_it(
-    fields: dict[str, Any], uuids: dict[str, Any] | None
-) -> None:
+def test_what_vllm_makes_of_content_tells_it(fields, uuids):
     found = [sent(make_image(seed), mm_uuid_items=uuids, **fields) for seed in (1, 1, 2)]
     assert all(map(media_ids.tells_content, found))
     assert found[0] == found[1] != found[2]
@@ -80,14 +74,14 @@ def test_what_vllm_makes_of_content_tells_it(
 
 @pytest.mark.parametrize("fields", [{}, {"hf_processor_mm_kwargs": FLAT}], ids=str)
 @pytest.mark.parametrize("chosen", ["logo", LOOKS_LIKE_A_HASH, 2 * LOOKS_LIKE_A_HASH, "chosen:a"])
-def test_what_a_client_chose_does_not(fields: dict[str, Any], chosen: str) -> None:
+def test_what_a_client_chose_does_not(fields, chosen):
     uuids = {"image": [chosen]}
     found = [sent(make_image(seed), mm_uuid_items=uuids, **fields) for seed in (1, 2)]
     assert not any(map(media_ids.tells_content, found))
     assert found[0] == found[1], "in one engine it is still vLLM's rule"
 
 
-def test_the_hash_of_another_image_is_no_way_to_it() -> None:
+def test_the_hash_of_another_image_is_no_way_to_it():
     found = sent(make_image(1))
     forged = sent(make_image(2), mm_uuid_items={"image": [str(found)]})
     assert forged != found
@@ -95,11 +89,11 @@ def test_the_hash_of_another_image_is_no_way_to_it() -> None:
     assert not media_ids.tells_content(through(found)), "nor rendered elsewhere"
 
 
-def test_ids_stay_as_they_are_where_another_engine_has_the_encoder() -> None:
+def test_ids_stay_as_they_are_where_another_engine_has_the_encoder():
     uuids = {"image": [LOOKS_LIKE_A_HASH]}
     assert sent(make_image(1), elsewhere=True, mm_uuid_items=uuids) == LOOKS_LIKE_A_HASH
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512", "blake3"])
-def test_every_algorithm_of_vllm_is_known(algorithm: str) -> None:
+def test_every_algorithm_of_vllm_is_known(algorithm):
     assert media_ids.tells_content(sent(make_image(1), algorithm=algorithm))

@@ -1,11 +1,8 @@
 """A block in one piece: which layout vLLM settles on, by its own code and its own backends."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,9 +71,7 @@ class CacheLayer(AttentionLayerBase):
 
 
 @pytest.fixture
-def warned(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], list[str]]:
+def warned(caplog, monkeypatch):
     """What vLLM and the connector have warned of."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return lambda: [r.message for r in caplog.records if r.levelno >= logging.WARNING]

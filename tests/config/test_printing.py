@@ -1,9 +1,5 @@
 """What may be printed of what others wrote; tests/config/test_secrets.py searches all messages."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from safe_offload.config.printing import (
@@ -37,7 +33,7 @@ from safe_offload.config.printing import (
         ("sample:1.5", "sample:1.5"),
     ],
 )
-def test_of_a_text_all_is_shown_but_logins_and_queries(text: str, expected: str) -> None:
+def test_of_a_text_all_is_shown_but_logins_and_queries(text, expected):
     assert without_secrets(text) == expected
 
 
@@ -50,23 +46,23 @@ def test_of_a_text_all_is_shown_but_logins_and_queries(text: str, expected: str)
         ("x" * 11, "x" * 10 + "..."),
     ],
 )
-def test_a_text_is_one_line_that_moves_no_cursor(text: str, expected: str) -> None:
+def test_a_text_is_one_line_that_moves_no_cursor(text, expected):
     assert printable(text, 10 if text == "x" * 11 else 40) == expected
 
 
-def test_settings_are_shown_without_secrets() -> None:
+def test_settings_are_shown_without_secrets():
     tier = {"url": "redis://:x@kv", "hmac_key_file": "/k", "password_file": None, "keep": True}
     expected = {"url": "redis://***@kv", "hmac_key_file": "***", "password_file": None}
     assert masked([tier]) == [{**expected, "keep": True}]
 
 
-def test_the_path_of_a_secret_is_shown_where_its_folder_is(tmp_path: Path) -> None:
+def test_the_path_of_a_secret_is_shown_where_its_folder_is(tmp_path):
     assert secret_file(f"{tmp_path}/missing") == f"{tmp_path}/missing"
     assert secret_file(f"{tmp_path}/missing/key") == "***"
     assert secret_file("/9Tz6vKk1Qe0gXo4n8yB2sLh5uRw7aJ3m") == "***"
 
 
-def test_of_arguments_that_vllm_refuses_the_options_are_left() -> None:
+def test_of_arguments_that_vllm_refuses_the_options_are_left():
     problem = "unrecognized arguments: --api-ky hunter2 --x=hunter2 hunter2"
     assert without_arguments(problem) == "unrecognized arguments: --api-ky --x"
     assert without_arguments("no such model") == "no such model"

@@ -5,8 +5,6 @@ the configuration is searched for it, for pieces of it, and for how it looks in 
 base64.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -228,13 +226,13 @@ def check_start(extra: Any, secret: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), secret=secret_texts)
-def test_no_secret_in_the_settings_is_said_at_the_start(data: st.DataObject, secret: str) -> None:
+def test_no_secret_in_the_settings_is_said_at_the_start(data, secret):
     check_start(data.draw(extras(secret)), secret)
 
 
 @pytest.mark.parametrize("path", ["/{}", "/run/no-such-folder/{}", "/{}/{}"])
 @pytest.mark.parametrize("url", ["file:///nowhere/kv", "redis://kv", "rediss://kv"])
-def test_a_secret_in_the_place_of_its_path_is_not_said(url: str, path: str) -> None:
+def test_a_secret_in_the_place_of_its_path_is_not_said(url, path):
     secret = make_secret(3, ALPHABETS[2])
     written = path.format(secret, secret)
     check_start({"tiers": [{"url": url, "hmac_key_file": written}]}, secret)
@@ -243,7 +241,7 @@ def test_a_secret_in_the_place_of_its_path_is_not_said(url: str, path: str) -> N
 
 
 @pytest.mark.parametrize("alphabet", ALPHABETS)
-def test_a_secret_in_the_place_of_a_key_is_not_said(alphabet: str) -> None:
+def test_a_secret_in_the_place_of_a_key_is_not_said(alphabet):
     secret = make_secret(4, alphabet)
     check_start({secret: 1}, secret)
     check_start({"tiers": [{**TIER, secret: 1}]}, secret)
@@ -251,7 +249,7 @@ def test_a_secret_in_the_place_of_a_key_is_not_said(alphabet: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
-def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret: str) -> None:
+def test_no_secret_in_a_whole_config_is_said_by_vllm(data, secret):
     """Errors of the class that reads `--kv-transfer-config`, which has pydantic's around ours."""
     from vllm.config import KVTransferConfig
 
@@ -264,7 +262,7 @@ def test_no_secret_in_a_whole_config_is_said_by_vllm(data: st.DataObject, secret
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), secret=secret_texts)
-def test_no_secret_is_printed_by_the_commands(data: st.DataObject, secret: str) -> None:
+def test_no_secret_is_printed_by_the_commands(data, secret):
     text = json_of(data.draw(transfer_configs(secret)))
     if data.draw(st.booleans()):
         text = text[: data.draw(st.integers(0, len(text)))]
@@ -279,7 +277,7 @@ def test_no_secret_is_printed_by_the_commands(data: st.DataObject, secret: str) 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), secret=secret_texts)
-def test_no_secret_in_a_place_is_printed_by_the_cache(data: st.DataObject, secret: str) -> None:
+def test_no_secret_in_a_place_is_printed_by_the_cache(data, secret):
     place = data.draw(urls(secret))
     options = ["--hmac-key-file", secret] if data.draw(st.booleans()) else []
     with printed() as said:
@@ -297,7 +295,7 @@ def test_no_secret_in_a_place_is_printed_by_the_cache(data: st.DataObject, secre
         "argument --api-key: invalid value: '{}'",
     ],
 )
-def test_what_vllm_says_of_arguments_has_no_value_of_them(problem: str) -> None:
+def test_what_vllm_says_of_arguments_has_no_value_of_them(problem):
     secret = make_secret(7, ALPHABETS[1])
     facts = VllmFacts(arguments_problem=problem.format(secret, secret))
     check_hidden(secret, render(list(check_arguments(facts, []))))

@@ -141,22 +141,6 @@ def test_urls_that_name_servers_and_buckets(url, location, label):
     assert "pass@" not in f"{found} {tier(url=url)}"
 
 
-@pytest.mark.parametrize(
-    "tiers",
-    [
-        {"url": "redis://:hunter2@kv"},
-        [["redis://:hunter2@kv"]],
-        [{"url": "redis://:hunter2@kv", "capacity": 7}],
-        [{"url": "redis://a:hunter2/with@slash@kv"}],
-        [{"url": "s3://hunter2@kv"}],
-        [{"url": "ftp://a:hunter2@kv"}],
-        [{"url": "redis://a:b@kv", "redis://:hunter2@kv": 1}],
-    ],
-)
-def test_no_message_shows_a_password(tiers):
-    assert refusal(tiers)
-
-
 # ---- settings of one tier ------------------------------------------------------------------------
 
 

@@ -1,7 +1,5 @@
 """What is filled in and refused around our settings, and that other connectors are left alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +23,7 @@ def multi(*children: dict[str, Any], **outer: Any) -> dict[str, Any]:
 
 def settled(**fields: Any) -> SimpleNamespace:
     """A configuration as vLLM has made it, after `settle`."""
-    defaults = {
-        "kv_role": None,
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {},
-    }
+    defaults = {"kv_role": None, "kv_load_failure_policy": "fail", "kv_connector_extra_config": {}}
     config = SimpleNamespace(**defaults | fields)
     settle(config)
     return config
@@ -112,8 +106,7 @@ def test_the_role_of_others_is_none_of_our_business():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["SafeCpuOffloadConnector", "safecpuoffloadconnector", "SafeCPUOffloadingConnector"],
+    "name", ["SafeCpuOffloadConnector", "safecpuoffloadconnector", "SafeCPUOffloadingConnector"]
 )
 def test_a_name_that_is_nearly_ours_is_refused_with_the_right_one(name):
     for written in ({"kv_connector": name}, {"kv_connector": name, "cpu_bytes_to_use": "1GiB"}):

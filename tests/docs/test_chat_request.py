@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -37,7 +36,7 @@ class TokenizingServer(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     server = ThreadingHTTPServer(("127.0.0.1", 0), TokenizingServer)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -60,28 +59,28 @@ def content_of(request: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("num_tokens", [500, 16_000, 90_000])
-def test_a_prompt_has_the_tokens_asked_for(url: str, num_tokens: int) -> None:
+def test_a_prompt_has_the_tokens_asked_for(url, num_tokens):
     found = NUM_TEMPLATE_TOKENS + len(content_of(make(url, num_tokens))) // 3
     assert 0.99 * num_tokens <= found <= num_tokens
 
 
-def test_the_request_is_greedy_streamed_and_of_a_known_length(url: str) -> None:
+def test_the_request_is_greedy_streamed_and_of_a_known_length(url):
     request = make(url, 500)
     assert request["model"] == "tiny"
     assert (request["max_tokens"], request["temperature"], request["ignore_eos"]) == (7, 0, True)
     assert request["stream"] is True
 
 
-def test_prompts_of_different_seeds_differ_from_the_first_word_on(url: str) -> None:
+def test_prompts_of_different_seeds_differ_from_the_first_word_on(url):
     first, second = (content_of(make(url, 500, seed)).split() for seed in (0, 1))
     assert first[0] != second[0]
 
 
-def test_a_prompt_shorter_than_the_chat_template_is_an_error(url: str) -> None:
+def test_a_prompt_shorter_than_the_chat_template_is_an_error(url):
     with pytest.raises(SafeOffloadError, match="no prompt of 5 tokens"):
         make(url, 5)
 
 
-def test_a_server_that_does_not_answer_is_named() -> None:
+def test_a_server_that_does_not_answer_is_named():
     with pytest.raises(SafeOffloadError, match=r"http://127\.0\.0\.1:1/v1/models"):
         make("http://127.0.0.1:1", 500)

@@ -3,8 +3,6 @@
 `make site` checks the links between the pages of docs/; README.md is not one of them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
@@ -47,7 +45,7 @@ def variants(command: str) -> list[list[str]]:
 COMMANDS = list(commands())
 
 
-def test_commands_are_found() -> None:
+def test_commands_are_found():
     found = {command for _, command in COMMANDS}
     assert "safe-offload config --explain" in found
     assert "safe-offload config --kv-transfer-config '…'" in found
@@ -55,9 +53,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_a_command_of_the_docs_parses(
-    page: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_the_docs_parses(page, command, monkeypatch):
     parsed: list[Any] = []
     real = cli.Subcommand.parse_known_args
 
@@ -84,7 +80,7 @@ LINKS = re.findall(r"\]\(([^):]+)\)", PAGES[0].read_text())
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
+def test_a_link_of_the_readme_leads_somewhere(link):
     path, _, anchor = link.partition("#")
     target = ROOT / path
     assert target.is_file()
@@ -94,7 +90,7 @@ def test_a_link_of_the_readme_leads_somewhere(link: str) -> None:
         assert anchor in slugs
 
 
-def test_source_files_that_the_pages_name_exist() -> None:
+def test_source_files_that_the_pages_name_exist():
     vllm = importlib.util.find_spec("vllm")
     assert vllm is not None
     assert vllm.origin is not None
@@ -112,12 +108,12 @@ def test_source_files_that_the_pages_name_exist() -> None:
         ("guides/coming-from.md", "## LMCache\n", "What you lose"),
     ],
 )
-def test_a_page_names_every_kind_of_tier(page: str, start: str, end: str) -> None:
+def test_a_page_names_every_kind_of_tier(page, start, end):
     text = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
     assert [scheme for scheme in EXAMPLES if f"{scheme}://" not in text] == []
 
 
-def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured() -> None:
+def test_the_page_on_versions_says_what_the_page_on_gpus_has_measured():
     pages = [
         (ROOT / "docs" / name).read_text()
         for name in ("benchmarks/gpu.md", "reference/versions.md")

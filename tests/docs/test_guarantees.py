@@ -1,7 +1,5 @@
 """What docs/guarantees.md names exists: tests, files, profiles; no id and no mutant is missing."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -35,23 +33,23 @@ def all_tests() -> set[str]:
     }
 
 
-def test_every_fault_has_a_row() -> None:
+def test_every_fault_has_a_row():
     assert [row.split("|")[1].strip() for row in ROWS] == IDS
 
 
-def test_what_other_connectors_do_was_tried_for_ten_of_them() -> None:
+def test_what_other_connectors_do_was_tried_for_ten_of_them():
     tried = [row for row in ROWS if row.split("|")[-2].strip()]
     assert len(tried) >= NUM_PEER_ROWS_MIN
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
-def test_a_row_says_what_happens_who_reported_it_and_what_tries_it(row: str) -> None:
+def test_a_row_says_what_happens_who_reported_it_and_what_tries_it(row):
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert len(cells) == 5
     assert all(cells[:4])
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_test_that_is_named_exists():
     known = all_tests()
     for name in re.findall(r"`(test_\w+?)(?:_…)?(?:\[[^\]]*\])?`", PAGE):
         assert name in known or any(test.startswith(name) for test in known), name
@@ -59,13 +57,13 @@ def test_every_test_that_is_named_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_every_test_file_and_profile_of_a_row_exists() -> None:
+def test_every_test_file_and_profile_of_a_row_exists():
     for cell in (row.split("|")[4] for row in ROWS):
         for name in re.findall(r"`([^`]+)`", cell):
             assert name.startswith(("test_", "tests/")) or name in NAMES, name
 
 
-def test_the_table_of_mutants_has_all_of_them() -> None:
+def test_the_table_of_mutants_has_all_of_them():
     broken = PAGE[PAGE.index("## Broken on purpose") : PAGE.index("## What is not promised yet")]
     rows = re.findall(r"^\| (I\d+) \| (\d+) \|", broken, re.MULTILINE)
     listed = {promise: int(count) for promise, count in rows}

@@ -1,7 +1,5 @@
 """The manifests of examples/kubernetes, against the schemas of the Kubernetes API."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -31,13 +29,13 @@ def size_bytes(text: str) -> int:
     return config.cpu_bytes_per_rank
 
 
-def test_all_four_kinds_are_there() -> None:
+def test_all_four_kinds_are_there():
     assert set(MANIFESTS) == {"Deployment", "Service", "ServiceMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_the_api_takes_it(kind: str, version: str) -> None:
+def test_the_api_takes_it(kind, version):
     check(MANIFESTS[kind], version)
 
 
@@ -58,18 +56,18 @@ TEMPLATE = ("spec", "template", "spec")
         ("PrometheusRule", ("spec", "groups", 0, "rules", 0), "expr", 1),
     ],
 )
-def test_a_wrong_one_is_refused(kind: str, place: tuple[Any, ...], key: str, value: object) -> None:
+def test_a_wrong_one_is_refused(kind, place, key, value):
     with pytest.raises(jsonschema.ValidationError):
         check(changed(MANIFESTS[kind], place, key, value))
 
 
-def test_the_rule_has_the_alerts_of_the_other_example() -> None:
+def test_the_rule_has_the_alerts_of_the_other_example():
     """If not: `python -m tests.prometheus_rule`."""
     assert RULE.read_text() == rule()
     assert MANIFESTS["PrometheusRule"]["spec"] == yaml.safe_load(ALERTS.read_text())
 
 
-def test_labels_and_ports_lead_from_the_monitor_to_the_pods() -> None:
+def test_labels_and_ports_lead_from_the_monitor_to_the_pods():
     monitor, service = MANIFESTS["ServiceMonitor"], MANIFESTS["Service"]
     template = MANIFESTS["Deployment"]["spec"]["template"]
     selected = monitor["spec"]["selector"]["matchLabels"]
@@ -82,7 +80,7 @@ def test_labels_and_ports_lead_from_the_monitor_to_the_pods() -> None:
     assert port["targetPort"] == container_port["name"]
 
 
-def test_the_pool_fits_into_the_memory_of_the_container() -> None:
+def test_the_pool_fits_into_the_memory_of_the_container():
     arguments = container()["args"]
     written = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert written["kv_connector"] == "SafeCPUOffloadConnector"
@@ -95,19 +93,19 @@ def test_the_pool_fits_into_the_memory_of_the_container() -> None:
     assert size_bytes(extra["cpu_bytes_to_use"]) <= 0.95 * left_bytes
 
 
-def test_probes_ask_for_health_and_wait_for_nothing_else() -> None:
+def test_probes_ask_for_health_and_wait_for_nothing_else():
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
         assert container()[probe]["timeoutSeconds"] == 5, "one second is short on a busy machine"
 
 
-def test_vllm_takes_the_arguments() -> None:
+def test_vllm_takes_the_arguments():
     arguments = vllm_arguments()
     assert arguments.model_tag == "Qwen/Qwen3-32B"
     assert arguments.kv_transfer_config.kv_connector == "SafeCPUOffloadConnector"
 
 
-def test_a_rollout_leaves_time_for_the_answers_that_run() -> None:
+def test_a_rollout_leaves_time_for_the_answers_that_run():
     """`tests/engine/test_lifecycle.py` sends the signal."""
     pod = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
     leave_s = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -123,7 +121,7 @@ def vllm_arguments() -> argparse.Namespace:
     return make_serve_parser().parse_args(arguments)
 
 
-def test_what_the_image_is_made_of_exists() -> None:
+def test_what_the_image_is_made_of_exists():
     root = Path(__file__).parents[2]
     lines = (FOLDER / "Dockerfile").read_text().splitlines()
     copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]

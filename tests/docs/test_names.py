@@ -5,8 +5,6 @@ arguments of Python calls, source files. A wrong one does harm in silence: vLLM 
 parameter that it does not know.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -64,7 +62,7 @@ Names = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> Names:
+def names(tmp_path_factory):
     script = Path(__file__).with_name("vllm_names.py").read_text()
     log = run_script(script, tmp_path_factory.mktemp("names"), {})
     found: Names = json.loads(log.splitlines()[-1])
@@ -201,11 +199,11 @@ def _unknown_arguments(code: str, names: Names) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_vllm_knows_every_name_of_a_page(path: Path, names: Names) -> None:
+def test_vllm_knows_every_name_of_a_page(path, names):
     assert problems_in(path.read_text(), names, is_prose=path.suffix == ".md") == []
 
 
-def test_names_of_every_kind_are_found(names: Names) -> None:
+def test_names_of_every_kind_are_found(names):
     """Else the test above could not fail: on these pages each kind is there, and is looked at."""
     text = "\n".join(path.read_text() for path in PAGES)
     for kind in ("routes", "flags", "variables", "metrics", "fields"):
@@ -231,7 +229,7 @@ In Python `LLM.reset_prefix_cache(reset_connector=True)` of `LLM(MODEL, kv_trans
 """
 
 
-def test_a_page_without_mistakes_has_no_problems(names: Names) -> None:
+def test_a_page_without_mistakes_has_no_problems(names):
     assert problems_in(PAGE, names) == []
 
 
@@ -256,7 +254,7 @@ def test_a_page_without_mistakes_has_no_problems(names: Names) -> None:
         ("prompt_tokens_total", "prompts_total", "metric vllm:prompts_total"),
     ],
 )
-def test_a_wrong_name_is_found(right: str, wrong: str, problem: str, names: Names) -> None:
+def test_a_wrong_name_is_found(right, wrong, problem, names):
     assert right in PAGE
     problems = problems_in(PAGE.replace(right, wrong), names)
     assert any(found.startswith(problem) for found in problems), problems

@@ -1,7 +1,5 @@
 """docs/reference/log-lines.md knows everything that the package says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -62,7 +60,7 @@ def _leading_words(message: ast.expr) -> str:
 MESSAGES = list(messages())
 
 
-def test_messages_are_found() -> None:
+def test_messages_are_found():
     assert len(MESSAGES) >= 25
     words = {text for _, text in MESSAGES}
     assert "Prefix caching is off," in words, "a plain one"
@@ -71,15 +69,15 @@ def test_messages_are_found() -> None:
 
 
 @pytest.mark.parametrize(("where", "words"), MESSAGES)
-def test_every_warning_and_error_is_explained(where: str, words: str) -> None:
+def test_every_warning_and_error_is_explained(where, words):
     assert words in LOG_LINES, f"{where}: docs/reference/log-lines.md does not know this message"
 
 
 @pytest.mark.parametrize("reason", FailureReason)
-def test_every_reason_of_a_failure_is_explained(reason: FailureReason) -> None:
+def test_every_reason_of_a_failure_is_explained(reason):
     assert f"\n| `{reason.value}` |" in LOG_LINES
 
 
-def test_no_reason_is_explained_that_does_not_exist() -> None:
+def test_no_reason_is_explained_that_does_not_exist():
     rows = set(re.findall(r"^\| `([a-z_]+)` \|", LOG_LINES, re.MULTILINE))
     assert rows == {reason.value for reason in FailureReason}

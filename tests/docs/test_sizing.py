@@ -4,8 +4,6 @@ Layers of the shape that the table gives go through vLLM's own layout, and throu
 that counts tokens and longest requests for our line at the start.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -77,13 +75,13 @@ def kv_cache_of(row: Row) -> tuple[Any, Any]:
     return config, kv_cache_config
 
 
-def test_the_table_is_found() -> None:
+def test_the_table_is_found():
     assert len(ROWS) >= 9
     assert any(row.num_windowed for row in ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model)
-def test_a_row_is_what_vllm_lays_out(row: Row) -> None:
+def test_a_row_is_what_vllm_lays_out(row):
     config, kv_cache_config = kv_cache_of(row)
     block_bytes = specs.block_bytes(kv_cache_config)
     assert round(block_bytes / BLOCK_TOKENS / KIB, 1) == row.kib_per_token
@@ -92,13 +90,13 @@ def test_a_row_is_what_vllm_lays_out(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model)
-def test_a_row_is_what_the_formula_gives(row: Row) -> None:
+def test_a_row_is_what_the_formula_gives(row):
     num_parts = 1 if "MLA" in row.model else 2  # keys and values
     token_bytes = num_parts * row.num_full * row.num_heads * row.head_dim * 2
     assert round(token_bytes / KIB, 1) == row.kib_per_token
 
 
-def test_the_worked_answer_is_right() -> None:
+def test_the_worked_answer_is_right():
     (row,) = (row for row in ROWS if row.model == "Qwen3-32B")
     pool_bytes = int(row.kib_per_token * KIB) * CONVERSATION_TOKENS * 40
     command = PAGE.split("vllm serve Qwen/Qwen3-32B")[1].split("\n\n")[0]
@@ -114,7 +112,7 @@ def cells_after(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
 
 
-def test_the_network_that_fleets_need_is_right() -> None:
+def test_the_network_that_fleets_need_is_right():
     kib = {row.model: row.kib_per_token for row in ROWS}
     speeds = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens/s \|", FLEETS)]
     assert speeds == [2000, 8000, 32000]
@@ -125,7 +123,7 @@ def test_the_network_that_fleets_need_is_right() -> None:
         assert needed == [f"{kib[model] * KIB * speed / 1e9:.2f}" for speed in speeds]
 
 
-def test_how_many_conversations_fit_into_a_valkey_is_right() -> None:
+def test_how_many_conversations_fit_into_a_valkey_is_right():
     size_gib = {row.model: row.conversation_gib for row in ROWS}
     (rounding,) = re.findall(r"maxmemory = ([\d.]+) ", FLEETS)
     (valkey_gib,) = re.findall(r"in a Valkey of (\d+) GiB \|", FLEETS)

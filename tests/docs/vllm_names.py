@@ -3,8 +3,6 @@
 A process of its own, because vLLM's server and its metrics exist once in a process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

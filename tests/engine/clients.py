@@ -1,7 +1,5 @@
 """Clients of a vLLM server: they ask, stream, go away, and know what the answer should be."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence
@@ -21,35 +19,24 @@ about 1e-5 in float32.
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The baseline's answer to a prompt.
-
-    Attributes:
-        margins: by how much each token is likelier than the runner-up, in log-probability.
-        runners_up: the second likeliest token at each position.
-    """
+    """The baseline's answer to a prompt."""
 
     tokens: tuple[int, ...]
+    # By how much each token is likelier than the runner-up, in log-probability.
     margins: tuple[float, ...]
-    runners_up: tuple[int, ...]
+    runners_up: tuple[int, ...]  # the second likeliest token at each position
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the storm.
-
-    Attributes:
-        prompt_idx: which prompt.
-        num_tokens: length of the answer that is asked for.
-        cut_off_tokens: the client goes away when it has received this many tokens; 0 is before the
-            first one.
-        cut_off_s: the client goes away this long after it has begun to send.
-    """
+    """One request of the storm."""
 
     number: int
-    prompt_idx: int
-    num_tokens: int
+    prompt_idx: int  # which prompt
+    num_tokens: int  # length of the answer that is asked for
+    # The client goes away when it has received this many tokens; 0 is before the first one.
     cut_off_tokens: int | None = None
-    cut_off_s: float | None = None
+    cut_off_s: float | None = None  # the client goes away this long after it has begun to send
 
     @property
     def is_cut_off(self) -> bool:

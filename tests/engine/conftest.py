@@ -1,7 +1,5 @@
 """What the tests with a real engine share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
+from examples.tiny_models import ModelKind, write_tiny_model
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,

@@ -7,8 +7,6 @@ host pool, with a tier below it, is smaller than what they have. The figures are
 not of a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -18,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.engines import connector
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import EXAMPLES, Prometheus, as_asked, prometheus

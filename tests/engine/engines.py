@@ -7,8 +7,6 @@ When a child fails, the test shows the end of what it printed.
 An engine computes with one thread, so that two of them can run beside each other on two cores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -21,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks
+from examples.tiny_models import ModelKind, count_prompt_blocks
 from tests.engine.children import engine
 from tests.fresh_process import ENVIRONMENT, start_engine
 from tests.network import enter
@@ -60,25 +58,19 @@ TROUBLE = (
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine is to do.
+    """What one engine is to do."""
 
-    Attributes:
-        arguments: of `vllm.LLM`.
-        prompts: token ids, or what `as_vllm_reads` in children/engine.py makes of a mapping.
-        turns: names of prompts, answered one after the other; `RESET_GPU_CACHE`, or `EMPTY_FOLDER`,
-            which is the one that `options["folder"]` names.
-        in_process: the scheduler runs in the child itself, so that it can be looked at.
-        force_prefix_caching: keep vLLM from switching prefix caching off for MLA on a CPU.
-        options: what only some jobs need. `network` is that of any: the network namespace of its
-            processes.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # of `vllm.LLM`
+    # Names of prompts, answered one after the other; `RESET_GPU_CACHE`, or `EMPTY_FOLDER`, which
+    # is the one that `options["folder"]` names.
     turns: tuple[str, ...] = ABC_TWICE
+    # Token ids, or what `as_vllm_reads` in children/engine.py makes of a mapping.
     prompts: Mapping[str, Any] = field(default_factory=dict)
     num_answer_tokens: int = NUM_ANSWER_TOKENS
-    in_process: bool = True
+    in_process: bool = True  # the scheduler runs in the child itself, so that it can be looked at
+    # Keep vLLM from switching prefix caching off for MLA on a CPU.
     force_prefix_caching: bool = False
+    # What only some jobs need. `network` is that of any: the network namespace of its processes.
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -184,8 +176,8 @@ def num_pool_blocks(
 
 
 def make_job(
-    model: Path,
-    kv_transfer_config: dict[str, Any] | None = None,
+    model: Path,  # folder, which has the name of its kind unless `num_blocks` is given
+    kv_transfer_config: dict[str, Any] | None = None,  # None for an engine without connector
     *,
     num_blocks: int | None = None,
     num_prompt_tokens: int = NUM_PROMPT_TOKENS,
@@ -193,15 +185,11 @@ def make_job(
     turns: tuple[str, ...] = ABC_TWICE,
     in_process: bool = True,
     force_prefix_caching: bool = False,
-    **arguments: Any,
+    **arguments: Any,  # more arguments of `vllm.LLM`
 ) -> Job:
     """A job with the settings that all engines here have in common.
 
-    Args:
-        model: folder, which has the name of its kind unless `num_blocks` is given.
-        kv_transfer_config: None for an engine without connector.
-        num_blocks: of the GPU's pool, vLLM's null block included; by default of 1.6 prompts.
-        arguments: more arguments of `vllm.LLM`.
+    `num_blocks`: of the GPU's pool, vLLM's null block included; by default of 1.6 prompts.
     """
     if num_blocks is None:
         num_blocks = num_pool_blocks(model.name, num_prompt_tokens, block_size=block_size)
@@ -264,20 +252,14 @@ def tier_at(url: Path | str, **more: Any) -> dict[str, Any]:
 
 
 def run(
-    folder: Path,
+    folder: Path,  # for what the children write
     *jobs: Job,
-    child: str = "turns",
-    environment: dict[str, str] | None = None,
+    child: str = "turns",  # module in `children/`, whose `scenario` runs
+    environment: dict[str, str] | None = None,  # on top of `ENVIRONMENT`
 ) -> list[Report]:
     """Run the jobs, two at a time, each in a child process.
 
-    Args:
-        folder: for what the children write.
-        child: module in `children/`, whose `scenario` runs.
-        environment: on top of `ENVIRONMENT`.
-
-    Raises:
-        AssertionError: a child failed or took too long; the message has the end of its output.
+    Raises AssertionError if a child failed or took too long; the message has the end of its output.
     """
     environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
     with ThreadPoolExecutor(MAX_CHILDREN) as executor:

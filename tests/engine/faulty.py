@@ -5,8 +5,6 @@ two in a hundred raise and one in a hundred takes a second longer. With "corrupt
 delivers a wrong byte.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading
@@ -32,4 +30,4 @@ def break_copies(faults: Mapping[str, Any]) -> None:
             target = self._table.ranges(self._table.runs(copy)).targets[0]
             ctypes.c_uint8.from_address(int(target)).value ^= 1
 
-    CpuBackend._run = run_or_not
+    CpuBackend._run = run_or_not  # type: ignore[method-assign]

@@ -37,29 +37,22 @@ class HttpServer:
     """vLLM's API server on a free port of the loopback interface.
 
     A context manager: entering starts the server (it does not wait), leaving ends it and every
-    process that it started. Its processes are forks of one that has imported vLLM.
-
-    Args:
-        model: folder of the model; served under the name `model`.
-        folder: the server runs in it, and its output goes to `server.log` there.
-        num_blocks: of the GPU's pool.
-        config: its `kv_transfer_config`; None for a server without connector.
-        arguments: further arguments of the server.
-        environment: more variables for the server.
-        is_command: run `python -m vllm.entrypoints.openai.api_server`, as operators do.
+    process that it started. Its processes are forks of one that has imported vLLM. `config`: its
+    `kv_transfer_config`; None for a server without connector; `is_command`: run `python -m
+    vllm.entrypoints.openai.api_server`, as operators do.
     """
 
     def __init__(
         self,
-        model: Path,
-        folder: Path,
+        model: Path,  # folder of the model; served under the name `model`
+        folder: Path,  # the server runs in it, and its output goes to `server.log` there
         *,
-        num_blocks: int = 100,
+        num_blocks: int = 100,  # of the GPU's pool
         config: Mapping[str, Any] | None = None,
         max_model_len: int = 1024,
         max_num_seqs: int = 4,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),  # further arguments of the server
+        environment: Mapping[str, str] | None = None,  # more variables for the server
         is_command: bool = False,
     ) -> None:
         self._folder = folder

@@ -1,7 +1,5 @@
 """What processes of engines have imported when they are forked: vLLM and this package."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes a server once a second."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -9,8 +9,6 @@ at the end how they have changed since the pools were full. Exit status 1 if a r
 answered, an answer is wrong, memory grew by more than 2 %, or threads or files by any.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -22,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,

@@ -9,8 +9,6 @@ one, and `STORM_REQUESTS=1000` a longer one. What the engine does with it depend
 timing, the workload does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind, write_tiny_model
+from examples.tiny_models import ModelKind, write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,
@@ -79,28 +77,18 @@ SERVER: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Storm:
-    """What a storm left behind, for the tests to judge.
-
-    Attributes:
-        replies: to the requests of the storm.
-        gust: to the requests that were sent when the storm had drained.
-        returns: to every prompt once more, after that.
-        metrics_of_storm: of the server, when the storm had drained.
-        metrics: of the server, at the very end.
-        log: of the server, all of its life.
-        is_healthy: what /health said at the very end.
-    """
+    """What a storm left behind, for the tests to judge."""
 
     kind: ModelKind
     prompts: list[list[int]]
     expected: list[Expected]
-    replies: list[Reply]
-    gust: list[Reply]
-    returns: list[Reply]
-    metrics_of_storm: dict[str, float]
-    metrics: dict[str, float]
-    log: str
-    is_healthy: bool
+    replies: list[Reply]  # to the requests of the storm
+    gust: list[Reply]  # to the requests that were sent when the storm had drained
+    returns: list[Reply]  # to every prompt once more, after that
+    metrics_of_storm: dict[str, float]  # of the server, when the storm had drained
+    metrics: dict[str, float]  # of the server, at the very end
+    log: str  # of the server, all of its life
+    is_healthy: bool  # what /health said at the very end
 
     @property
     def all_replies(self) -> list[Reply]:
@@ -157,7 +145,7 @@ def make_gust(rng: random.Random) -> list[Ask]:
 
 
 @pytest.fixture(scope="module", params=["gemma3", pytest.param("llama", marks=pytest.mark.nightly)])
-def storm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Storm:
+def storm(request, tmp_path_factory):
     """Let a storm pass over a server with the connector and see what is left."""
     kind: ModelKind = request.param
     print(f"storm of {kind}, STORM_SEED={SEED}")
@@ -217,7 +205,7 @@ def observe_final_state(server: HttpServer) -> dict[str, float]:
 # ---- what must hold ------------------------------------------------------------------------------
 
 
-def test_the_server_survives_the_storm(storm: Storm) -> None:
+def test_the_server_survives_the_storm(storm):
     assert storm.is_healthy
     lost = [reply for reply in storm.all_replies if reply.error is not None]
     assert not lost, f"STORM_SEED={SEED}: {len(lost)} requests failed, the first is {lost[0]}"
@@ -232,7 +220,7 @@ def test_the_server_survives_the_storm(storm: Storm) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-def test_every_token_that_a_client_received_is_the_baselines(storm: Storm) -> None:
+def test_every_token_that_a_client_received_is_the_baselines(storm):
     """Of cut-off answers too, and of every prompt once more from what the storm left behind."""
     wrong, num_tokens, num_ties = [], 0, 0
     for reply in storm.all_replies:
@@ -251,15 +239,15 @@ def test_every_token_that_a_client_received_is_the_baselines(storm: Storm) -> No
     assert num_ties <= NUM_REQUESTS // 50
 
 
-def test_every_block_and_slot_is_free_when_the_storm_is_over(storm: Storm) -> None:
+def test_every_block_and_slot_is_free_when_the_storm_is_over(storm):
     assert {name: storm.metrics[name] for name in MUST_BE_ZERO} == dict.fromkeys(MUST_BE_ZERO, 0)
 
 
-def test_nothing_went_wrong_inside_the_connector(storm: Storm) -> None:
+def test_nothing_went_wrong_inside_the_connector(storm):
     assert {name: storm.metrics[name] for name in FAILURES} == dict.fromkeys(FAILURES, 0)
 
 
-def test_it_was_a_storm(storm: Storm) -> None:
+def test_it_was_a_storm(storm):
     """Else the tests above show nothing: preemption, aborts at all moments, eviction, host hits."""
     print(describe_storm(storm))
     metrics = storm.metrics_of_storm

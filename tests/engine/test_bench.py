@@ -1,7 +1,5 @@
 """What `safe-offload bench engine` asks of a real engine before it measures."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -9,21 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from safe_offload.commands.bench import engine
 from safe_offload.commands.bench.engine import BenchOptions, ask_for_sizes, scale
 from safe_offload.commands.bench.engine_process import EngineOptions
-from safe_offload.commands.bench.engine_watch import PROBE
-from safe_offload.commands.bench.tiny_models import HEAD_DIM, NUM_KV_HEADS
 from tests.engine.engines import ENVIRONMENT
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
 BLOCK_SIZE, LONGEST_TOKENS, ANSWER_TOKENS = 32, 1500, 8
-BLOCK_BYTES = 2 * BLOCK_SIZE * 2 * NUM_KV_HEADS * HEAD_DIM * 4
-"""Layers, tokens, keys and values, heads, numbers of 4 bytes: the tiny llama."""
 
 
-def test_a_model_tells_the_longest_prompt_and_how_large_its_pools_are(model, tmp_path, monkeypatch):
+def test_a_model_tells_the_longest_prompt_and_how_large_its_pools_are(model, tmp_path):
     folder = shutil.copytree(model("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = LONGEST_TOKENS
@@ -33,17 +26,15 @@ def test_a_model_tells_the_longest_prompt_and_how_large_its_pools_are(model, tmp
         "dtype": "float32",
         "max_model_len": 20_000,
         "block_size": BLOCK_SIZE,
-        "worker_extension_cls": PROBE,
     }
-    monkeypatch.setattr(engine, "CPU_BYTES_MIN", 0)
     asked = EngineOptions(arguments, ENVIRONMENT)
     found = ask_for_sizes(asked, tmp_path / "sizing.log", 1000.0)
     num_blocks = math.ceil(LONGEST_TOKENS / BLOCK_SIZE)
     options = BenchOptions(answer_tokens=ANSWER_TOKENS)
-    assert scale(options, *found) == replace(
+    assert scale(options, found) == replace(
         options,
         prompt_tokens=LONGEST_TOKENS - ANSWER_TOKENS,
         num_gpu_blocks=round(1.6 * num_blocks),
         block_size=BLOCK_SIZE,
-        cpu_bytes=4 * num_blocks * BLOCK_BYTES,
+        num_cpu_blocks=4 * num_blocks,
     )

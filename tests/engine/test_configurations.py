@@ -1,15 +1,9 @@
 """Settings under which the connector does less, and the engine as much as ever."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from tests.engine.conftest import GetModel, GetReport
 from tests.engine.engines import (
     ABC_TWICE,
     NUM_PROMPT_TOKENS,
     RESET_GPU_CACHE,
-    Report,
     connector,
     make_job,
     num_hit_tokens,
@@ -17,15 +11,9 @@ from tests.engine.engines import (
 )
 
 
-def test_without_prefix_caching_the_engine_serves_and_says_so_once(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+def test_without_prefix_caching_the_engine_serves_and_says_so_once(model, plain_llama, tmp_path):
     """There are no block hashes to key a cache by: nothing is stored, found or counted."""
-    job = make_job(
-        model("llama"),
-        kv_transfer_config=connector(),
-        enable_prefix_caching=False,
-    )
+    job = make_job(model("llama"), kv_transfer_config=connector(), enable_prefix_caching=False)
     (report,) = run(tmp_path, job)
     assert report.tokens == plain_llama.tokens
     assert [answer.num_cached for answer in report.answers] == [0] * 6
@@ -35,8 +23,8 @@ def test_without_prefix_caching_the_engine_serves_and_says_so_once(
 
 
 def test_a_host_pool_smaller_than_a_prompt_keeps_the_head_of_the_last_one(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+    model, plain_llama, tmp_path
+):
     """20 slots, prompts of 62 blocks: all are served, and the last one's first 20 blocks are hit.
 
     A, B and C in turn take the whole pool from one another, so none of them is hit in the second
@@ -58,9 +46,7 @@ def test_a_host_pool_smaller_than_a_prompt_keeps_the_head_of_the_last_one(
     report.check_well()
 
 
-def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(
-    model: GetModel, plain: GetReport, tmp_path: Path
-) -> None:
+def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(model, plain, tmp_path):
     """Blocks of three groups compete for 40 slots; a prompt of them needs 94."""
     (ours,) = run(tmp_path, make_job(model("gemma3"), connector(40)))
     assert ours.tokens == plain("gemma3").tokens
@@ -69,9 +55,7 @@ def test_a_hybrid_model_is_served_from_a_host_pool_smaller_than_a_prompt(
     ours.check_well()
 
 
-def test_in_lazy_mode_prompts_come_back_from_the_host(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+def test_in_lazy_mode_prompts_come_back_from_the_host(model, plain_llama, tmp_path):
     """Only what is about to be evicted is stored, which is the head of each prompt at least."""
     job = make_job(
         model("llama"),
@@ -87,12 +71,11 @@ def test_in_lazy_mode_prompts_come_back_from_the_host(
 
 
 def test_with_checksums_and_little_in_flight_prompts_come_back_from_the_host(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+    model, plain_llama, tmp_path
+):
     """Every slot is compared; stores wait for one another, and what is put off is stored later."""
     job = make_job(
-        model("llama"),
-        kv_transfer_config=connector(verify="load", max_inflight_bytes="64KiB"),
+        model("llama"), kv_transfer_config=connector(verify="load", max_inflight_bytes="64KiB")
     )
     (report,) = run(tmp_path, job)
     assert report.tokens == plain_llama.tokens

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.engines import connector, make_job, run
 
 NUM_BLOCKS, NUM_SLOTS = 60, 70
 """Both too small for the prompts of the storm: requests are preempted, and slots evicted."""
 
 
-def test_replaying_the_events_gives_what_the_host_holds(tmp_path: Path) -> None:
+def test_replaying_the_events_gives_what_the_host_holds(tmp_path):
     """Two KV cache groups; aborts, evictions, resets of both caches and of the GPU's alone (I12).
 
     The router joins late and asks vLLM for what it has missed. `children/kv_events.py` compares.

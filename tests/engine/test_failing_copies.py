@@ -3,8 +3,6 @@
 `FAULTY_REQUESTS=1000 python -m pytest tests/engine/test_failing_copies.py` sends more of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from tests.engine.clients import (
     Ask,
     Expected,
@@ -57,7 +55,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def faulty(tmp_path_factory):
     """Ask a server whose copies fail, in a GPU pool that has room for two requests."""
     folder = tmp_path_factory.mktemp("faulty")
     model = write_tiny_model("gemma3", folder / "model", sliding_window=96)
@@ -88,14 +86,14 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return Run(expected, replies, server.metrics(), server.metrics_text(), server.is_healthy())
 
 
-def test_every_request_is_answered(faulty: Run) -> None:
+def test_every_request_is_answered(faulty):
     assert faulty.is_healthy
     lost = [reply for reply in faulty.replies if reply.error is not None or not reply.is_complete]
     assert not lost, lost[0]
     assert len(faulty.replies) == NUM_REQUESTS
 
 
-def test_every_answer_is_the_baselines(faulty: Run) -> None:
+def test_every_answer_is_the_baselines(faulty):
     num_ties = 0
     for reply in faulty.replies:
         expected = faulty.expected[reply.ask.prompt_idx]
@@ -106,7 +104,7 @@ def test_every_answer_is_the_baselines(faulty: Run) -> None:
     assert num_ties <= NUM_REQUESTS // 50 + 1
 
 
-def test_the_failures_were_counted_and_none_was_the_connectors_own(faulty: Run) -> None:
+def test_the_failures_were_counted_and_none_was_the_connectors_own(faulty):
     """Else the tests above show nothing."""
     counts = {
         name.removeprefix("vllm:safe_offload_"): value

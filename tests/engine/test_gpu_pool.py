@@ -1,20 +1,9 @@
 """No block of the GPU's pool is ever held for the connector, also while its stores run (I2)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 from tests.engine.conftest import GetModel
-from tests.engine.engines import (
-    NUM_PROMPT_TOKENS,
-    Job,
-    Report,
-    connector,
-    make_job,
-    num_hit_tokens,
-    run,
-)
+from tests.engine.engines import NUM_PROMPT_TOKENS, Job, connector, make_job, num_hit_tokens, run
 
 NUM_HIT_TOKENS = num_hit_tokens(NUM_PROMPT_TOKENS)
 
@@ -31,8 +20,8 @@ def make_held_job(model: GetModel, until: str) -> Job:
 
 
 def test_a_finished_request_leaves_every_block_free_while_its_stores_are_in_flight(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+    model, plain_llama, tmp_path
+):
     """Read from vLLM's block pool, right after the step that finished the request.
 
     No store can complete before that: each copy waits for the child's word. While the request runs
@@ -56,8 +45,8 @@ def test_a_finished_request_leaves_every_block_free_while_its_stores_are_in_flig
 
 
 def test_a_store_that_runs_as_late_as_its_fence_allows_stores_the_right_bytes(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+    model, plain_llama, tmp_path
+):
     """Each copy starts when the engine fences it, that is when its source has been given away.
 
     Without the fence it would read what the next prompt wrote there (docs/guarantees.md: K3).

@@ -1,15 +1,12 @@
 """Layouts of the KV cache: whole blocks where they can be had, silence where they cannot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind
-from tests.engine.conftest import GetModel, GetReport
+from examples.tiny_models import ModelKind
+from tests.engine.conftest import GetModel
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,
@@ -38,9 +35,7 @@ def job(model: GetModel, kind: ModelKind, *layouts: str, **more: Any) -> Job:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_blocks_in_one_piece_come_back_with_the_same_tokens(
-    kind: ModelKind, model: GetModel, plain: GetReport, tmp_path: Path
-) -> None:
+def test_blocks_in_one_piece_come_back_with_the_same_tokens(kind, model, plain, tmp_path):
     """Full attention, and a hybrid model, whose three groups lie over one another in a block."""
     wish = connector(enable_cross_layers_blocks="true")
     (ours,) = run(tmp_path, job(model, kind, *BOTH, kv_transfer_config=wish))
@@ -53,9 +48,7 @@ def test_blocks_in_one_piece_come_back_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
-def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(
-    kind: ModelKind, model: GetModel, tmp_path: Path
-) -> None:
+def test_where_they_cannot_be_had_nothing_is_said_and_nothing_changes(kind, model, tmp_path):
     """The kernels of CPU_MLA fail at the first request with a layout that it says it reads."""
     settings = MLA if kind == "deepseek" else {}
     jobs = [
@@ -81,17 +74,13 @@ def warnings_of(log: str) -> set[str]:
     return {line.partition("] ")[2] for line in lines}
 
 
-def test_what_a_tier_has_of_one_layout_is_not_read_in_another(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_what_a_tier_has_of_one_layout_is_not_read_in_another(model, tmp_path):
     """Three engines one after the other; the third one finds what the second has stored."""
     turns = ("A", RESET_GPU_CACHE, "A")
     reports = []
     for index, is_wanted in enumerate((False, True, True)):
         config = connector(
-            num_slots=500,
-            tiers=[tier_at(tmp_path / "tier")],
-            enable_cross_layers_blocks=is_wanted,
+            num_slots=500, tiers=[tier_at(tmp_path / "tier")], enable_cross_layers_blocks=is_wanted
         )
         one = job(model, "llama", *BOTH, kv_transfer_config=config, turns=turns)
         reports += run(tmp_path / str(index), one)

@@ -4,8 +4,6 @@ Answers are compared with those of an engine that has no connector and forgets i
 before each of them: what either of the caches brings from before a change shows in the tokens.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import replace
@@ -15,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     HEAD_DIM,
     HIDDEN_SIZE,
     NUM_HEADS,
     write_tiny_model,
 )
-from tests.engine.conftest import GetModel
 from tests.engine.engines import Job, connector, make_job, num_hit_tokens, run, tier_at
 
 NUM_TOKENS = 641
@@ -62,7 +59,7 @@ def tokens_of(answers: Answers) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def weights(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Answers]:
+def weights(model, tmp_path_factory):
     """Two models by turns in one engine, which has a tier for which its operator has vouched."""
     folder = tmp_path_factory.mktemp("weights")
     other = write_tiny_model("llama", folder / "other", seed=1)
@@ -77,9 +74,7 @@ def weights(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_from_before_a_change_of_the_weights_is_served_after_it(
-    way: str, weights: tuple[Answers, Answers]
-) -> None:
+def test_nothing_from_before_a_change_of_the_weights_is_served_after_it(way, weights):
     ours, plain = weights
     for name in "AB":
         before, after = ours[f"{name} before {way}"], ours[f"{name} after {way}"]
@@ -89,9 +84,7 @@ def test_nothing_from_before_a_change_of_the_weights_is_served_after_it(
         assert after["token_ids"] != before["token_ids"], "or it has shown nothing"
 
 
-def test_between_changes_there_are_hits_and_calls_that_only_look_keep_them(
-    weights: tuple[Answers, Answers],
-) -> None:
+def test_between_changes_there_are_hits_and_calls_that_only_look_keep_them(weights):
     ours, plain = weights
     assert ours["A before apply_model"]["num_host"] == NUM_HIT
     looked = ours["A after calls that only look"]
@@ -99,9 +92,7 @@ def test_between_changes_there_are_hits_and_calls_that_only_look_keep_them(
     assert tokens_of(ours) == tokens_of(plain)
 
 
-def test_an_adapter_that_was_read_again_brings_nothing_back_from_before(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_an_adapter_that_was_read_again_brings_nothing_back_from_before(model, tmp_path):
     """By `add_lora` in place, by a request in place, after `remove_lora`, under a new number."""
     folders = [write_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)]
     lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}

@@ -5,13 +5,10 @@ host pool of 256 MiB holds. The engines run in their children's own processes, s
 resident memory is that of scheduler and worker together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.engine.conftest import GetModel
 from tests.engine.engines import Report, connector, make_job, make_prompts, run
 
 NUM_SLOTS = 8192
@@ -32,7 +29,7 @@ class Measured:
 
 
 @pytest.fixture(scope="module")
-def measured(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(model, tmp_path_factory):
     """Both engines, having answered all prompts."""
     prompts = make_prompts(NUM_TOKENS, [f"prompt {index}" for index in range(NUM_PROMPTS)])
     jobs = []
@@ -43,9 +40,7 @@ def measured(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Measu
     return Measured(*run(tmp_path_factory.mktemp("memory"), *jobs, child="memory"))
 
 
-def test_resident_memory_grows_by_the_host_pool_and_at_most_five_percent(
-    measured: Measured,
-) -> None:
+def test_resident_memory_grows_by_the_host_pool_and_at_most_five_percent(measured):
     """Every slot is in use and every page of the pool resident; compared with no connector."""
     ours = measured.ours.data
     assert ours["pool_bytes"] == POOL_BYTES
@@ -55,7 +50,7 @@ def test_resident_memory_grows_by_the_host_pool_and_at_most_five_percent(
     assert growth_bytes <= 1.05 * POOL_BYTES
 
 
-def test_the_scheduler_side_needs_at_most_400_bytes_a_slot(measured: Measured) -> None:
+def test_the_scheduler_side_needs_at_most_400_bytes_a_slot(measured):
     """With all slots in use, idle, and at its largest after any step of one more request.
 
     Method: `sys.getsizeof` of every object that can be reached from the planner, each once, divided
@@ -71,9 +66,7 @@ def test_the_scheduler_side_needs_at_most_400_bytes_a_slot(measured: Measured) -
     assert max(idle, running) <= SCHEDULER_BYTES_PER_SLOT_MAX * NUM_SLOTS
 
 
-def test_an_engine_that_is_deleted_leaves_no_thread_and_no_host_memory(
-    measured: Measured,
-) -> None:
+def test_an_engine_that_is_deleted_leaves_no_thread_and_no_host_memory(measured):
     """The pool's addresses are unmapped, and its pages are back with the system."""
     ours = measured.ours.data
     assert "safe-offload-loop" in ours["threads"]

@@ -1,13 +1,7 @@
 """Prompts come back from host memory, for each kind of attention that is cached in its own way."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind
-from tests.engine.conftest import GetModel, GetReport
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,
@@ -20,9 +14,7 @@ from tests.engine.engines import (
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
-def test_prompts_come_back_from_the_host_with_the_same_tokens(
-    kind: ModelKind, model: GetModel, plain: GetReport, tmp_path: Path
-) -> None:
+def test_prompts_come_back_from_the_host_with_the_same_tokens(kind, model, plain, tmp_path):
     """Full attention; the same with two sliding-window groups; multi-head latent attention.
 
     The tokens of the last one are those of a hit in the GPU's own cache: bytes that went through

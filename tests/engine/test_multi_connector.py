@@ -4,8 +4,6 @@ The other one is vLLM's ExampleConnector, which keeps KV cache in files and load
 It supports neither the hybrid KV cache manager nor a prefill in chunks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tests.engine.engines import (
     NUM_PROMPT_TOKENS,
     RESET_GPU_CACHE,
     Job,
-    Report,
     connector,
     make_job,
     num_hit_tokens,
@@ -56,22 +53,20 @@ def make_multi_job(model: GetModel, *children: dict[str, Any], **arguments: Any)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """Where ExampleConnector keeps its files."""
     return tmp_path_factory.mktemp("example-connector")
 
 
 @pytest.fixture(scope="module")
-def ours_first(model: GetModel, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def ours_first(model, files, tmp_path_factory):
     """A, B, C, A, B, C; leaves the files of all three prompts behind."""
     job = make_multi_job(model, connector(), example_connector(files))
     (report,) = run(tmp_path_factory.mktemp("ours-first"), job)
     return report
 
 
-def test_the_first_of_two_connectors_brings_prompts_back(
-    ours_first: Report, files: Path, plain_llama: Report
-) -> None:
+def test_the_first_of_two_connectors_brings_prompts_back(ours_first, files, plain_llama):
     """Ours is asked first, and has the whole hit."""
     ours_first.check_second_round_hits(NUM_HIT_TOKENS)
     assert ours_first.tokens == plain_llama.tokens
@@ -80,8 +75,8 @@ def test_the_first_of_two_connectors_brings_prompts_back(
 
 
 def test_what_another_connector_has_loaded_comes_back_from_the_host(
-    ours_first: Report, model: GetModel, files: Path, plain_llama: Report, tmp_path: Path
-) -> None:
+    ours_first, model, files, plain_llama, tmp_path
+):
     """The other one is asked first and has files of A, B and C: our stores read what it loaded.
 
     Then its files go, so that the second round is ours (docs/guarantees.md: K4).
@@ -96,9 +91,7 @@ def test_what_another_connector_has_loaded_comes_back_from_the_host(
     report.check_well()
 
 
-def test_an_engine_finds_in_the_tier_what_the_last_one_stored(
-    model: GetModel, plain_llama: Report, tmp_path: Path
-) -> None:
+def test_an_engine_finds_in_the_tier_what_the_last_one_stored(model, plain_llama, tmp_path):
     """Ours is asked first by one engine and last by the next; the other one's files are gone."""
     ours = connector(tiers=[tier_at(tmp_path / "tier")])
     settings = {"turns": ABC_TWICE[:3], "prefix_caching_hash_algo": "sha256_cbor"}

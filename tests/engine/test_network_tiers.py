@@ -1,7 +1,5 @@
 """Real engines that share a server: what one has computed, another one answers."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.bucket_server import BucketServer, find_program
-from tests.engine.conftest import GetModel
 from tests.engine.engines import Job, Report, num_hit_tokens, run, tier_at
 from tests.engine.test_tiers import check_found_again, job
 from tests.network import Machines
@@ -34,9 +31,7 @@ def check_shared(first: Report, second: Report) -> None:
     assert second.count("tier_written_objects") == 0
 
 
-def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s3(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s3(model, tmp_path):
     """The first engine writes to all three, and each of the others reads from one of them."""
     binary = redis_binary()
     if binary is None:
@@ -75,7 +70,7 @@ def test_what_one_engine_computes_others_answer_from_valkey_redis_with_tls_and_s
         assert bucket.secret_key not in report.log
 
 
-def test_two_machines_share_a_server_on_a_third(model: GetModel, tmp_path: Path) -> None:
+def test_two_machines_share_a_server_on_a_third(model, tmp_path):
     """Each engine is in a network namespace of its own; the server is on the bridge between."""
     if problem := Machines.problem():
         pytest.skip(problem)

@@ -1,22 +1,17 @@
 """Dashboard, alerts and the page on metrics: a real Prometheus scrapes a real server."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.engine.conftest import GetModel
 from tests.engine.engines import connector, make_prompts, tier_at
 from tests.engine.http_server import HttpServer
 from tests.engine.prometheus import (
     EXAMPLES,
-    Prometheus,
     as_asked,
     dashboard_queries,
     find_program,
@@ -42,7 +37,7 @@ PREFIX = "vllm:safe_offload_"
 
 
 @pytest.fixture(scope="module")
-def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     tiers = [tier_at(folder / "tier", capacity="1GiB")]
     config = connector(NUM_SLOTS, tiers=tiers)
@@ -52,7 +47,7 @@ def server(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def scraped(server: HttpServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def scraped(server, tmp_path_factory):
     """A Prometheus that has seen the server before, during and after its load."""
     folder = tmp_path_factory.mktemp("prometheus")
     with prometheus(server.url.removeprefix("http://"), folder) as found:
@@ -76,20 +71,20 @@ def serve_load(server: HttpServer) -> None:
     server.ask(PROMPTS["A"], 8)
 
 
-def test_every_query_of_the_dashboard_returns_something(scraped: Prometheus) -> None:
+def test_every_query_of_the_dashboard_returns_something(scraped):
     queries = list(dashboard_queries())
     assert len(queries) > 40
     silent = [(title, q) for title, q in queries if not scraped.query(as_asked(q))]
     assert silent == []
 
 
-def test_a_misspelt_query_would_be_found(scraped: Prometheus) -> None:
+def test_a_misspelt_query_would_be_found(scraped):
     query = next(query for _, query in dashboard_queries() if "loaded_tokens_total" in query)
     assert scraped.query(as_asked(query))
     assert not scraped.query(as_asked(query.replace("loaded_tokens", "loaded_token")))
 
 
-def test_every_rule_would_fire_if_its_limits_were_passed(scraped: Prometheus) -> None:
+def test_every_rule_would_fire_if_its_limits_were_passed(scraped):
     (group,) = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
     rules = {rule.get("alert", rule.get("record")): rule["expr"] for rule in group["rules"]}
 
@@ -102,7 +97,7 @@ def test_every_rule_would_fire_if_its_limits_were_passed(scraped: Prometheus) ->
     assert states == dict.fromkeys(rules, "ok")
 
 
-def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped: Prometheus) -> None:
+def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped):
     expected = {f"{name}_total" for name in rows("counter")} | rows("gauge")
     for histogram in rows("histogram"):
         expected |= {f"{histogram}_{part}" for part in ("bucket", "count", "sum")}
@@ -110,7 +105,7 @@ def test_the_page_has_every_metric_that_is_scraped_and_no_other(scraped: Prometh
     assert {name for name in found if not name.endswith("_created")} == expected
 
 
-def test_vllms_names_have_what_ours_have(scraped: Prometheus) -> None:
+def test_vllms_names_have_what_ours_have(scraped):
     for ours, theirs in (
         (f"{PREFIX}load_bytes_total", "vllm:kv_offload_load_bytes_total"),
         (f"{PREFIX}store_bytes_total", "vllm:kv_offload_store_size_sum"),
@@ -121,7 +116,7 @@ def test_vllms_names_have_what_ours_have(scraped: Prometheus) -> None:
         assert scraped.query(ours) == [pytest.approx(value)]
 
 
-def test_what_was_counted_adds_up(server: HttpServer, scraped: Prometheus) -> None:
+def test_what_was_counted_adds_up(server, scraped):
     now = {name.removeprefix(PREFIX): n for name, n in server.metrics().items()}
     assert 0 < now["loaded_tokens_total"] <= now["hit_tokens_total"]
     assert now["hit_length_tokens_sum"] == now["hit_tokens_total"]
@@ -138,7 +133,7 @@ def test_what_was_counted_adds_up(server: HttpServer, scraped: Prometheus) -> No
     assert now["tier_is_out"] == 0
 
 
-def test_promtool_finds_nothing_but_the_colon_of_vllm(server: HttpServer) -> None:
+def test_promtool_finds_nothing_but_the_colon_of_vllm(server):
     program = find_program("promtool")
     assert program is not None
     lines = server.metrics_text().splitlines(keepends=True)

@@ -1,7 +1,5 @@
 """Real engines over one directory: what another model has computed is served to none."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from tests.engine.conftest import GetModel
 from tests.engine.engines import (
     Job,
     Report,
@@ -78,9 +75,7 @@ def hits(report: Report) -> list[int]:
     return [answer.num_host for answer in report.answers]
 
 
-def test_weights_that_were_edited_in_place_have_answers_of_their_own(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_weights_that_were_edited_in_place_have_answers_of_their_own(model, tmp_path):
     """Each edit is found; between two, a restart has what the last one stored."""
     folder, tier = tmp_path / "model", tmp_path / "tier"
     shutil.copytree(model("llama"), folder)
@@ -98,7 +93,7 @@ def test_weights_that_were_edited_in_place_have_answers_of_their_own(
         first = edited
 
 
-def test_images_that_are_processed_otherwise_have_answers_of_their_own(tmp_path: Path) -> None:
+def test_images_that_are_processed_otherwise_have_answers_of_their_own(tmp_path):
     """By an argument of the engine, then by a file of the model; vLLM's hash knows neither."""
     folder, tier = write_tiny_vision_model(tmp_path / "model"), tmp_path / "tier"
     (first,) = run(tmp_path / "first", job_with_images(folder, tier))

@@ -1,15 +1,11 @@
 """Several worker processes, each with its share of the layers or heads and of the host pool."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engine.conftest import GetModel
 from tests.engine.engines import (
     ABC_TWICE,
     MLA,
@@ -37,9 +33,7 @@ PIPELINE_PARALLEL = {
     "parallel",
     [pytest.param(TENSOR_PARALLEL, id="tensor"), pytest.param(PIPELINE_PARALLEL, id="pipeline")],
 )
-def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(
-    parallel: dict[str, Any], model: GetModel, tmp_path: Path
-) -> None:
+def test_two_ranks_bring_prompts_back_from_the_host_with_the_same_tokens(parallel, model, tmp_path):
     """Scheduler and ranks in processes of their own, which all end with the engine.
 
     The next engine finds all of it in the tier: each rank has objects of its own, so that there
@@ -87,9 +81,7 @@ def count_objects(namespace: Path) -> int:
     return sum(path.is_file() and path.name != "namespace.json" for path in namespace.rglob("*"))
 
 
-def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_mla_ranks_keep_one_copy_and_a_killed_one_leaves_nothing(model, tmp_path):
     """Tokens are compared with those of a hit in vLLM's own cache, as in test_models.py."""
     settings = MLA | TENSOR_PARALLEL | {"in_process": False}
     job = make_job(model("deepseek"), connector(verify="load"), **settings)

@@ -4,19 +4,14 @@ One engine answers every prompt alone, forgets all that it and the connector hav
 all prompts at once, in a pool for half of them, as `python -m tests.benchmarks preemption` does.
 """
 
-from __future__ import annotations
-
 import argparse
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safe_offload.commands.bench.engine_process import EngineProcess, generate
-from safe_offload.commands.bench.tiny_models import ModelKind
 from tests.benchmarks import preemption
 from tests.benchmarks.preemption import ENGINES, Workload, run_watched
-from tests.engine.conftest import GetModel
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -40,18 +35,15 @@ def answer_alone(engine: Any, workload: Workload) -> tuple[tuple[int, ...], ...]
     ("kind", "engine"), [("llama", "ours eager"), ("gemma3", "ours eager"), ("gemma3", "ours lazy")]
 )
 def test_most_of_what_the_gpu_lost_comes_back_and_every_token_is_the_same(
-    model: GetModel, tmp_path: Path, kind: ModelKind, engine: str
-) -> None:
+    model, tmp_path, kind, engine
+):
     """Of gemma3 vLLM hashes no window inside an answer, as it does by default."""
     parser = argparse.ArgumentParser()
     preemption.add_arguments(parser)
     options = preemption.read_options(parser.parse_args(ARGUMENTS))
     workload = preemption.make_workload(options)
     engine_options = preemption.make_engine_options(
-        options,
-        model(kind),
-        preemption.count_pool_blocks(options, kind, workload),
-        ENGINES[engine],
+        options, model(kind), preemption.count_pool_blocks(options, kind, workload), ENGINES[engine]
     )
     with EngineProcess(engine, engine_options, tmp_path / "log") as process:
         process.wait_until_started(START_TIMEOUT_S)

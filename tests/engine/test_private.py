@@ -1,7 +1,5 @@
 """Real engines that share a directory, and mean other things by the same names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ def job(model: Path, image: int, tier: Path | None) -> Job:
     return replace(made, prompts=prompts(image))
 
 
-def test_a_uuid_means_something_else_to_another_engine(tmp_path: Path) -> None:
+def test_a_uuid_means_something_else_to_another_engine(tmp_path):
     """Client A's "logo" is image 1, client B's is image 2: B's answers are those without a tier.
 
     What has no uuid, or none of a client's, still comes from the tier.

@@ -1,12 +1,9 @@
 """A real server whose start the connector refuses: the reason is what its output ends with."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 from safe_offload.worker.memory.host_memory import available_host_bytes
-from tests.engine.conftest import GetModel
 from tests.engine.http_server import HttpServer
 
 
@@ -24,9 +21,7 @@ def ending(model: Path, folder: Path, size: str, *arguments: str) -> list[str]:
         return [line for line in server.log().splitlines() if "resource_tracker" not in line]
 
 
-def test_engines_whose_pools_do_not_fit_together_are_refused(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_engines_whose_pools_do_not_fit_together_are_refused(model, tmp_path):
     """Each by itself would: nothing is started, and the figures and what fits are the last line."""
     size_mib = 6 * available_host_bytes() // 10 >> 20
     lines = ending(model("llama"), tmp_path, f"{size_mib}MiB", "--data-parallel-size", "2")
@@ -35,9 +30,7 @@ def test_engines_whose_pools_do_not_fit_together_are_refused(
     assert not any("EngineCore" in line for line in lines)
 
 
-def test_what_only_the_engine_can_know_is_repeated_at_the_end(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_what_only_the_engine_can_know_is_repeated_at_the_end(model, tmp_path):
     """Half of a block: how large a block is, the worker knows when it has the model."""
     lines = ending(model("llama"), tmp_path, "4KiB")
     assert lines[-1].startswith(

@@ -1,22 +1,16 @@
 """A real server on a machine whose copies are wrong: it serves, and the host cache is not used."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from pathlib import Path
 
 from tests.engine.clients import ask_baseline
-from tests.engine.conftest import GetModel
 from tests.engine.engines import make_prompts
 from tests.engine.http_server import HttpServer
 
 FAULTS = {"fail": 0.0, "stall": 0.0, "seed": 1, "corrupt": True}
 
 
-def test_where_every_copy_is_wrong_requests_are_served_and_nothing_is_stored(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_where_every_copy_is_wrong_requests_are_served_and_nothing_is_stored(model, tmp_path):
     config = {"kv_connector": "SafeCPUOffloadConnector"}
     environment = {"COPY_FAULTS": json.dumps(FAULTS)}
     prompts = make_prompts(321, "AB")

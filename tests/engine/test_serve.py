@@ -1,11 +1,9 @@
 """`python -m tests.benchmarks serve` with real servers, very small."""
 
-from __future__ import annotations
-
 import json
 
 from safe_offload.commands.bench.engine import OURS
-from safe_offload.commands.bench.engine_breakdown import BASELINE
+from safe_offload.commands.bench.engine_report import BASELINE
 from tests.benchmarks import serve
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.serve_workload import GROWING, ONE_OFF

@@ -1,18 +1,14 @@
 """Real engines with a tier: restarts, engines side by side, machines, a tier that dies."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench.tiny_models import ModelKind
-from tests.engine.conftest import GetModel
+from examples.tiny_models import ModelKind
 from tests.engine.engines import (
     MLA,
     NUM_MLA_HIT_TOKENS,
@@ -33,7 +29,7 @@ ABC = ("A", "B", "C")
 
 
 @pytest.fixture
-def tmpfs() -> Iterator[Path]:
+def tmpfs():
     """A folder in memory."""
     with tempfile.TemporaryDirectory(prefix="safe-offload-test-", dir="/dev/shm") as name:
         yield Path(name)
@@ -60,9 +56,7 @@ def check_found_again(first: Report, second: Report, num_hit: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_an_engine_finds_what_the_last_one_stored(
-    kind: ModelKind, model: GetModel, tmp_path: Path
-) -> None:
+def test_an_engine_finds_what_the_last_one_stored(kind, model, tmp_path):
     """A, B, C are asked, the engine ends, a new one has the same directory."""
     tier = tmp_path / "tier"
     (first,) = run(tmp_path / "first", job(model(kind), kind, tier))
@@ -70,9 +64,7 @@ def test_an_engine_finds_what_the_last_one_stored(
     check_found_again(first, second, num_hit_tokens(2000))
 
 
-def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up(model, tmp_path):
     """It knows steps of 16 tokens, and nothing of those of 512 that its hits have spared it."""
     tier = tmp_path / "tier"
     auto = {"min_load_tokens": "auto"}
@@ -84,7 +76,7 @@ def test_an_engine_that_has_computed_only_tails_makes_no_speed_and_no_savings_up
     assert second.count("saved_seconds") == 0
 
 
-def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_path: Path) -> None:
+def test_an_engine_with_mla_finds_what_the_last_one_stored(model, tmp_path):
     """vLLM's MLA kernels of the CPU round otherwise behind a hit, so hits are compared with hits.
 
     The first engine is asked twice, and has the second answers from its own prefix cache.
@@ -102,9 +94,7 @@ def test_an_engine_with_mla_finds_what_the_last_one_stored(model: GetModel, tmp_
     second.check_well()
 
 
-def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(
-    model: GetModel, tmp_path: Path
-) -> None:
+def test_a_prompt_that_the_host_has_lost_comes_from_the_tier(model, tmp_path):
     """A host of 80 blocks holds one prompt of 63; the directory holds all three.
 
     On a busy machine one may be computed instead, since it has waited as long as computing takes.
@@ -150,8 +140,8 @@ def wait_until_spilled(server: HttpServer) -> None:
 
 
 def test_servers_share_a_directory_and_find_it_again_after_sigterm_and_sigkill(
-    model: GetModel, tmp_path: Path, tmpfs: Path
-) -> None:
+    model, tmp_path, tmpfs
+):
     """A, B, C are computed by one server, D by another one; then a directory that vanishes."""
     tier = tmpfs / "kv"
     first = make_server(model("llama"), tier, tmp_path / "first")

@@ -1,7 +1,5 @@
 """Tests of this folder need a GPU that torch can use: `make test-gpu`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Right bytes at every forward, on a GPU: many steps in flight, streams held up at random."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

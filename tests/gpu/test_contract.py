@@ -1,19 +1,15 @@
 """The GPU backend on a GPU: the contract on every copy path."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from safe_offload.protocol import MemoryKind
 from safe_offload.worker.copies.base import CopyPath
 from tests.gpu.torch_gpu import TorchSubject
-from tests.worker.copies.contract import BackendContract, MakeSubject
+from tests.worker.copies.contract import BackendContract
 
 
 @pytest.fixture
-def make_torch_subject() -> Iterator[Callable[..., TorchSubject]]:
+def make_torch_subject():
     subjects: list[TorchSubject] = []
 
     def make(*arguments: object, **options: object) -> TorchSubject:
@@ -29,7 +25,7 @@ class Contract(BackendContract):
     path: CopyPath | None = None
 
     @pytest.fixture
-    def make_subject(self, make_torch_subject: Callable[..., TorchSubject]) -> MakeSubject:
+    def make_subject(self, make_torch_subject):
         return lambda geometry, num_slots: make_torch_subject(geometry, num_slots, self.path)
 
 

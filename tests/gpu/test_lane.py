@@ -1,7 +1,5 @@
 """Who gives copies to the driver of a GPU, and which way they go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,9 +1,6 @@
 """Order on the device: fences, loads behind the compute stream, bytes of every neighbour."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ PATHS = [CopyPath.BATCH, CopyPath.KERNEL]
 
 
 @pytest.fixture(params=PATHS, ids=[path.value for path in PATHS])
-def subject(request: pytest.FixtureRequest) -> Iterator[TorchSubject]:
+def subject(request):
     layer_bytes = NUM_BLOCKS * ROW_BYTES
     segments = [Segment(ROW_BYTES, layer_bytes * i, ROW_BYTES) for i in range(NUM_LAYERS)]
     geometry = make_geometry(segments, NUM_BLOCKS, NUM_LAYERS * layer_bytes)

@@ -1,7 +1,5 @@
 """A GPU through torch: the contract's subject, and a machine for runs with content checks."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable

@@ -7,8 +7,6 @@ not run, the GPU backend, is left to tests over the stand-in device: one of them
     python -m tests.mutants [--only TEXT] [--seeds 120] [--markdown]
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -35,8 +33,7 @@ PACKAGE = Path(__file__).parents[2] / "safe_offload"
 def mutated(mutant: Mutant) -> ast.Module:
     """Return a file, parsed, with the mutant in it.
 
-    Raises:
-        AnchorError: the file does not say what the mutant changes, or says it more than once.
+    Raises AnchorError if the file does not say what the mutant changes, or says it more than once.
     """
     source = (PACKAGE / mutant.file).read_text()
     return mutate(source, mutant.function, mutant.old, mutant.new)

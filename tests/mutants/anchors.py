@@ -8,8 +8,6 @@ stands nowhere in the function, or more than once, is an error.
     min(counts.values())        if no statement is that: a part of one
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from typing import Any, cast
@@ -25,14 +23,9 @@ class AnchorError(ValueError):
 def mutate(source: str, function: str, old: str, new: str) -> ast.Module:
     """Return a file as it is parsed, with one change.
 
-    Args:
-        source: of the file.
-        function: that is changed, with its class: `Stores.plan`.
-        old: what it says now; see above.
-        new: what stands there instead; empty takes it out.
-
-    Raises:
-        AnchorError: there is no such place, or more than one, or nothing would change.
+    `source`: of the file; `function`: that is changed, with its class: `Stores.plan`; `old`: what
+    it says now; see above; `new`: what stands there instead; empty takes it out. Raises AnchorError
+    if there is no such place, or more than one, or nothing would change.
     """
     tree = ast.parse(source)
     inside = _find(tree, function)

@@ -6,8 +6,6 @@ file below `safe_offload/`. Lines with a minus say once in the function what is 
 `anchors`), those with a plus stand in its place.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +17,16 @@ _WHERE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One statement of our code, changed; see above.
+    """One statement of our code, changed; see above."""
 
-    Attributes:
-        name: what is broken, in words.
-        tests: arguments for pytest, in place of profiles.
-    """
-
-    name: str
+    name: str  # what is broken, in words
     file: str
     function: str
     old: str
     new: str
     promise: str
     profiles: tuple[str, ...] = ()
-    tests: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()  # arguments for pytest, in place of profiles
 
 
 def _read(paragraph: str) -> Mutant:

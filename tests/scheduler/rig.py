@@ -4,8 +4,6 @@ vLLM's scheduler, both halves of our connector and the transfers are real. Memor
 the model runner are the simulator's: every word that attention reads is checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +21,8 @@ MakeRig = Callable[..., "Rig"]
 class Rig(EngineCore):
     """An engine that is stepped by hand, and whose invariants are checked after each step.
 
-    Args:
-        seed, copy_ticks_max: see `EngineCore`; a step has about six ticks.
-        shape: fields of `EngineShape`.
+    `seed`, `copy_ticks_max`: see `EngineCore`; a step has about six ticks; `shape`: fields of
+    `EngineShape`.
     """
 
     def __init__(self, *, seed: int = 0, copy_ticks_max: int = 0, **shape: Any) -> None:

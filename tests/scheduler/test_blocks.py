@@ -1,7 +1,5 @@
 """Block sets: a block that was given away is seen, whatever took it, and parts stay in step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id

@@ -1,7 +1,5 @@
 """Nothing of a prompt is logged, at any level, whatever goes wrong."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

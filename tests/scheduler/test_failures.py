@@ -1,7 +1,5 @@
 """Failures as vLLM's real scheduler meets them: bounded, counted, and never its problem."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -25,7 +23,7 @@ from tests.simulator.device import CopyFault
 
 
 @pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def errors(monkeypatch):
     """What the planner logs as an error."""
     messages: list[str] = []
     handler = logging.Handler(logging.ERROR)

@@ -4,8 +4,6 @@ Each method of the planner's parts raises once, before it has done its work or a
 run or late. The run has hits, loads in flight, preemptions, an abort and two ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

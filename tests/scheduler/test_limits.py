@@ -1,7 +1,5 @@
 """What a client writes into `kv_transfer_params` of a request, on vLLM's real scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

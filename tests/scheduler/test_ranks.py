@@ -1,7 +1,5 @@
 """What the ranks report of their host memory, put together, and the line when it is ready."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

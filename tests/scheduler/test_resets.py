@@ -3,8 +3,6 @@
 The checkers of the simulator watch the same in every profile with resets. Here it is counted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ docs/guarantees.md. A run that breaks one is made as small as possible and print
 that repeats it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import logging
@@ -125,9 +123,7 @@ def _report(failed: object, arguments: argparse.Namespace) -> None:
     print(f"profile {failed.profile}, seed {failed.seed}: {failed.finding}", flush=True)
     print(*described(failed.profile, failed.seed), sep="\n", flush=True)
     small = shrink(
-        failed,
-        internal_checks=arguments.internal_checks,
-        seconds_max=arguments.shrink_seconds,
+        failed, internal_checks=arguments.internal_checks, seconds_max=arguments.shrink_seconds
     )
     print(f"\nThe smallest run that was found has {len(small.events)} events:")
     for event in small.events:

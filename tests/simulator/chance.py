@@ -5,8 +5,6 @@ numbers. So a request that is left out, when a failing run is made smaller, does
 happens to the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence
@@ -16,11 +14,7 @@ Item = TypeVar("Item")
 
 
 class Chance:
-    """Named random choices.
-
-    Args:
-        seed: of the run.
-    """
+    """Named random choices. `seed`: of the run."""
 
     def __init__(self, seed: int | str) -> None:
         self._prefix = f"{seed}/"

@@ -1,7 +1,5 @@
 """Engines for the faults that were reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

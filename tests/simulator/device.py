@@ -65,20 +65,13 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class SimCopy:
-    """A copy that has been issued; see `Completion`.
-
-    Attributes:
-        pending: (block, slot, word) still to be moved, the last first.
-        after: how many operations the compute stream must have done before it begins.
-        ticks_left: it ends at the first tick at which this has passed and nothing is pending.
-        stalled_until_s: virtual time before which it does not move.
-    """
+    """A copy that has been issued; see `Completion`."""
 
     copy: Copy
-    pending: list[tuple[int, int, int]]
-    after: int
-    ticks_left: int
-    stalled_until_s: float
+    pending: list[tuple[int, int, int]]  # (block, slot, word) still to be moved, the last first
+    after: int  # how many operations the compute stream must have done before it begins
+    ticks_left: int  # it ends at the first tick at which this has passed and nothing is pending
+    stalled_until_s: float  # virtual time before which it does not move
     fails: bool
     ended: asyncio.Future[None]
     take_back: Callable[[SimCopy], bool]
@@ -95,17 +88,11 @@ class SimCopy:
 
 @dataclass(slots=True)
 class DeviceOptions:
-    """How a device behaves.
+    """How a device behaves."""
 
-    Attributes:
-        has_streams: whether the forward runs behind the hooks, on a compute stream.
-        copy_ticks_max: how late a copy may end.
-        ticks_per_slot: how long one more host slot takes to be made ready; 0: all are.
-    """
-
-    has_streams: bool = False
-    copy_ticks_max: int = 0
-    ticks_per_slot: int = 0
+    has_streams: bool = False  # whether the forward runs behind the hooks, on a compute stream
+    copy_ticks_max: int = 0  # how late a copy may end
+    ticks_per_slot: int = 0  # how long one more host slot takes to be made ready; 0: all are
 
 
 @dataclass(slots=True)
@@ -142,11 +129,7 @@ class Device:
             self.num_usable_slots = len(self.memory.host)
 
     def check_alive(self) -> None:
-        """Whatever is asked of a broken device ends here.
-
-        Raises:
-            RuntimeError: it is broken.
-        """
+        """Whatever is asked of a broken device ends here. Raises RuntimeError if it is broken."""
         if self.is_broken:
             raise RuntimeError(f"the device of rank {self.rank} is lost")
 
@@ -218,13 +201,7 @@ class Device:
     # ---- copies --------------------------------------------------------------------------------
 
     def issue(self, copy: Copy, after: int, ended: asyncio.Future[None]) -> SimCopy:
-        """Start a copy.
-
-        Raises:
-            TransferError: a fault says so.
-            LoopKilledError: a fault says so.
-            RuntimeError: the device is broken.
-        """
+        """Start a copy; TransferError, LoopKilledError or RuntimeError if a fault says so."""
         self.check_alive()
         number, self.num_copies = self.num_copies, self.num_copies + 1
         fault = self.faults.get(number)

@@ -19,23 +19,16 @@ from tests.simulator.tiers import StoredObject
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What the runs of a profile must earn together, at least.
+    """What the runs of a profile must earn together, at least."""
 
-    Attributes:
-        stored: blocks stored, for each block of tokens that was computed for the first time.
-        loaded: share of the loads that delivered.
-        hit: share of the tokens that vLLM took as hits, of those that a GPU cache without end would
-            have had and the GPU's own did not.
-        fetched: blocks fetched from tiers, for each block of tokens that was computed for the first
-            time.
-        shared: blocks loaded from the host that another engine had computed, likewise.
-    """
-
-    stored: float
-    loaded: float
+    stored: float  # blocks stored, for each block of tokens that was computed for the first time
+    loaded: float  # share of the loads that delivered
+    # Share of the tokens that vLLM took as hits, of those that a GPU cache without end would have
+    # had and the GPU's own did not.
     hit: float
+    # Blocks fetched from tiers, for each block of tokens that was computed for the first time.
     fetched: float = 0.0
-    shared: float = 0.0
+    shared: float = 0.0  # blocks loaded from the host that another engine had computed, likewise
 
     def __str__(self) -> str:
         said = f"stored {self.stored:.2f} loaded {self.loaded:.2f} hit {self.hit:.2f}"
@@ -45,27 +38,16 @@ class Floor:
 
 @dataclass(slots=True)
 class Earned:
-    """Counts of a run, or of several.
+    """Counts of a run, or of several."""
 
-    Attributes:
-        blocks_stored: of stores that went well on every rank.
-        blocks_computed: of tokens, each prefix once.
-        loads_good: that delivered on every rank.
-        loads: all of them.
-        tokens_hit: that vLLM wanted loaded.
-        tokens_missing: that a GPU cache without end would have had, and the GPU's did not.
-        blocks_fetched: that every rank had from its tiers.
-        blocks_shared: of loads that delivered, what another engine had computed.
-    """
-
-    blocks_stored: int = 0
-    blocks_computed: int = 0
-    loads_good: int = 0
-    loads: int = 0
-    tokens_hit: int = 0
-    tokens_missing: int = 0
-    blocks_fetched: int = 0
-    blocks_shared: int = 0
+    blocks_stored: int = 0  # of stores that went well on every rank
+    blocks_computed: int = 0  # of tokens, each prefix once
+    loads_good: int = 0  # that delivered on every rank
+    loads: int = 0  # all of them
+    tokens_hit: int = 0  # that vLLM wanted loaded
+    tokens_missing: int = 0  # that a GPU cache without end would have had, and the GPU's did not
+    blocks_fetched: int = 0  # that every rank had from its tiers
+    blocks_shared: int = 0  # of loads that delivered, what another engine had computed
 
     def __add__(self, other: Earned) -> Earned:
         return Earned(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -90,12 +72,7 @@ class Earned:
 
 
 class Earnings:
-    """Watches one engine.
-
-    Args:
-        core: the engine.
-        ledger: what became of each transfer.
-    """
+    """Watches one engine. `core`: the engine; `ledger`: what became of each transfer."""
 
     def __init__(self, core: EngineCore, ledger: Ledger) -> None:
         self._core = core

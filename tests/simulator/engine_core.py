@@ -51,26 +51,17 @@ MutateOutputs = Callable[[int, list[Any]], None]
 
 
 class EngineCore(Stepper):
-    """The engine.
-
-    Args:
-        shape: what it is made of.
-        seed: decides when copies move and how far ranks lag behind.
-        copy_ticks_max: how late copies may end.
-        stores: of its tiers, as many as the shape's settings name, nearest first.
-        clock: of all engines that are driven together; its own if not given.
-        engine: its number among them.
-    """
+    """The engine. `stores`: of its tiers, as many as the shape's settings name, nearest first."""
 
     def __init__(
         self,
-        shape: EngineShape,
-        seed: int | str = 0,
+        shape: EngineShape,  # what it is made of
+        seed: int | str = 0,  # decides when copies move and how far ranks lag behind
         *,
-        copy_ticks_max: int = 0,
+        copy_ticks_max: int = 0,  # how late copies may end
         stores: Sequence[ObjectStore] = (),
-        clock: Clock | None = None,
-        engine: int = 0,
+        clock: Clock | None = None,  # of all engines that are driven together; its own if not given
+        engine: int = 0,  # its number among them
     ) -> None:
         vllm_config, kv_cache_config = make_config(shape), make_kv_cache_config(shape)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -159,12 +150,7 @@ class EngineCore(Stepper):
         return device, loop, Opened(transfers, backend, share, None, tiers)
 
     def _open_tiers(
-        self,
-        rank: int,
-        device: Device,
-        loop: SteppedLoop,
-        share: Share,
-        verifier: Verifier | None,
+        self, rank: int, device: Device, loop: SteppedLoop, share: Share, verifier: Verifier | None
     ) -> TierRunner | None:
         self.tiers.append(RankTiers(self.stores, device, self.chance, self.engine))
         if not self.stores:

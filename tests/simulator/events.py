@@ -4,8 +4,6 @@ A run is the list of its events and a seed. Leaving events out gives a smaller r
 which is how a failing one is shrunk.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 
@@ -59,16 +57,11 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A request.
-
-    Attributes:
-        request_id: may be used again, once the request before has gone.
-        step: it is sent before this step.
-    """
+    """A request."""
 
     name: str
-    step: int
-    request_id: str
+    step: int  # it is sent before this step
+    request_id: str  # may be used again, once the request before has gone
     prompt: tuple[int, ...]
     max_tokens: int
     priority: int = 0
@@ -112,19 +105,13 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something goes wrong.
-
-    Attributes:
-        rank: where, if that matters.
-        number: of the copy on that rank, of the operation of its tiers, or of the step.
-        amount: slots, or steps.
-    """
+    """Something goes wrong."""
 
     name: str
     kind: FaultKind | CopyFault | TierFault
-    rank: int
-    number: int
-    amount: int = 0
+    rank: int  # where, if that matters
+    number: int  # of the copy on that rank, of the operation of its tiers, or of the step
+    amount: int = 0  # slots, or steps
 
     def __str__(self) -> str:
         where = "step"

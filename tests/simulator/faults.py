@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 class Faults:
     """Lets faults happen.
 
-    Args:
-        core: where.
-        checkers: keep the books of squeezed slots.
-        faults: what.
-        ids: request ids that may turn up where they do not belong.
+    `core`: where; `checkers`: keep the books of squeezed slots; `faults`: what; `ids`: request ids
+    that may turn up where they do not belong.
     """
 
     def __init__(

@@ -1,14 +1,11 @@
 """What a checker reports."""
 
-from __future__ import annotations
-
 
 class Finding(Exception):
     """A promise that was seen broken.
 
-    Args:
-        promise: its number in docs/guarantees.md, as "I1".
-        detail: what was expected and what was found.
+    `promise`: its number in docs/guarantees.md, as "I1"; `detail`: what was expected and what was
+    found.
     """
 
     def __init__(self, promise: str, detail: str) -> None:
@@ -30,10 +27,6 @@ class Findings:
         self._found.append(Finding(promise, detail))
 
     def raise_first(self) -> None:
-        """Raise the first finding, if there is any.
-
-        Raises:
-            Finding: what was found first.
-        """
+        """Raise the first finding, if there is any."""
         if self._found:
             raise self._found[0]

@@ -1,7 +1,5 @@
 """What others do to the host pool of an engine while it matches and plans."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +25,7 @@ def evict_host(engine: EngineCore) -> None:
 class OtherEngine:
     """Another engine that takes slots of the same host pool.
 
-    Args:
-        engine: whose pool it shares.
-        left: slots that it leaves.
+    `engine`: whose pool it shares; `left`: slots that it leaves.
     """
 
     def __init__(self, engine: EngineCore, left: int = 0) -> None:

@@ -5,8 +5,6 @@ step reads and writes. The tokens that it samples are those that the prefix lead
 (`words.Sequel`), whatever the memory holds: a wrong word in memory is a finding of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,36 +18,28 @@ from tests.simulator.words import VOCABULARY, Sequel, place
 
 @dataclass(slots=True)
 class RequestWork:
-    """What one request reads and writes in one step, for each group.
-
-    Attributes:
-        wrong: writes of draft tokens that turn out wrong.
-        moved: states that are copied to another block ahead of the forward: what is read, where
-            it goes (Mamba, when a step crosses into a new block).
-    """
+    """What one request reads and writes in one step, for each group."""
 
     request_id: str
     sequel: Sequel
     start: int
     reads: list[list[Span]]
     writes: list[list[Span]]
-    wrong: list[list[Span]]
+    wrong: list[list[Span]]  # writes of draft tokens that turn out wrong
+    # States that are copied to another block ahead of the forward: what is read, where it goes
+    # (Mamba, when a step crosses into a new block).
     moved: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step: what the scheduler asked for, what the ranks do, what is sampled.
-
-    Attributes:
-        drafts: what the drafter proposes for the next step, by request.
-    """
+    """One step: what the scheduler asked for, what the ranks do, what is sampled."""
 
     number: int
     scheduled: Any
     works: list[RequestWork]
     sampled: list[list[int]]
-    drafts: dict[str, list[int]]
+    drafts: dict[str, list[int]]  # what the drafter proposes for the next step, by request
     zeroed: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]
     results: dict[int, Any] = field(default_factory=dict)
@@ -62,11 +52,8 @@ class Batch:
 class ModelRunner:
     """Prepares the steps of all ranks.
 
-    Args:
-        shape: of the engine.
-        scheduler: vLLM's, whose block tables are read.
-        chance: decides which draft tokens are right.
-        findings: where a wrong word is reported.
+    `shape`: of the engine; `scheduler`: vLLM's, whose block tables are read; `chance`: decides
+    which draft tokens are right; `findings`: where a wrong word is reported.
     """
 
     def __init__(

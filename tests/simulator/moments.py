@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 class Moments:
     """Tells which aborts are due.
 
-    Args:
-        core: whose requests are watched.
-        checkers: know which hits were reported.
-        aborts: each goes off once.
+    `core`: whose requests are watched; `checkers`: know which hits were reported; `aborts`: each
+    goes off once.
     """
 
     def __init__(self, core: EngineCore, checkers: Checkers, aborts: list[Abort]) -> None:

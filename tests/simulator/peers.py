@@ -6,8 +6,6 @@ is that of an engine: memory has no contents here. The tests see so which of the
 the others show, and `python -m tests.benchmarks scheduler` what each costs the scheduler.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,13 +16,7 @@ from tests.simulator.chance import Chance
 from tests.simulator.findings import Findings
 from tests.simulator.model_runner import ModelRunner
 from tests.simulator.stepper import Stepper
-from tests.simulator.vllm_setup import (
-    NONE,
-    OURS,
-    EngineShape,
-    make_kv_cache_config,
-    runner_output,
-)
+from tests.simulator.vllm_setup import NONE, OURS, EngineShape, make_kv_cache_config, runner_output
 from tests.simulator.words import Sequel
 
 SIMPLE = "SimpleCPUOffloadConnector"
@@ -46,15 +38,10 @@ def peer_shape(connector: str, **what: Any) -> EngineShape:
 
 
 class StandInWorker(Protocol):
-    """Settles the transfers of one connector's plans.
+    """Settles the transfers of one connector's plans."""
 
-    Attributes:
-        num_stored: blocks of all stores that the plans named.
-        num_loaded: of all loads.
-    """
-
-    num_stored: int
-    num_loaded: int
+    num_stored: int  # blocks of all stores that the plans named
+    num_loaded: int  # of all loads
 
     @property
     def is_loading(self) -> bool:
@@ -67,8 +54,7 @@ class StandInWorker(Protocol):
 class _SlowCopier:
     """What the stand-ins have in common.
 
-    Args:
-        copy_steps: a copy is reported this many steps after the one whose plan names it.
+    `copy_steps`: a copy is reported this many steps after the one whose plan names it.
     """
 
     def __init__(self, copy_steps: int) -> None:
@@ -146,9 +132,8 @@ class OffloadingWorker(_SlowCopier):
 class SafeWorker(_SlowCopier):
     """For ours: what `WorkerBridge` and `Transfers` answer when every copy goes well.
 
-    Args:
-        copy_steps: a copy is reported this many steps after the one whose plan names it.
-        num_slots: host slots, told in the first report.
+    `copy_steps`: a copy is reported this many steps after the one whose plan names it; `num_slots`:
+    host slots, told in the first report.
     """
 
     def __init__(self, copy_steps: int, num_slots: int) -> None:
@@ -204,9 +189,8 @@ def _take_due(running: dict[int, int], step: int) -> list[int]:
 def make_worker(shape: EngineShape, copy_steps: int) -> StandInWorker:
     """The stand-in for the workers of the shape's connector.
 
-    Args:
-        shape: see `peer_shape`.
-        copy_steps: a copy is reported this many steps after the one whose plan names it.
+    `shape`: see `peer_shape`; `copy_steps`: a copy is reported this many steps after the one whose
+    plan names it.
     """
     if shape.connector == OURS:
         return SafeWorker(copy_steps, shape.num_slots)
@@ -228,19 +212,10 @@ Tokens = Callable[[str, int], int]
 class PeerEngine(Stepper):
     """An engine with any connector: one rank, one step in flight.
 
-    Args:
-        shape: see `peer_shape`.
-        copy_steps: how long the stand-in's copies take.
-        tokens: what is sampled; what the prefix leads to, if not given (`words.Sequel`).
-
-    Attributes:
-        worker: the stand-in.
-        mutate_output: called with what the worker's connector returns for a step.
-        last_plan: what the connector told the workers in the last step.
-        num_steps: so far.
-        num_prompt_tokens: of all requests so far.
-        num_computed: tokens that were scheduled so far.
-        num_preemptions: so far.
+    `shape`: see `peer_shape`; `copy_steps`: how long the stand-in's copies take; `tokens`: what is
+    sampled; what the prefix leads to, if not given (`words.Sequel`). `num_steps`: so far;
+    `num_prompt_tokens`: of all requests so far; `num_computed`: tokens that were scheduled so far;
+    `num_preemptions`: so far.
     """
 
     def __init__(
@@ -248,9 +223,10 @@ class PeerEngine(Stepper):
     ) -> None:
         super().__init__(shape)
         self.runner = ModelRunner(shape, self.scheduler, Chance(0), Findings())
-        self.worker = make_worker(shape, copy_steps)
+        self.worker = make_worker(shape, copy_steps)  # the stand-in
+        # Called with what the worker's connector returns for a step.
         self.mutate_output: list[Callable[[Any], None]] = []
-        self.last_plan: Any = None
+        self.last_plan: Any = None  # what the connector told the workers in the last step
         self.num_steps = self.num_prompt_tokens = 0
         self.num_computed = self.num_preemptions = 0
         self._tokens = tokens

@@ -37,42 +37,27 @@ WAKE_TICKS, WAKES_MAX = 500, 100
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine is among those that are driven together.
-
-    Attributes:
-        clock: of all of them.
-        lines: of the trace of all of them.
-        label: that lines of this one begin with.
-    """
+    """Where an engine is among those that are driven together."""
 
     number: int = 0
-    clock: Clock = field(default_factory=Clock)
-    lines: list[str] = field(default_factory=list)
-    label: str = ""
+    clock: Clock = field(default_factory=Clock)  # of all of them
+    lines: list[str] = field(default_factory=list)  # of the trace of all of them
+    label: str = ""  # that lines of this one begin with
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a run.
-
-    Attributes:
-        finding: None if every promise was kept.
-        trace: one line for everything that happened.
-        digest: of the same, without names of ours (see `Trace`).
-        num_steps: of all its lives.
-        counts: of the connector.
-        earned: what was stored, loaded and hit.
-    """
+    """What became of a run."""
 
     profile: str
     seed: int
     events: list[Event]
-    finding: Finding | None = None
-    trace: list[str] = field(default_factory=list)
-    digest: str = ""
-    num_steps: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    earned: Earned = field(default_factory=Earned)
+    finding: Finding | None = None  # None if every promise was kept
+    trace: list[str] = field(default_factory=list)  # one line for everything that happened
+    digest: str = ""  # of the same, without names of ours (see `Trace`)
+    num_steps: int = 0  # of all its lives
+    counts: Counter[str] = field(default_factory=Counter)  # of the connector
+    earned: Earned = field(default_factory=Earned)  # what was stored, loaded and hit
 
     def add(self, fleet: Fleet) -> None:
         """What became of one more life of the engines."""
@@ -87,21 +72,16 @@ class Result:
 class Run:
     """Drives one engine through its events.
 
-    Args:
-        profile: the kind of run.
-        seed: which one.
-        events: what happens in it.
-        stores: of its tiers, as an earlier engine left them; empty ones if not given.
-        place: among engines that are driven together.
+    `stores`: of its tiers, as an earlier engine left them; empty ones if not given.
     """
 
     def __init__(
         self,
-        profile: Profile,
-        seed: int | str,
-        events: Sequence[Event],
+        profile: Profile,  # the kind of run
+        seed: int | str,  # which one
+        events: Sequence[Event],  # what happens in it
         stores: Sequence[ObjectStore] | None = None,
-        place: Place | None = None,
+        place: Place | None = None,  # among engines that are driven together
     ) -> None:
         if stores is None:
             stores = [ObjectStore(options) for options in profile.tiers]
@@ -133,20 +113,12 @@ class Run:
         self._now = 0
 
     def go(self) -> None:
-        """Run to the end.
-
-        Raises:
-            Finding: a promise was broken.
-        """
+        """Run to the end."""
         for _ in self.turns():
             pass
 
     def turns(self) -> Iterator[None]:
-        """Run to the end, with a pause after each step.
-
-        Raises:
-            Finding: a promise was broken.
-        """
+        """Run to the end, with a pause after each step."""
         try:
             yield from self._turns()
         except Finding:
@@ -183,12 +155,14 @@ class Run:
     def _wake(self) -> None:
         """Go on once more if tiers have been silent for so long that the engine stepped no more.
 
-        What comes next notices that they have ended.
+        What comes next notices that they have ended. vLLM's own cache is empty by then, else each
+        time lazy stores would find something new to spill.
         """
         core, ledger = self.core, self.checkers.ledger
         for number in range(WAKES_MAX):
             if not (list(ledger.open_tier_transfers()) and ledger.have_tiers_been_silent()):
                 return
+            core.scheduler.reset_prefix_cache()
             for _ in range(WAKE_TICKS):
                 for worker in core.workers:
                     worker.loop.turn()
@@ -261,23 +235,15 @@ class Run:
 
 
 class Fleet:
-    """One engine, or several that share what their tiers hold, in turns that the seed chooses.
-
-    Args:
-        profile: the kind of run.
-        seed: which one.
-        events: what happens in it, to one engine or another.
-        stores: see `make_stores`.
-        life: how often they have been started before.
-    """
+    """One engine, or several that share what their tiers hold, in turns that the seed chooses."""
 
     def __init__(
         self,
-        profile: Profile,
-        seed: int,
-        events: Sequence[Event],
-        stores: Sequence[Sequence[ObjectStore]],
-        life: int = 0,
+        profile: Profile,  # the kind of run
+        seed: int,  # which one
+        events: Sequence[Event],  # what happens in it, to one engine or another
+        stores: Sequence[Sequence[ObjectStore]],  # see `make_stores`
+        life: int = 0,  # how often they have been started before
     ) -> None:
         self.lines: list[str] = []
         name: int | str = f"{seed}/life {life}" if life else seed
@@ -299,11 +265,7 @@ class Fleet:
         ]
 
     def go(self) -> None:
-        """Run to the end.
-
-        Raises:
-            Finding: a promise was broken.
-        """
+        """Run to the end."""
         going = {number: current.turns() for number, current in enumerate(self.runs)}
         for turn in itertools.count():
             if not going:
@@ -329,20 +291,13 @@ def make_stores(profile: Profile) -> list[list[ObjectStore]]:
 
 
 def run(
-    profile: str,
-    seed: int,
+    profile: str,  # a name of `swarm.NAMES`
+    seed: int,  # which run
     *,
-    only: Iterable[str] | None = None,
-    internal_checks: bool = False,
+    only: Iterable[str] | None = None,  # names of the events that are kept; all if not given
+    internal_checks: bool = False,  # let our own `check_invariants` run after each step too
 ) -> Result:
-    """Make a run and let it go to its end, or to the first finding.
-
-    Args:
-        profile: a name of `swarm.NAMES`.
-        seed: which run.
-        only: names of the events that are kept; all if not given.
-        internal_checks: let our own `check_invariants` run after each step too.
-    """
+    """Make a run and let it go to its end, or to the first finding."""
     chosen = profile_of(profile, seed)
     if internal_checks:
         extra: dict[str, Any] = {**chosen.shape.extra, "check_invariants": True}

@@ -1,7 +1,5 @@
 """What the scenarios have in common: engines that are closed again, an idle end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The last phase of a run: no request comes any more, and everything must settle within a bound."""
 
-from __future__ import annotations
-
 import math
 
 from tests.simulator.engine_core import EngineCore
@@ -22,11 +20,8 @@ class Settling:
     vLLM goes on with the request that it would preempt last, whatever becomes of the others. So all
     of them take no longer than one after the other, each computed from its first token. But a
     request cannot be preempted while it holds blocks for a load. In a pool that is too small for
-    two, they may so take turns with every block, and each turn takes a load.
-
-    Args:
-        core: the engine.
-        copy_ticks_max: how late its copies may end.
+    two, they may so take turns with every block, and each turn takes a load. `core`: the engine;
+    `copy_ticks_max`: how late its copies may end.
     """
 
     def __init__(self, core: EngineCore, copy_ticks_max: int) -> None:
@@ -56,11 +51,7 @@ class Settling:
         )
 
     def check(self) -> None:
-        """No more steps have passed than may.
-
-        Raises:
-            Finding: it takes too long.
-        """
+        """No more steps have passed than may."""
         num_steps = self._core.num_steps - self._began_at
         if num_steps > self.steps_max:
             raise Finding(

@@ -1,7 +1,5 @@
 """Make a failing run small: leave out events, as long as the same promise is broken."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -10,25 +8,17 @@ from tests.simulator.run import Result, run
 
 
 def shrink(
-    failed: Result,
+    failed: Result,  # a run with a finding
     *,
-    internal_checks: bool,
-    seconds_max: float = 60.0,
-    rerun: Callable[..., Result] = run,
+    internal_checks: bool,  # as in that run
+    seconds_max: float = 60.0,  # wall time after which the best run so far is taken
+    rerun: Callable[..., Result] = run,  # makes a run
 ) -> Result:
     """The shortest failing run that is found in the time.
 
     Halves, quarters, eighths ... of the events are left out in turn (delta debugging: Zeller and
-    Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002).
-
-    Args:
-        failed: a run with a finding.
-        internal_checks: as in that run.
-        seconds_max: wall time after which the best run so far is taken.
-        rerun: makes a run.
-
-    Returns:
-        A run that breaks the same promise, with as many events or fewer.
+    Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002). Returns a run that
+    breaks the same promise, with as many events or fewer.
     """
     assert failed.finding is not None
     deadline = time.monotonic() + seconds_max

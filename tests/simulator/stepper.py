@@ -4,8 +4,6 @@ The simulator's ranks (`EngineCore`) and the stand-ins for other connectors' wor
 are two things that it is stepped with.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +12,14 @@ from tests.simulator.vllm_setup import EngineShape, as_model_runner, make_schedu
 
 
 class Stepper:
-    """The scheduler, its requests and their answers.
-
-    Args:
-        shape: what the engine is made of.
-
-    Attributes:
-        answers: tokens by request id, of those that are not finished too.
-        finish_reasons: by request id.
-        counts: what our connector has counted.
-    """
+    """The scheduler, its requests and their answers. `shape`: what the engine is made of."""
 
     def __init__(self, shape: EngineShape) -> None:
         self.shape = shape
+        # Tokens by request id, of those that are not finished too.
         self.answers: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, Any] = {}
-        self.counts: Counter[str] = Counter()
+        self.finish_reasons: dict[str, Any] = {}  # by request id
+        self.counts: Counter[str] = Counter()  # what our connector has counted
         with as_model_runner(shape):
             self.scheduler, self._hasher = make_scheduler(shape)
 

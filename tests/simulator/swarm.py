@@ -5,8 +5,6 @@ switches features off at random. A run with everything on finds less: what fails
 would have failed later, and full caches, deaths and resets keep one another from happening.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,14 +14,7 @@ from tests.simulator.chance import Chance, Item
 from tests.simulator.device import CopyFault
 from tests.simulator.events import FaultKind
 from tests.simulator.groups import BLOCK_TOKENS
-from tests.simulator.profiles import (
-    PROFILES,
-    WAIT_S,
-    FaultCounts,
-    Profile,
-    Workload,
-    tier_settings,
-)
+from tests.simulator.profiles import PROFILES, WAIT_S, FaultCounts, Profile, Workload, tier_settings
 from tests.simulator.tiers import TierFault, TierOptions
 from tests.simulator.vllm_setup import (
     EngineShape,
@@ -70,17 +61,11 @@ FINAL_FAULTS_MAX: FaultCounts = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A combination that is left out.
+    """A combination that is left out."""
 
-    Attributes:
-        what: it is.
-        why: which component refuses it, and how.
-        refuses: whether a profile has it.
-    """
-
-    what: str
-    why: str
-    refuses: Callable[[Profile], bool]
+    what: str  # it is
+    why: str  # which component refuses it, and how
+    refuses: Callable[[Profile], bool]  # whether a profile has it
 
 
 def _kinds(profile: Profile) -> list[str]:
@@ -123,9 +108,7 @@ RULES = (
 def profile_of(name: str, seed: int) -> Profile:
     """The profile of a run; synchronous where vLLM's own hits are wrong if it is not.
 
-    Args:
-        name: one of `NAMES`.
-        seed: of the run.
+    `name`: one of `NAMES`; `seed`: of the run.
     """
     profile = draw(seed) if name == SWARM else PROFILES[name]
     if hits_overwritten_states(profile.shape):

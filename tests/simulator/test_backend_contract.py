@@ -1,7 +1,5 @@
 """The simulator's backend keeps the contract of the real ones: what it lets pass, they let pass."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from safe_offload.worker.copies.base import Direction
 from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory, SimBackend, SimCopy
 from tests.simulator.virtual_loop import Clock
-from tests.worker.copies.contract import BackendContract, Bytes, MakeSubject, Subject
+from tests.worker.copies.contract import BackendContract, Bytes, Subject
 
 
 class Futures:
@@ -112,7 +110,7 @@ class Contract(BackendContract):
     """What both kinds of device are asked."""
 
     @pytest.fixture(autouse=True)
-    def _unwrap(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _unwrap(self, monkeypatch):
         """A fence is asked of the copy itself, not of what waits for it."""
         fence = SimBackend.fence
         monkeypatch.setattr(
@@ -122,14 +120,14 @@ class Contract(BackendContract):
 
 class TestDeviceWithStreams(Contract):
     @pytest.fixture
-    def make_subject(self) -> MakeSubject:
+    def make_subject(self):
         options = DeviceOptions(has_streams=True, copy_ticks_max=5)
         return lambda geometry, num_slots: SimSubject(geometry, num_slots, options)
 
 
 class TestDeviceWithoutStreams(Contract):
     @pytest.fixture
-    def make_subject(self) -> MakeSubject:
+    def make_subject(self):
         options = DeviceOptions(copy_ticks_max=5)
         return lambda geometry, num_slots: SimSubject(geometry, num_slots, options)
 

@@ -1,7 +1,5 @@
 """The net for tidying up: equal in every process, blind to names, not to what happens."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

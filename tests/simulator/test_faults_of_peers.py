@@ -5,8 +5,6 @@ They run on the same real scheduler as ours in test_reported_faults.py. vLLM 0.3
 fault is mended, and the test goes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterator

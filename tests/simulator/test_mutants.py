@@ -1,7 +1,5 @@
 """Breakages of our code that the simulator must catch; `make mutants` runs all of them."""
 
-from __future__ import annotations
-
 import ast
 import re
 

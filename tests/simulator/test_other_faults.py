@@ -4,8 +4,6 @@ Each name begins with the id of its row. test_faults_of_peers.py runs some of th
 connectors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -220,3 +218,13 @@ def test_p2_with_draft_tokens_prompts_are_hit(make_engine):
     assert engine.counts["hit_tokens"] > 30
     check_answers(engine, a=4, again=4)
     check_idle(engine)
+
+
+def test_lazy_stores_do_not_push_out_one_another_in_a_pool_that_is_too_small(make_engine):
+    settings = {"lazy_offload": True}
+    engine = make_engine(num_blocks=60, num_slots=8, max_batched_tokens=64, extra=settings)
+    for number in range(4):
+        run_alone(engine, f"a{number}", random_prompt(40, number), 1)
+    before = engine.counts["stored_blocks"]
+    run_alone(engine, "long", random_prompt(9, 99), 60)
+    assert engine.counts["stored_blocks"] - before <= 2 * 8

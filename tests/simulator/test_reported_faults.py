@@ -3,8 +3,6 @@
 tests/simulator/test_faults_of_peers.py runs the same on vLLM's own connectors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixed seeds of every profile, regression seeds, and what a run must be to be worth anything."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -54,6 +52,8 @@ REGRESSIONS = {
     "idle with spills that wait": ("swarm", 1827),
     # A checker that took a probe which no request waits for any more for something that is left.
     "a probe that goes on": ("swarm", 13),
+    # Lazy: what woke the engine for a tier that had been silent had blocks stored and spilled anew.
+    "woken without end": ("swarm", 40019),
 }
 """Seeds that broke a promise once, and what was wrong."""
 

@@ -1,9 +1,5 @@
 """Profiles drawn from seeds, and the last phase of their runs, which must settle within a bound."""
 
-from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -16,19 +12,12 @@ from tests.simulator.findings import Finding
 from tests.simulator.floors import FLOORS, SWARM_SEEDS
 from tests.simulator.profiles import PROFILES, Profile, Workload
 from tests.simulator.run import Run, run
-from tests.simulator.swarm import (
-    RULES,
-    SWARM,
-    blocks_of_longest_request,
-    described,
-    draw,
-)
+from tests.simulator.swarm import RULES, SWARM, blocks_of_longest_request, draw
 from tests.simulator.tiers import TierFault
 from tests.simulator.vllm_setup import EngineShape
 from tests.simulator.workload import make_events
 
 NUM_DRAWS = 300
-SIZES = {"transfer_timeout_s", "tiers"}
 NOT_DRAWN = {"connector", "max_model_len", "page_bytes"}
 """Fields of a shape: another connector than ours, what follows from the workload, and what only a
 benchmark sets."""
@@ -38,35 +27,6 @@ def options(part: EngineShape | Workload) -> set[str]:
     usual = type(part)()
     names = [option.name for option in fields(part)]
     return {name for name in names if getattr(part, name) != getattr(usual, name)}
-
-
-def features(profile: Profile) -> set[str]:
-    """What a profile has that the plainest one has not; sizes, which all differ, left out."""
-    shape, workload = profile.shape, profile.workload
-    sizes = {"num_blocks", "num_slots", "max_batched_tokens", "max_seqs", "groups", "extra"}
-    kinds = {f"group {group.kind}" for group in shape.parsed_groups}
-    kinds |= {f"blocks of {group.block_tokens}" for group in shape.parsed_groups}
-    return {
-        *(options(shape) - sizes - NOT_DRAWN),
-        *kinds,
-        f"{len(shape.groups)} groups",
-        *(f"{key}={value}" for key, value in shape.extra.items() if key not in SIZES),
-        *([f"{len(profile.tiers)} tiers"] if profile.tiers else []),
-        *(["several engines"] if profile.num_engines > 1 else []),
-        *(["latency"] if any(tier.latency_ticks for tier in profile.tiers) else []),
-        *(["kept"] if any(tier.get("keep") for tier in shape.extra.get("tiers", ())) else []),
-        *(kind.value for kind in profile.faults),
-        *(["salts"] if workload.num_salts > 1 else []),
-        *(["late copies"] if profile.copy_ticks_max > 12 else []),
-    }
-
-
-def pairs(profiles: Iterator[Profile]) -> set[tuple[str, str]]:
-    return {
-        pair
-        for profile in profiles
-        for pair in itertools.combinations(sorted(features(profile)), 2)
-    }
 
 
 def go(profile: Profile, seed: int) -> Run:
@@ -79,11 +39,6 @@ def go(profile: Profile, seed: int) -> Run:
 
 
 # ---- what is drawn -----------------------------------------------------------------------------
-
-
-def test_a_seed_draws_one_profile_and_another_seed_another():
-    assert draw(7) == draw(7)
-    assert len({str(draw(seed)) for seed in range(50)}) == 50
 
 
 def test_every_option_is_drawn():
@@ -105,11 +60,6 @@ def test_every_option_is_drawn():
         "check_invariants",
         "tiers",
     }
-
-
-def test_most_pairs_of_named_profiles_are_drawn_and_many_that_none_has():
-    named, drawn = pairs(iter(PROFILES.values())), pairs(draw(seed) for seed in range(NUM_DRAWS))
-    assert len(drawn) > 2 * len(named)
 
 
 def test_vllm_would_start_with_every_pool_that_is_drawn():
@@ -136,13 +86,6 @@ def test_vllm_dies_of_chunks_in_blocks_of_several_sizes():
     profile = Profile("", EngineShape(groups=("chunk:16", "full@8"), num_blocks=60, num_slots=90))
     with pytest.raises(Finding, match="AssertionError"):
         go(profile, 0)
-
-
-def test_the_profile_of_a_seed_is_described():
-    assert described("plain", 0) == []
-    text = "\n".join(described(SWARM, 0))
-    assert f"groups={draw(0).shape.groups}" in text or draw(0).shape.groups == ("full",)
-    assert "faults at most" in text
 
 
 def earned_by_swarm(num_seeds: int) -> Earned:
@@ -200,10 +143,3 @@ def test_a_copy_that_goes_on_standing_still_is_found(monkeypatch):
         except Finding as finding:
             findings.append(str(finding))
     assert any("not settled" in finding for finding in findings)
-
-
-def test_the_bound_holds_without_faults_in_named_profiles_too(monkeypatch):
-    monkeypatch.setattr(Planner, "has_pending_push_work", lambda planner: True)
-    plain = PROFILES["plain"]
-    with pytest.raises(Finding, match="I7: not settled"):
-        go(replace(plain, shape=replace(plain.shape, num_blocks=400)), 0)

@@ -1,7 +1,5 @@
 """The stand-in for a tier: it does what a tier promises, and what its faults say."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Coroutine
@@ -16,7 +14,7 @@ from tests.simulator.chance import Chance
 from tests.simulator.device import Device, DeviceOptions, Memory
 from tests.simulator.events import Abort, FaultKind
 from tests.simulator.profiles import PROFILES, Profile
-from tests.simulator.run import Fleet, findings_of, make_stores, run
+from tests.simulator.run import Fleet, findings_of, make_stores
 from tests.simulator.tiers import (
     CUT_TICKS_MAX,
     ObjectStore,
@@ -101,22 +99,6 @@ def test_what_is_spilled_is_there_and_comes_back_word_for_word():
     assert all(map(place.is_right, range(NUM_SLOTS)))
 
 
-def test_words_move_while_time_passes():
-    place = Place(ticks_max=40, seed=3)
-    place.spill()
-    place.wipe()
-    task = place.start(place.tier.fetch(NAMES, place.slots))
-    half_done = 0
-    while not task.done():
-        place.device.tick()
-        half_done += any(
-            None in words and any(word is not None for word in words)
-            for words in place.device.memory.host
-        )
-        place.loop.run_once()
-    assert half_done > 0
-
-
 @pytest.mark.parametrize(
     ("fault", "spilled", "fetched"),
     [
@@ -139,16 +121,6 @@ def test_a_fault_of_a_spill_shows_in_its_results_or_in_those_of_a_fetch(fault, s
         present = place.do(place.tier.probe(NAMES))
         assert present == [result is Result.DONE for result in results]
     assert (seen_spilled, seen_fetched) == (spilled, fetched)
-
-
-def test_a_fetch_that_loses_objects_says_which():
-    place = Place()
-    place.spill()
-    place.plan(TierFault.LOSE)
-    results = place.fetch()
-    assert set(results) > {Result.DONE}
-    for slot_id, result in enumerate(results):
-        assert place.is_right(slot_id) == (result is Result.DONE)
 
 
 def test_a_lie_is_about_presence():
@@ -306,12 +278,6 @@ def test_each_event_happens_to_one_engine_and_an_abort_to_that_of_its_request():
         names = {event.name for event in part}
         assert len(names) > len(events) // 4
         assert all(event.request in names for event in part if isinstance(event, Abort))
-
-
-def test_the_same_seed_of_two_engines_gives_the_same_trace():
-    first, second = run("tiers-shared", 3), run("tiers-shared", 3)
-    assert first.trace == second.trace
-    assert first.digest == second.digest
 
 
 def test_what_an_engine_with_other_weights_has_written_is_noticed(monkeypatch):

@@ -6,8 +6,6 @@ is torn or another's, is noticed here too: no fault hands out wrong words as rig
 with which a test shows that a checker would see it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 from collections.abc import Callable, Sequence
@@ -83,50 +81,30 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class TierOptions:
-    """How a tier behaves.
+    """How a tier behaves."""
 
-    Attributes:
-        ticks_max: how late an operation may end.
-        num_objects_max: it evicts what was used least recently beyond this many; 0: never.
-        latency_ticks: nothing happens to an operation before about this many.
-        is_local: each engine has one of its own.
-    """
-
-    ticks_max: int = 12
-    num_objects_max: int = 0
-    latency_ticks: int = 0
-    is_local: bool = False
+    ticks_max: int = 12  # how late an operation may end
+    num_objects_max: int = 0  # it evicts what was used least recently beyond this many; 0: never
+    latency_ticks: int = 0  # nothing happens to an operation before about this many
+    is_local: bool = False  # each engine has one of its own
 
 
 @dataclass(slots=True)
 class StoredObject:
-    """One object.
-
-    Attributes:
-        epoch: stands for the weights that it was computed with; see `ContentChecker`.
-        engine: that wrote it.
-        flaw: what a fetch finds wrong with it.
-    """
+    """One object."""
 
     words: list[int | None]
-    epoch: int
-    engine: int = 0
-    flaw: Result | None = None
+    epoch: int  # stands for the weights that it was computed with; see `ContentChecker`
+    engine: int = 0  # that wrote it
+    flaw: Result | None = None  # what a fetch finds wrong with it
 
 
 class ObjectStore:
-    """What a tier holds, which outlives the engines that use it.
-
-    Args:
-        options: see `TierOptions`.
-
-    Attributes:
-        objects: by name, what was used least recently first.
-    """
+    """What a tier holds, which outlives the engines that use it. `options`: see `TierOptions`."""
 
     def __init__(self, options: TierOptions) -> None:
         self.options = options
-        self.objects: dict[Name, StoredObject] = {}
+        self.objects: dict[Name, StoredObject] = {}  # by name, what was used least recently first
 
     def put(self, name: Name, stored: StoredObject) -> None:
         """Keep an object, and evict others if there are too many."""
@@ -193,13 +171,7 @@ class SimSlots:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A probe, a fetch or a spill that is under way.
-
-    Attributes:
-        pending: (object, word) still to be moved, the last first.
-        latency_left: ticks before it is begun.
-        opened: what is read or written, by object; what has begun is in it.
-    """
+    """A probe, a fetch or a spill that is under way."""
 
     task: Task
     names: Sequence[Name]
@@ -207,11 +179,12 @@ class Operation:
     stream: Random
     fault: TierFault | None
     ended: asyncio.Future[None]
-    pending: list[tuple[int, int]]
+    pending: list[tuple[int, int]]  # (object, word) still to be moved, the last first
     ticks_left: int
     stalled_until_s: float
-    latency_left: int = 0
+    latency_left: int = 0  # ticks before it is begun
     results: dict[int, Result] = field(default_factory=dict)
+    # What is read or written, by object; what has begun is in it.
     opened: dict[int, StoredObject] = field(default_factory=dict)
 
     def happens(self) -> bool:
@@ -220,18 +193,13 @@ class Operation:
 
 
 class RankFaults:
-    """What goes wrong with the tiers of one rank.
-
-    Attributes:
-        planned: by the number of the operation on this rank.
-        num_operations: so far.
-        is_dead: every operation raises.
-    """
+    """What goes wrong with the tiers of one rank."""
 
     def __init__(self) -> None:
+        # By the number of the operation on this rank.
         self.planned: list[tuple[int, TierFault]] = []
-        self.num_operations = 0
-        self.is_dead = False
+        self.num_operations = 0  # so far
+        self.is_dead = False  # every operation raises
 
     def take(self, task: Task) -> TierFault | None:
         """What goes wrong with the next operation."""
@@ -244,39 +212,27 @@ class RankFaults:
 
 
 class SimTier:
-    """See `Tier`: one rank's way to a store.
-
-    Args:
-        label: see `Tier`.
-        store: what it finds there.
-        device: of the rank; time passes on it.
-        faults: of the rank.
-        chance: decides when words are moved.
-        engine: whose way it is.
-
-    Attributes:
-        running: operations under way.
-        on_fetched: told of the rank, the slot and the object whose words are written to it now.
-        epoch_of: of the words of a slot, which are read now.
-        on_stored: told of the slot, the name and the words of an object that is there from now on.
-    """
+    """See `Tier`: one rank's way to a store."""
 
     def __init__(
         self,
-        label: str,
-        store: ObjectStore,
-        device: Device,
-        faults: RankFaults,
-        chance: Chance,
-        engine: int = 0,
+        label: str,  # see `Tier`
+        store: ObjectStore,  # what it finds there
+        device: Device,  # of the rank; time passes on it
+        faults: RankFaults,  # of the rank
+        chance: Chance,  # decides when words are moved
+        engine: int = 0,  # whose way it is
     ) -> None:
         self.label = label
         self.used_bytes = -1
         self.num_evicted = 0
         self.store = store
-        self.running: list[Operation] = []
+        self.running: list[Operation] = []  # operations under way
+        # Told of the rank, the slot and the object whose words are written to it now.
         self.on_fetched: Callable[[int, int, StoredObject], None] = lambda *_: None
+        # Of the words of a slot, which are read now.
         self.epoch_of: Callable[[int], int] = lambda _: 0
+        # Told of the slot, the name and the words of an object that is there from now on.
         self.on_stored: Callable[[int, Name, list[int | None]], None] = lambda *_: None
         self._device = device
         self._faults = faults
@@ -467,11 +423,8 @@ class SimTier:
 class RankTiers:
     """The tiers of one rank, nearest first.
 
-    Args:
-        stores: of each.
-        device: of the rank.
-        chance: decides when words are moved.
-        engine: of the rank.
+    `stores`: of each; `device`: of the rank; `chance`: decides when words are moved; `engine`: of
+    the rank.
     """
 
     def __init__(

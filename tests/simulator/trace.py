@@ -25,10 +25,8 @@ NUMBER_OF = {reason: number for number, reason in enumerate(FailureReason, start
 class Trace:
     """Writes a run down.
 
-    Args:
-        core: the engine that runs.
-        lines: of all engines that are driven together; an attribute too.
-        label: that each line of this one begins with.
+    `core`: the engine that runs; `lines`: of all engines that are driven together; an attribute
+    too; `label`: that each line of this one begins with.
     """
 
     def __init__(self, core: EngineCore, lines: list[str], label: str = "") -> None:
@@ -46,10 +44,8 @@ class Trace:
     def note(self, line: str, kind: str, *facts: object) -> None:
         """Write a line.
 
-        Args:
-            line: for readers; not in the digest.
-            kind: of what has happened, a word that stays.
-            facts: numbers, request ids, and tuples of them: what the line says.
+        `line`: for readers; not in the digest; `kind`: of what has happened, a word that stays;
+        `facts`: numbers, request ids, and tuples of them: what the line says.
         """
         step = self._core.num_steps
         self.lines.append(f"{self._label}{step:4} {line}")

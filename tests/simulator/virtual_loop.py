@@ -4,8 +4,6 @@ It is asyncio's own loop without a selector: nothing is ever waited for, time pa
 simulator says so, and callbacks run in the order in which they became ready.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -31,11 +29,7 @@ class _NothingToWaitFor:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that `run_once` drives.
-
-    Args:
-        clock: what the loop's timers go by.
-    """
+    """An event loop that `run_once` drives. `clock`: what the loop's timers go by."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

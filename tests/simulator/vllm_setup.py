@@ -1,7 +1,5 @@
 """vLLM's real objects, as small as they can be: configuration, scheduler, connectors."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile
@@ -19,61 +17,38 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What an engine is made of.
+    """What an engine is made of."""
 
-    Attributes:
-        groups: see `Group.parse`.
-        num_blocks: GPU blocks, vLLM's null block included.
-        num_slots: host slots of each rank that the scheduler side plans with.
-        num_missing_slots: how many fewer each further rank has.
-        ticks_per_slot: of the device, until one more host slot is ready; 0: all are at once.
-        tensor_ranks: ranks of each pipeline stage.
-        pipeline_ranks: stages; as many steps are in flight.
-        is_replicated: the ranks of a stage hold the same words and keep one copy on the host.
-        is_async: asynchronous scheduling: two steps in flight.
-        is_v2: vLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
-        has_streams: a GPU; otherwise vLLM's CPU engine.
-        is_zeroed: groups of two precisions, for which vLLM zeroes new blocks.
-        retention_interval: of the blocks of windows vLLM hashes one run in this many tokens, with
-            0 those at the end of a prompt only, with None all.
-        prefix_match_unit: tokens; hits may end at a multiple of it inside a block, where there
-            are Mamba states; 0 for the tokens of the smallest block.
-        num_draft_tokens: of speculative decoding; 0 for none.
-        is_priority: scheduling by priority.
-        max_batched_tokens: of a step.
-        max_seqs: running at once.
-        max_model_len: tokens of the longest request.
-        extra: `kv_connector_extra_config`.
-        connector: another connector of vLLM's to compare with, or `NONE`.
-        failure_policy: what vLLM does with a request whose load failed.
-        has_events: KV events are on.
-        page_bytes: of a block, as vLLM is told.
-    """
-
-    groups: tuple[str, ...] = ("full",)
-    num_blocks: int = 40
-    num_slots: int = 60
-    num_missing_slots: int = 0
-    ticks_per_slot: int = 0
-    tensor_ranks: int = 1
-    pipeline_ranks: int = 1
+    groups: tuple[str, ...] = ("full",)  # see `Group.parse`
+    num_blocks: int = 40  # GPU blocks, vLLM's null block included
+    num_slots: int = 60  # host slots of each rank that the scheduler side plans with
+    num_missing_slots: int = 0  # how many fewer each further rank has
+    ticks_per_slot: int = 0  # of the device, until one more host slot is ready; 0: all are at once
+    tensor_ranks: int = 1  # ranks of each pipeline stage
+    pipeline_ranks: int = 1  # stages; as many steps are in flight
+    # The ranks of a stage hold the same words and keep one copy on the host.
     is_replicated: bool = False
-    is_async: bool = False
+    is_async: bool = False  # asynchronous scheduling: two steps in flight
+    # VLLM's Model Runner V2, which writes new blocks ahead of the connector's hooks.
     is_v2: bool = False
-    has_streams: bool = False
-    is_zeroed: bool = False
+    has_streams: bool = False  # a GPU; otherwise vLLM's CPU engine
+    is_zeroed: bool = False  # groups of two precisions, for which vLLM zeroes new blocks
+    # Of the blocks of windows vLLM hashes one run in this many tokens, with 0 those at the end of
+    # a prompt only, with None all.
     retention_interval: int | None = None
+    # Tokens; hits may end at a multiple of it inside a block, where there are Mamba states; 0 for
+    # the tokens of the smallest block.
     prefix_match_unit: int = 0
-    num_draft_tokens: int = 0
-    is_priority: bool = False
-    max_batched_tokens: int = 24
-    max_seqs: int = 6
-    max_model_len: int = 2048
-    extra: dict[str, Any] = field(default_factory=dict)
-    connector: str = OURS
-    failure_policy: str = "recompute"
-    has_events: bool = False
-    page_bytes: int = PAGE_BYTES
+    num_draft_tokens: int = 0  # of speculative decoding; 0 for none
+    is_priority: bool = False  # scheduling by priority
+    max_batched_tokens: int = 24  # of a step
+    max_seqs: int = 6  # running at once
+    max_model_len: int = 2048  # tokens of the longest request
+    extra: dict[str, Any] = field(default_factory=dict)  # `kv_connector_extra_config`
+    connector: str = OURS  # another connector of vLLM's to compare with, or `NONE`
+    failure_policy: str = "recompute"  # what vLLM does with a request whose load failed
+    has_events: bool = False  # KV events are on
+    page_bytes: int = PAGE_BYTES  # of a block, as vLLM is told
 
     def holder_of(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -105,7 +80,7 @@ class EngineShape:
 def _base_config(connector: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from safe_offload.commands.bench.tiny_models import write_tiny_model
+    from examples.tiny_models import write_tiny_model
     from safe_offload.start.plugin import register
 
     register()

@@ -5,8 +5,6 @@ whole prefix that ends with the token, from the KV cache group and from the rank
 prefixes have different words at the same position, so a block of another request shows.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -28,11 +26,8 @@ class Sequel:
     """What a prompt leads to: its tokens, and the word of each position.
 
     The token that a model samples is a function of the prefix alone, so that an answer that was
-    computed from the wrong bytes, or in the wrong order, differs from the one expected.
-
-    Args:
-        prompt: token ids.
-        identity: what else vLLM keys its cache by, such as the cache salt.
+    computed from the wrong bytes, or in the wrong order, differs from the one expected. `prompt`:
+    token ids; `identity`: what else vLLM keys its cache by, such as the cache salt.
     """
 
     def __init__(self, prompt: Sequence[int], identity: str = "") -> None:

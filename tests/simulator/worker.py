@@ -4,8 +4,6 @@ The model runner calls the connector's hooks in the order of vLLM's two model ru
 v1/worker/gpu_model_runner.py with kv_connector_model_runner_mixin.py, and v1/worker/gpu/).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -34,9 +32,7 @@ PATIENCE_STEPS = 40
 class SteppedLoop:
     """See `Loop`: an event loop that turns when it is told to, and while it is waited for.
 
-    Args:
-        device: time passes on it while the loop is waited for.
-        event_loop: not running.
+    `device`: time passes on it while the loop is waited for; `event_loop`: not running.
     """
 
     def __init__(self, device: Device, event_loop: VirtualLoop) -> None:
@@ -112,18 +108,13 @@ class SlowThreads:
 
 @dataclass(slots=True)
 class Forward:
-    """What the model runners of all ranks do to their memory in one step.
+    """What the model runners of all ranks do to their memory in one step."""
 
-    Attributes:
-        zeroed: blocks to zero.
-        copies: (source, target) of blocks to copy before the forward.
-        move_states: copies Mamba states to the blocks of this step, on one device.
-        compute: checks what attention reads and writes what the step computes, on one device.
-    """
-
-    zeroed: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...]
+    zeroed: tuple[int, ...]  # blocks to zero
+    copies: tuple[tuple[int, int], ...]  # (source, target) of blocks to copy before the forward
+    # Copies Mamba states to the blocks of this step, on one device.
     move_states: Callable[[Device], None]
+    # Checks what attention reads and writes what the step computes, on one device.
     compute: Callable[[Device], None]
 
 
@@ -141,24 +132,17 @@ class StepResult:
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process.
-
-    Attributes:
-        is_v2: hooks as in Model Runner V2.
-        defers_finalize: stores are started behind the report, as with speculative decoding.
-        is_last_stage: of the pipeline; on the others V1 never gets to a deferred finalize.
-        pause: lets some time pass; called between any two hooks.
-    """
+    """One worker process."""
 
     rank: int
     connector: SafeCPUOffloadConnector
     transfers: Transfers
     loop: SteppedLoop
     device: Device
-    is_v2: bool
-    defers_finalize: bool
-    is_last_stage: bool
-    pause: Callable[[int], None]
+    is_v2: bool  # hooks as in Model Runner V2
+    defers_finalize: bool  # stores are started behind the report, as with speculative decoding
+    is_last_stage: bool  # of the pipeline; on the others V1 never gets to a deferred finalize
+    pause: Callable[[int], None]  # lets some time pass; called between any two hooks
     num_steps: int = field(default=0)
 
     def run(self, plan: StepPlan, forward: Forward, finished_req_ids: set[str]) -> StepResult:

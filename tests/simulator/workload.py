@@ -1,7 +1,5 @@
 """From a profile and a seed to the events of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.simulator.chance import Chance
@@ -18,12 +16,7 @@ NUM_FAULTY_OPERATIONS = 120
 
 
 def make_events(profile: Profile, seed: int) -> list[Event]:
-    """The events of a run, requests first.
-
-    Args:
-        profile: the kind of run.
-        seed: which one.
-    """
+    """The events of a run, requests first. `profile`: the kind of run; `seed`: which one."""
     chance = Chance(f"events/{seed}")
     requests = _make_requests(profile, chance)
     return [
@@ -37,11 +30,8 @@ def make_events(profile: Profile, seed: int) -> list[Event]:
 def events_of(events: Sequence[Event], seed: int, engine: int, num_engines: int) -> list[Event]:
     """What happens to one of several engines: each request goes to any of them.
 
-    Args:
-        events: of all of them.
-        seed: of the run.
-        engine: which one.
-        num_engines: how many there are.
+    `events`: of all of them; `seed`: of the run; `engine`: which one; `num_engines`: how many there
+    are.
     """
     chance = Chance(f"engines/{seed}")
     names = (event.request if isinstance(event, Abort) else event.name for event in events)

@@ -1,7 +1,5 @@
 """Settings that work and are hardly what was meant: what is said, with which numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """What is refused in the process that the user starts, before it starts the engine's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +47,7 @@ def test_the_flag_without_us_is_none_of_our_business(arguments):
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def listening(monkeypatch):
     """One entry for each call of `last_words.listen`."""
     calls: list[bool] = []
     monkeypatch.setattr(engine_start.last_words, "listen", lambda: calls.append(True))

@@ -3,8 +3,6 @@
 Real processes: a pipe of another process can only be tried with one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

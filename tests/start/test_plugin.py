@@ -180,7 +180,7 @@ facts["built"] = [[cls.__name__, c.kv_transfer_config.kv_role] for cls, c in mad
 
 
 @pytest.fixture(scope="module")
-def general(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def general(tmp_path_factory):
     """Facts from a process that loads the general plugins as `vllm serve` does."""
     return facts_of(GENERAL, tmp_path_factory.mktemp("general"), "vllm.general_plugins")
 

@@ -1,7 +1,5 @@
 """What tests of several kinds of tier use."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ A subclass says how its tier is made, and how the stored bytes of one object are
 behind its back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

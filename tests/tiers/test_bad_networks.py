@@ -1,9 +1,6 @@
 """A Valkey server behind a bad network: what is given up ends at once, and lets go of its slots."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,7 +23,7 @@ WEATHERS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 

@@ -1,7 +1,5 @@
 """What the batches of all tiers have in common; the contract of tiers tests the rest."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

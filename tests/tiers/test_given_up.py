@@ -4,13 +4,11 @@ A server answers half of an object, the call is given up, and the test writes to
 server goes on: Valkey and a bucket, on both event loops, with and without TLS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -89,7 +87,7 @@ class OfBucket:
 
 
 @pytest.fixture(params=[OfValkey, OfBucket])
-def store(request: Any, tls: Certificates | None, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(request, tls, monkeypatch):
     known_to_the_tier(monkeypatch)
     if tls is not None:
         monkeypatch.setenv("SSL_CERT_FILE", str(tls.ca))
@@ -104,9 +102,7 @@ def tier_of(store: Store, script: Script, tls: Certificates | None) -> Iterator[
 
 
 @pytest.mark.parametrize("end", [cancel, close])
-def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(
-    runner: asyncio.Runner, store: Store, tls: Certificates | None, end: Ending
-) -> None:
+def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(runner, store, tls, end):
     has_begun, goes_on, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def script(peer: Peer) -> None:
@@ -139,9 +135,7 @@ def test_nothing_writes_to_the_slot_of_a_fetch_that_was_given_up(
 
 
 @pytest.mark.parametrize("end", [cancel, close])
-def test_nothing_reads_the_slot_of_a_spill_that_was_given_up(
-    runner: asyncio.Runner, store: Store, tls: Certificates | None, end: Ending
-) -> None:
+def test_nothing_reads_the_slot_of_a_spill_that_was_given_up(runner, store, tls, end):
     has_begun, goes_on = threading.Event(), threading.Event()
     read: list[bytes] = []
 
@@ -171,9 +165,7 @@ def test_nothing_reads_the_slot_of_a_spill_that_was_given_up(
 
 
 @pytest.mark.parametrize("cut", [10, HEADER_BYTES, HEADER_BYTES + 100_000])
-def test_a_connection_that_is_lost_in_the_middle_leaves_the_slot_alone(
-    runner: asyncio.Runner, store: Store, tls: Certificates | None, cut: int
-) -> None:
+def test_a_connection_that_is_lost_in_the_middle_leaves_the_slot_alone(runner, store, tls, cut):
     def script(peer: Peer) -> None:
         store.take_fetch(peer)
         peer.send((store.head + STORED)[:cut])

@@ -1,11 +1,8 @@
 """Some answers of hostile servers; `python -m tests.tiers.hostile` takes many more."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +35,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_nothing_but_misses_comes_of_a_hostile_server(protocol: str, tmp_path: Path) -> None:
+def test_nothing_but_misses_comes_of_a_hostile_server(protocol, tmp_path):
     report = run(protocol, tmp_path, seed=1, num_answers=NUM_ANSWERS)
     assert not report.findings, str(report)
     assert report.num_right > 0
@@ -46,9 +43,7 @@ def test_nothing_but_misses_comes_of_a_hostile_server(protocol: str, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_every_fault_of_a_bad_tier_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_fault_of_a_bad_tier_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "GRACE_S", 1.0)
     monkeypatch.setattr(fuzz, "RECOVERY_ROUNDS", 2)
     with HostileServer(RESP, tmp_path) as server:
@@ -59,7 +54,7 @@ def test_every_fault_of_a_bad_tier_is_found(
         assert any(said in finding for finding in report.findings), f"{fault}:\n{report}"
 
 
-def test_the_nth_answer_follows_from_the_seed() -> None:
+def test_the_nth_answer_follows_from_the_seed():
     def chosen(seed: int) -> list[int]:
         choice = Choice(seed=seed)
         return [choice.next().randrange(1 << 30) for _ in range(200)]
@@ -82,7 +77,7 @@ async def scripted(answer: Callable[[list[bytes]], bytes]) -> AsyncIterator[Tier
         yield TierConfig.at(f"redis://:{PASSWORD}@127.0.0.1:{port}/1")
 
 
-async def test_a_connection_that_is_given_up_while_it_logs_in_is_given_up_at_once() -> None:
+async def test_a_connection_that_is_given_up_while_it_logs_in_is_given_up_at_once():
     """At whatever step of logging in that is."""
     async with scripted(lambda words: b"+OK\r\n") as config:
         login = Login(config)
@@ -99,9 +94,7 @@ async def test_a_connection_that_is_given_up_while_it_logs_in_is_given_up_at_onc
         (await login.connect(login.home)).abort()
 
 
-async def test_keys_that_had_no_server_of_a_cluster_are_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_keys_that_had_no_server_of_a_cluster_are_asked_for_again(monkeypatch):
     monkeypatch.setattr(valkey_servers, "REFRESH_S", 0.0)
     replies = [b"*0\r\n"]
 
@@ -120,7 +113,7 @@ async def test_keys_that_had_no_server_of_a_cluster_are_asked_for_again(
         await tier.close()
 
 
-async def test_an_object_that_could_not_be_deleted_is_written_over() -> None:
+async def test_an_object_that_could_not_be_deleted_is_written_over():
     slot = filled((4096,))
     good = PLAIN.header(name_of(1), slot) + bytes_of(slot)
     stored = [good[:-1] + bytes([good[-1] ^ 1])]

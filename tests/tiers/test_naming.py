@@ -1,7 +1,5 @@
 """Names of objects and their header."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Objects that are sealed with a key: what is refused, whatever its writer knows."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
@@ -9,7 +7,6 @@ import logging
 import random
 import struct
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +70,11 @@ class TestSealedFiles(FilesContract):
     flip_every = 20
 
     @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
+    def root(self, tmp_path):
         return tmp_path / "tier"
 
     @pytest.fixture
-    def make_tier(self, root: Path) -> Callable[[], FileTier]:
+    def make_tier(self, root):
         self.root = root
         return lambda: FileTier(TierConfig.at(f"file://{root}"), SLOT_BYTES, FACTS, SEAL)
 
@@ -323,7 +320,7 @@ class SlowDigest:
 
 
 @pytest.fixture
-def digest(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDigest]:
+def digest(monkeypatch):
     digest = SlowDigest()
     monkeypatch.setattr(seal_module, "blake3", digest)
     yield digest

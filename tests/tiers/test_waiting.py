@@ -1,7 +1,5 @@
 """Waiting that outlasts a cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

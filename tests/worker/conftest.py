@@ -1,7 +1,5 @@
 """Transfers over a backend whose copies end when the test says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transfers that the test drives, on a loop that it can look at."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -20,9 +18,7 @@ NAME_OF_LAST = 999_999
 class DrivenTransfers(Transfers):
     """Transfers as they are, put together here, and what they were put together from.
 
-    Attributes:
-        loop: that they run on.
-        threads: that compute checksums; made only if some are asked for.
+    `threads`: that compute checksums; made only if some are asked for.
     """
 
     def __init__(
@@ -34,7 +30,7 @@ class DrivenTransfers(Transfers):
         make_event_loop: MakeEventLoop = new_event_loop,
         **options: Any,
     ) -> None:
-        self.loop = WatchedLoop(make_event_loop)
+        self.loop = WatchedLoop(make_event_loop)  # that they run on
         verifier = None
         if verify_every:
             self.threads = DirectionThreads("safe-offload-verify")

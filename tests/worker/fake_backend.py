@@ -66,22 +66,7 @@ class FakeCompletion:
 
 
 class FakeBackend:
-    """See `Backend`; without streams, as the CPU's is.
-
-    Attributes:
-        issued: every copy so far, in the order of issue.
-        fenced: first blocks of the copies that were fenced.
-        on_mark: called for a mark in place of the count; may raise.
-        on_issue: called on the loop thread before a copy is issued; may raise.
-        on_fence: called on the test's thread with a copy that is fenced, answers for `fence`;
-            without it the fence waits for the copy, as the CPU backend's does.
-        on_close: called on the loop thread when `close` begins; may raise.
-        on_checksums: called on a thread of its own with slots; may raise.
-        queues: copies that are issued from now on have not begun.
-        slots: what the slots hold, for their checksums; 0 where nothing is said.
-        closing: set when `close` begins.
-        is_closed: whether `close` has returned.
-    """
+    """See `Backend`; without streams, as the CPU's is."""
 
     slot_bytes = SLOT_BYTES
     num_slots = num_usable_slots = 1_000_000
@@ -92,17 +77,24 @@ class FakeBackend:
 
     def __init__(self) -> None:
         self.num_demotions = 0
-        self.issued: list[FakeCompletion] = []
-        self.fenced: list[int] = []
+        self.issued: list[FakeCompletion] = []  # every copy so far, in the order of issue
+        self.fenced: list[int] = []  # first blocks of the copies that were fenced
+        # Called for a mark in place of the count; may raise.
         self.on_mark: Callable[[], Any] | None = None
+        # Called on the loop thread before a copy is issued; may raise.
         self.on_issue: Callable[[Copy], None] | None = None
+        # Called on the test's thread with a copy that is fenced, answers for `fence`; without it
+        # the fence waits for the copy, as the CPU backend's does.
         self.on_fence: Callable[[FakeCompletion], bool] | None = None
+        # Called on the loop thread when `close` begins; may raise.
         self.on_close: Callable[[], None] | None = None
+        # Called on a thread of its own with slots; may raise.
         self.on_checksums: Callable[[list[int]], None] | None = None
-        self.queues = False
+        self.queues = False  # copies that are issued from now on have not begun
+        # What the slots hold, for their checksums; 0 where nothing is said.
         self.slots: dict[int, int] = {}
-        self.closing = threading.Event()
-        self.is_closed = False
+        self.closing = threading.Event()  # set when `close` begins
+        self.is_closed = False  # whether `close` has returned
         self._marks = itertools.count()
         self._changed = threading.Condition()
 

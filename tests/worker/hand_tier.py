@@ -1,7 +1,5 @@
 """A tier in a dictionary whose calls end when the test says so, on a loop that the test turns."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -74,24 +72,17 @@ class HandLoop:
 
 
 class HandTier:
-    """See `Tier`.
-
-    Attributes:
-        objects: by name, whole slots.
-        calls: every call so far, "fetch 3" for one of three objects.
-        holds: of the kinds of calls that wait for `release`.
-        ignores_cancel: such a call cannot be given up: as a thread in the kernel, it hangs.
-        answers: for the next calls of a kind, in place of the truth: an answer, or what to raise.
-        touched: buffers that a call may still touch.
-    """
+    """See `Tier`. `touched`: buffers that a call may still touch."""
 
     def __init__(self, label: str = "hand", objects: dict[Name, bytes] | None = None) -> None:
         self.label = label
-        self.objects: dict[Name, bytes] = {} if objects is None else objects
+        self.objects: dict[Name, bytes] = {} if objects is None else objects  # by name, whole slots
         self.num_evicted = 0
-        self.calls: list[str] = []
-        self.holds: set[str] = set()
+        self.calls: list[str] = []  # every call so far, "fetch 3" for one of three objects
+        self.holds: set[str] = set()  # of the kinds of calls that wait for `release`
+        # Such a call cannot be given up: as a thread in the kernel, it hangs.
         self.ignores_cancel = False
+        # For the next calls of a kind, in place of the truth: an answer, or what to raise.
         self.answers: dict[str, list[Any]] = {}
         self.touching = 0
         self.is_closed = False

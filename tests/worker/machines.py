@@ -1,7 +1,5 @@
 """Where the runs of `tensor_core` take place without a GPU."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

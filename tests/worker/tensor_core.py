@@ -5,8 +5,6 @@ the loop runs on its thread, the backend copies when it likes, and the forward w
 words in the order of a compute stream. So a run is not repeatable; what it finds is real.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable
@@ -31,15 +29,10 @@ Report = Callable[[str], None]
 
 
 class Machine(Protocol):
-    """What a run needs of the place it runs on.
+    """What a run needs of the place it runs on."""
 
-    Attributes:
-        storage: the KV cache, shape (layers, blocks, words), int64, all bytes defined.
-        backend: copies between it and host memory.
-    """
-
-    storage: torch.Tensor
-    backend: Backend
+    storage: torch.Tensor  # the KV cache, shape (layers, blocks, words), int64, all bytes defined
+    backend: Backend  # copies between it and host memory
 
     def enqueue(self, operation: Callable[[], object]) -> Callable[[], None]:
         """Put work on the compute stream; returns what waits until it is done."""
@@ -170,17 +163,13 @@ class RunningLoop(LoopThread):
 
 
 class TensorCore(EngineCore):
-    """An engine whose ranks copy for real.
-
-    Args:
-        make_machine: a machine for each rank.
-    """
+    """An engine whose ranks copy for real."""
 
     def __init__(
         self,
         shape: EngineShape,
         seed: int,
-        make_machine: Callable[[EngineShape, Geometry, int], Machine],
+        make_machine: Callable[[EngineShape, Geometry, int], Machine],  # a machine for each rank
     ) -> None:
         self._make_machine = make_machine
         self.machines: list[Machine] = []
@@ -210,11 +199,7 @@ class TensorCore(EngineCore):
 
 
 def run_random_requests(core: TensorCore, seed: int, num_requests: int = 60) -> None:
-    """Requests with shared beginnings, aborts and resets, while streams are held up at random.
-
-    Raises:
-        Finding: a word that attention reads is not the one that was computed.
-    """
+    """Requests with shared beginnings, aborts and resets, while streams are held up at random."""
     rng = random.Random(seed)
     stems = [random_prompt(rng.randint(20, 90), seed * 100 + i) for i in range(6)]
     live: list[str] = []

@@ -144,8 +144,7 @@ class Worker:
     ) -> tuple[str, ...]:
         """All hooks of a step in one of the orders in which vLLM calls them.
 
-        Returns:
-            What `get_transfer_results` answered.
+        Returns what `get_transfer_results` answered.
         """
         bridge = self.bridge
         bridge.handle_preemptions(plan)
@@ -191,7 +190,7 @@ ORDERS = ("V1", "speculative decoding", "synchronous loads of another connector"
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., Worker]]:
+def make_worker():
     workers: list[Worker] = []
 
     def make(**kwargs: object) -> Worker:
@@ -204,7 +203,7 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture
-def worker(make_worker: Callable[..., Worker]) -> Worker:
+def worker(make_worker):
     return make_worker().register()
 
 
@@ -326,20 +325,6 @@ def test_a_fenced_store_before_the_forward_takes_what_was_there_before(worker, o
     assert worker.read_block(4)[0] == 77
 
 
-def test_a_store_in_flight_is_fenced_by_a_later_step(make_worker, monkeypatch):
-    worker = make_worker()
-    backend = faked(worker, monkeypatch)
-    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
-    backend.wait_for(1)
-    backend.on_fence = lambda completion: backend.complete(completion.name) is None
-    forward_sees: list[int] = []
-    worker.step(StepPlan(fences=(1,)), forward=lambda: forward_sees.append(len(backend.running)))
-    assert forward_sees == [0]
-    worker.loop.flush()
-    worker.step(EMPTY_PLAN)
-    assert worker.outcomes() == {1: None}
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_is_issued_where_in_a_step(make_worker, monkeypatch, order):
     worker = make_worker()
@@ -456,26 +441,6 @@ def test_how_a_rank_keeps_and_copies_is_in_the_first_report_and_when_it_changes(
     assert worker.bridge.build_connector_worker_meta() is None
 
 
-def test_on_the_cpu_host_memory_is_pageable(worker):
-    worker.step(EMPTY_PLAN)
-    (facts,) = worker.reports[0].host_facts
-    assert facts.memory.kind is MemoryKind.PAGEABLE
-    assert facts.memory.huge_pages in ("asked for", "refused")
-    assert facts.copy_paths[-1] == "each"
-
-
-def test_a_step_in_which_nothing_settled_has_no_report(worker):
-    worker.step(EMPTY_PLAN)
-    assert worker.bridge.build_connector_worker_meta() is None
-
-
-def test_capacity_is_what_the_bytes_hold(make_worker):
-    extra = {"cpu_bytes_to_use_per_rank": 4096 + SLOT_BYTES - 1}
-    worker = make_worker(num_slots=None, extra=extra).register()
-    worker.step(EMPTY_PLAN)
-    assert worker.reports[0].capacities == (Capacity(RANK, (4096 + SLOT_BYTES - 1) // SLOT_BYTES),)
-
-
 def test_a_failed_load_is_named_once_in_its_step_or_the_next(worker):
     assert worker.step(StepPlan(failures=("w",))) == ("w",)
     assert worker.step(EMPTY_PLAN) == ()
@@ -575,14 +540,6 @@ def test_counts_that_begin_anew_take_nothing_back(worker, monkeypatch):
 # ---- starting ----------------------------------------------------------------------------------
 
 
-def test_registering_twice_keeps_the_first(worker):
-    opened = worker.bridge.opened
-    worker.register()
-    assert worker.bridge.opened is opened
-    worker.step(EMPTY_PLAN)
-    assert len(worker.reports[0].capacities) == 1
-
-
 def test_a_worker_without_layers_has_no_capacity_and_refuses_transfers(make_worker):
     worker = make_worker()
     worker.bridge.register_kv_caches({})
@@ -596,22 +553,6 @@ def test_a_layer_may_have_several_tensors(make_worker):
     worker.caches = {"mamba": [worker.caches["a"], worker.caches["b"]], "c": worker.caches["c"]}
     worker.register()
     assert worker.bridge.build_connector_worker_meta() is not None
-
-
-def test_the_deadline_that_was_set_is_kept(make_worker, monkeypatch):
-    clock = HandClock()
-    settings = {"transfer_timeout_s": 2.5, "max_inflight_bytes": 4096}
-    worker = make_worker(extra=settings, make_event_loop=clock.new_event_loop)
-    backend = faked(worker, monkeypatch)
-    worker.step(StepPlan(loads=(transfer(1, num_blocks=40), transfer(2, 40))))
-    backend.wait_for(1)
-    clock.advance(worker.loop, 2.4)
-    worker.step(EMPTY_PLAN)
-    assert worker.outcomes() == {}
-    clock.advance(worker.loop, 0.2)
-    worker.step(EMPTY_PLAN)
-    assert worker.outcomes() == {2: FailureReason.TIMED_OUT}
-    backend.complete(1)
 
 
 @pytest.mark.parametrize(("verify", "looked_at"), [("sample:4", [[1, 5], [2, 6]]), ("off", [])])
@@ -650,13 +591,6 @@ def test_ranks_on_the_same_machine_share_its_memory(make_worker, monkeypatch):
     with pytest.raises(ConfigError, match="9 ranks"):
         make_worker(num_slots=1 << 20, num_ranks_on_host=9).register()
     make_worker(num_slots=1 << 20, num_ranks_on_host=1).register()
-
-
-def test_several_storages_are_refused(make_worker):
-    worker = make_worker()
-    worker.caches["b"] = worker.caches["b"].clone()
-    with pytest.raises(ConfigError, match="one backing allocation"):
-        worker.register()
 
 
 def test_a_storage_smaller_than_its_blocks_is_refused(make_worker):
@@ -698,19 +632,6 @@ def test_shutting_down_twice_is_the_same_as_once_and_leaves_no_thread(make_worke
     assert set(threading.enumerate()) <= before
 
 
-def test_everything_after_shutdown_is_reported_as_not_running(worker):
-    worker.bridge.shutdown()
-    plan = StepPlan(
-        loads=(transfer(1),),
-        stores_before_forward=(transfer(2),),
-        stores_after_forward=(transfer(3),),
-        fences=(2,),
-        failures=("r",),
-    )
-    assert worker.step(plan) == ("r",)
-    assert worker.outcomes() == dict.fromkeys((1, 2, 3), FailureReason.NOT_RUNNING)
-
-
 def test_what_settles_during_shutdown_is_reported(make_worker, monkeypatch):
     worker = make_worker(extra={"max_inflight_bytes": 4096})
     backend = faked(worker, monkeypatch)
@@ -747,28 +668,8 @@ def test_the_storage_is_kept_for_a_copy_that_does_not_end(make_worker, monkeypat
     assert close(PATIENCE_S)
 
 
-def test_when_the_loop_dies_every_transfer_is_reported_and_hooks_go_on(make_worker, monkeypatch):
-    worker = make_worker()
-    backend = faked(worker, monkeypatch)
-    worker.step(StepPlan(stores_after_forward=(transfer(1),)))
-    backend.complete(1)
-    worker.loop.flush()
-
-    def die(copy) -> None:
-        raise SystemExit
-
-    backend.on_issue = die
-    worker.step(StepPlan(loads=(transfer(2),), stores_after_forward=(transfer(3),)))
-    worker.loop.join()
-    worker.step(StepPlan(loads=(transfer(4),), stores_before_forward=(transfer(5),), fences=(5, 3)))
-    dead = FailureReason.NOT_RUNNING
-    assert worker.outcomes() == {1: None, 2: dead, 3: dead, 4: dead, 5: dead}
-
-
 @pytest.mark.parametrize("is_child", [True, False])
-def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(
-    is_child: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_process_of_vllm_s_own_every_thread_starts_on_other_cores(is_child, monkeypatch):
     free, started = [], []
 
     @contextlib.contextmanager

@@ -1,10 +1,6 @@
 """Tiers behind the worker's hooks: real threads, real host memory, a tier in a dictionary."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +21,7 @@ from safe_offload.protocol import (
     ids_of,
 )
 from safe_offload.tiers.base import Result
-from safe_offload.tiers.guarded_tier import FAILURES_MAX
+from safe_offload.tiers.breaker import FAILURES_MAX
 from safe_offload.tiers.namespace.namespace import Doubt, NamespaceFacts
 from safe_offload.worker import opening as opening_module
 from safe_offload.worker.bridge import IDLE_WAIT_S
@@ -85,7 +81,7 @@ class TieredWorker(Worker):
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., TieredWorker]]:
+def make_worker():
     workers: list[TieredWorker] = []
 
     def make(**options: Any) -> TieredWorker:
@@ -318,7 +314,7 @@ def test_gauges_say_how_tiers_stand(make_worker):
 
 
 @pytest.fixture
-def open_files(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+def open_files(tmp_path):
     workers: list[Worker] = []
 
     def make(**options: Any) -> Worker:

@@ -1,7 +1,5 @@
 """Right bytes at every forward, over real copies and vLLM's real scheduler."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -4,14 +4,12 @@ vLLM's own code is driven over the GPU of threads (vllm_gpu.py). Where a step is
 the tests at the end read vLLM's source: they fail when a version does it in another order.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ MakeWorker = Callable[..., Worker]
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
+def gpu():
     made = FakeGpu()
     yield made
     made.may_lock.set()
@@ -47,18 +45,18 @@ def gpu() -> Iterator[FakeGpu]:
 
 
 @pytest.fixture(params=[False, True], ids=["V1", "V2"])
-def is_v2(request: pytest.FixtureRequest) -> bool:
+def is_v2(request):
     return bool(request.param)
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, is_v2: bool) -> Worker:
+def worker(monkeypatch, gpu, is_v2):
     """A worker of either kind, not started."""
     return make_worker(monkeypatch, gpu, is_v2=is_v2)
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
+def opened(monkeypatch):
     """What the worker copies with, once it has started."""
     found: list[Opened] = []
     original = Opening.open
@@ -186,7 +184,7 @@ def test_nothing_of_ours_comes_from_the_memory_that_sleeps_with_the_kv_cache(wor
 
 
 @pytest.fixture
-def held(gpu: FakeGpu) -> Iterator[threading.Event]:
+def held(gpu):
     """What a forward of a test waits for."""
     event = threading.Event()
     yield event

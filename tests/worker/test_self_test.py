@@ -1,12 +1,10 @@
 """No way to copy is used that has not proven itself on the memory that it will copy."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +60,7 @@ def join_self_tests() -> None:
 
 
 @pytest.fixture
-def make(gpu: FakeGpu) -> Iterator[Make]:
+def make(gpu):
     """The GPU is closed last, whether the benches use it or not."""
     benches: list[Bench] = []
 

@@ -1,7 +1,5 @@
 """Signals that reach an idle engine although a library has had its hands on them."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading

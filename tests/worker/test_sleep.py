@@ -1,10 +1,7 @@
 """Sleep and wake-up (vLLM 0.33 on): copies have ended before the KV cache's memory goes (G5)."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from tests.worker.test_bridge import Worker, faked
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker():
     made = Worker()
     yield made
     made.bridge.shutdown()
@@ -102,9 +99,7 @@ def test_the_same_kv_cache_may_be_registered_again(worker):
     assert worker.read_block(3) == [20, 21, 22]
 
 
-def test_with_another_kv_cache_every_transfer_fails_and_that_is_said(
-    worker, package_log: list[logging.LogRecord]
-):
+def test_with_another_kv_cache_every_transfer_fails_and_that_is_said(worker, package_log):
     worker.register()
     worker.step(StepPlan(stores_after_forward=(Transfer(1, (2,), (5,)),)))
     worker.bridge.register_kv_caches({"a": torch.zeros(worker.storage.numel(), dtype=torch.uint8)})

@@ -1,7 +1,5 @@
 """Transfers, driven by a backend whose copies end when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -44,21 +42,6 @@ def test_the_mark_is_taken_when_the_transfer_is_submitted_not_when_it_is_issued(
     assert backend.wait_for(2).after == 1
 
 
-@pytest.mark.parametrize(("first", "second"), [(STORE, LOAD), (LOAD, STORE)])
-def test_one_direction_does_not_hold_the_other_back(backend, start, first, second):
-    transfers = start(ONE_COPY)
-    submit(transfers, first, 1, 2, 3)
-    submit(transfers, second, 4, 5)
-    flush(transfers)
-    assert backend.names == [1, 4]
-    backend.complete(4)
-    flush(transfers)
-    assert backend.names == [1, 4, 5]
-    for name in (1, 2, 3, 5):
-        backend.complete(name)
-    assert drained(transfers) == [(name, None) for name in (4, 1, 2, 3, 5)]
-
-
 @pytest.mark.parametrize(
     ("bound", "sizes", "turns"),
     [
@@ -81,23 +64,6 @@ def test_bytes_in_flight_stay_within_the_bound_and_transfers_in_order(
         assert backend.names == [10 * index for index in issued]
 
 
-@pytest.mark.parametrize("error", [TransferError("x", "y"), ValueError("z")])
-def test_a_copy_that_cannot_be_issued_gives_its_bytes_back(backend, start, error):
-    transfers = start(ONE_COPY)
-
-    def refuse_odd(copy):
-        if copy.block_ids[0] % 2:
-            raise error
-
-    backend.on_issue = refuse_odd
-    submit(transfers, STORE, 1, 3, 4, 5, 6)
-    backend.complete(4)
-    backend.complete(6)
-    outcomes = dict(drained(transfers))
-    assert {i for i, failure in outcomes.items() if failure is None} == {4, 6}
-    assert outcomes[1] is outcomes[3] is outcomes[5] is FailureReason.COPY_FAILED
-
-
 # ---- fences ------------------------------------------------------------------------------------
 
 
@@ -115,16 +81,6 @@ def test_a_fenced_store_is_issued_at_once_in_spite_of_the_bound(backend, start):
     backend.complete(3)
     backend.complete(2)
     assert drained(transfers) == [(1, None), (3, None), (2, None)]
-
-
-def test_a_store_fenced_in_the_call_after_its_submission_is_issued(backend, start):
-    transfers = start(ONE_COPY)
-    submit(transfers, STORE, 1)
-    backend.on_fence = lambda completion: True
-    for transfer_id in range(2, 30):
-        submit(transfers, STORE, transfer_id)
-        transfers.fence((transfer_id,))
-    assert sorted(backend.names) == list(range(1, 30))
 
 
 def test_a_fence_returns_when_the_copy_has_read(backend, start):
@@ -178,18 +134,6 @@ def test_a_store_that_is_not_issued_in_time_fails_though_its_copy_succeeds(
     submit(transfers, STORE, 1)
     transfers.fence((1,))
     release.set()
-    backend.complete(1)
-    assert drained(transfers) == [(1, FailureReason.FENCE_TIMEOUT)]
-
-
-def test_a_fence_that_is_not_kept_once_stays_not_kept(backend, start):
-    transfers = start()
-    submit(transfers, STORE, 1)
-    backend.wait_for(1)
-    answers = iter((False, True))
-    backend.on_fence = lambda completion: next(answers)
-    transfers.fence((1,))
-    transfers.fence((1,))
     backend.complete(1)
     assert drained(transfers) == [(1, FailureReason.FENCE_TIMEOUT)]
 
@@ -261,16 +205,6 @@ def test_a_copy_that_raises_fails_with_its_reason_and_no_other_does(
     backend.complete(3)
     assert sorted(drained(transfers)) == [(1, None), (2, reason), (3, None)]
     assert serves(transfers, backend)
-
-
-def test_a_failure_of_the_copy_is_told_before_the_fence_that_was_not_kept(backend, start):
-    transfers = start()
-    submit(transfers, STORE, 1)
-    backend.wait_for(1)
-    backend.on_fence = lambda completion: False
-    transfers.fence((1,))
-    backend.fail(1, TransferError(FailureReason.COPY_FAILED, "no"))
-    assert drained(transfers) == [(1, FailureReason.COPY_FAILED)]
 
 
 def test_a_mark_that_raises_leaves_nothing_behind(backend, start):

@@ -1,7 +1,5 @@
 """How transfers end: by a death of their loop, or because they are closed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -72,18 +70,6 @@ def test_when_the_loop_dies_every_transfer_fails_once_and_nothing_hangs(backend,
     assert transfers.drain() == [(7, FailureReason.NOT_RUNNING)]
     assert transfers.drain() == []
     assert transfers.close()
-
-
-def test_a_transfer_that_had_settled_before_the_loop_died_keeps_its_outcome(backend, start):
-    transfers = start()
-    submit(transfers, LOAD, 1, 2)
-    backend.complete(1)
-    flush(transfers)
-    transfers.loop.kill()
-    assert backend.closing.wait(PATIENCE_S)
-    backend.complete(2)
-    join(transfers)
-    assert sorted(transfers.drain()) == [(1, None), (2, FailureReason.NOT_RUNNING)]
 
 
 def test_a_fence_that_waits_for_an_issue_returns_when_the_loop_dies(backend, start, monkeypatch):
@@ -206,19 +192,6 @@ def test_close_cancels_what_is_queued_and_waits_for_what_is_issued(backend, star
     assert backend.names == [1]
 
 
-def test_nothing_starts_after_close_even_if_a_copy_hangs(backend, start):
-    transfers = start()
-    submit(transfers, STORE, 1)
-    backend.wait_for(1)
-    assert not transfers.close(timeout_s=0.0)
-    submit(transfers, STORE, 2)
-    flush(transfers)
-    assert backend.names == [1]
-    backend.complete(1)
-    join(transfers)
-    assert dict(transfers.drain())[2] in (FailureReason.NOT_RUNNING, FailureReason.CANCELLED)
-
-
 def test_closing_ends_the_thread_and_a_second_time_does_nothing(backend, start):
     before = set(threading.enumerate())
     transfers = start()
@@ -230,26 +203,6 @@ def test_closing_ends_the_thread_and_a_second_time_does_nothing(backend, start):
     assert backend.is_closed
     assert set(threading.enumerate()) <= before
     assert transfers.drain() == [(1, None)]
-
-
-def test_what_is_submitted_after_close_is_not_running(backend, start):
-    transfers = start()
-    assert transfers.close()
-    submit(transfers, LOAD, 1)
-    transfers.fence((1,))
-    assert transfers.drain() == [(1, FailureReason.NOT_RUNNING)]
-
-
-def test_it_runs_on_the_loop_of_the_standard_library(backend, start):
-    transfers = start(ONE_COPY, make_event_loop=asyncio.new_event_loop)
-    assert isinstance(transfers.loop.event_loop, asyncio.SelectorEventLoop)
-    submit(transfers, STORE, 1, 2)
-    submit(transfers, LOAD, 3)
-    flush(transfers)
-    for name in (1, 3, 2):
-        backend.complete(name)
-    assert drained(transfers) == [(1, None), (3, None), (2, None)]
-    assert transfers.close()
 
 
 # ---- other parts die ---------------------------------------------------------------------------

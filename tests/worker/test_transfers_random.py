@@ -1,7 +1,5 @@
 """Random interleavings of everything that can happen to transfers, against a model."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

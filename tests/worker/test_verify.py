@@ -1,7 +1,5 @@
 """Checksums: noted behind a store, compared behind a load, beside the loop."""
 
-from __future__ import annotations
-
 import random
 import threading
 

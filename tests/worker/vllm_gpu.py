@@ -11,8 +11,6 @@ Source: vllm/v1/worker/gpu_worker.py, gpu_model_runner.py, gpu/model_runner.py, 
 (0.32.0 and 0.33.0).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -66,20 +64,14 @@ TRANSFER_LAYER = "layer.0"
 
 
 class Machine:
-    """The memory, the GPU of threads, and what has happened on it.
-
-    Attributes:
-        trace: hooks of the connector and moments of vLLM, in order.
-        during_capture: called inside of every capture.
-        forward: called by every forward; what it does belongs on the compute stream.
-        model: of the runner.
-    """
+    """The memory, the GPU of threads, and what has happened on it."""
 
     def __init__(self, shape: EngineShape, gpu: FakeGpu) -> None:
         self.kv_cache_config = make_kv_cache_config(shape)
         self.gpu = gpu
-        self.trace: list[str] = []
-        self.during_capture: Callable[[], object] = lambda: None
+        self.trace: list[str] = []  # hooks of the connector and moments of vLLM, in order
+        self.during_capture: Callable[[], object] = lambda: None  # called inside of every capture
+        # Called by every forward; what it does belongs on the compute stream.
         self.forward: Callable[[], object] = lambda: None
         tensors = self.kv_cache_config.kv_cache_tensors
         self.block_bytes = tensors[0].block_stride
@@ -89,7 +81,7 @@ class Machine:
             for tensor in tensors
             for name in tensor.layers
         }
-        self.model = Model(self)
+        self.model = Model(self)  # of the runner
 
     # ---- what torch does on a GPU --------------------------------------------------------------
 
@@ -447,11 +439,8 @@ def make_worker(
 ) -> Worker:
     """A worker that has not been started; `end_worker` ends it.
 
-    Args:
-        monkeypatch: takes torch's GPU calls away for the test.
-        gpu: of the KV cache; the calling thread has used it.
-        is_v2: which model runner.
-        num_draft_tokens: of speculative decoding.
+    `monkeypatch`: takes torch's GPU calls away for the test; `gpu`: of the KV cache; the calling
+    thread has used it; `is_v2`: which model runner; `num_draft_tokens`: of speculative decoding.
     """
     shape = EngineShape(is_v2=is_v2, has_streams=True, num_draft_tokens=num_draft_tokens)
     vllm_config = make_config(shape)

@@ -40,19 +40,15 @@ class HandClock:
 
 
 class WatchedLoop:
-    """See `Loop`.
-
-    Attributes:
-        event_loop: None before `start`, and if it cannot be made.
-        now_s: what fences go by.
-    """
+    """See `Loop`."""
 
     def __init__(self, make_event_loop: MakeEventLoop = new_event_loop) -> None:
         self._make_event_loop = make_event_loop
         self._thread = LoopThread(self._make)
         self._has_ended = threading.Event()
+        # None before `start`, and if it cannot be made.
         self.event_loop: asyncio.AbstractEventLoop | None = None
-        self.now_s = self._thread.now_s
+        self.now_s = self._thread.now_s  # what fences go by
         self.call = self._thread.call
         self.wait = self._thread.wait
         self.news = self._thread.news

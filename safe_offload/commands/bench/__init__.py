@@ -1,4 +1,4 @@
-"""`safe-offload bench engine`, and the tiny models that demo, benchmarks and tests run on.
+"""`safe-offload bench engine`: what the connector is worth here, with your model.
 
 May import anything but the other commands. Door: `engine`.
 """

@@ -15,28 +15,31 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from safe_offload.commands.bench.engine_breakdown import BASELINE, CONNECTOR, NUM_PROMPTS, Observed
 from safe_offload.commands.bench.engine_process import (
     EngineOptions,
     EngineProcess,
     Question,
     Started,
+    answer,
 )
-from safe_offload.commands.bench.engine_report import EngineFound, make_report
-from safe_offload.commands.bench.engine_watch import PROBE, answer_watched, start_watching
+from safe_offload.commands.bench.engine_report import (
+    BASELINE,
+    CONNECTOR,
+    NUM_PROMPTS,
+    EngineFound,
+    Observed,
+    make_report,
+)
 from safe_offload.commands.bench.report import add_output_arguments, describe_machine, publish
-from safe_offload.commands.bench.tiny_models import ModelKind, count_prompt_blocks, write_tiny_model
 from safe_offload.errors import ConfigError
 
 OURS = "SafeCPUOffloadConnector"
-PROMPT_TOKEN_IDS = range(32, 127)  # readable bytes of the tiny models
+PROMPT_TOKEN_IDS = range(32, 127)  # which every vocabulary has
 _START_TIMEOUT_S = 900.0
-_TINY_BLOCK_SIZES: dict[str, int] = {"llama": 32, "gemma3": 32, "deepseek": 16}
-"""vLLM's CPU engine takes only 16 with MLA (0.32.0, v1/attention/backends/mla/cpu_mla.py)."""
 _GPU_SHARE = 0.45  # of each engine, as both live on one GPU
-CPU_BYTES_MIN = 2 << 30
+DEFAULT_CPU_BYTES = 2 << 30
 PROMPTS_ON_HOST = 4  # A, B and C have to fit, and what is left of a round before them
 
 Say = Callable[[str], None]
@@ -46,32 +49,35 @@ Say = Callable[[str], None]
 class BenchOptions:
     """What to measure; see `add_arguments`."""
 
-    model: str = "llama"  # a kind of tiny model, or what vLLM takes as a model
+    model: str = ""  # what vLLM takes as a model
     prompt_tokens: int = 16_000
     answer_tokens: int = 16
     rounds: int = 5
     pool_ratio: float = 1.6
     num_gpu_blocks: int | None = None  # overrides pool_ratio
-    block_size: int | None = None  # None: 32, or vLLM's choice
+    block_size: int | None = None  # None: vLLM's choice
     max_num_batched_tokens: int = 2048
-    cpu_bytes: str | int | None = None
+    cpu_bytes: str | None = None
+    num_cpu_blocks: int | None = None  # what four prompts of a model take; cpu_bytes overrides it
     kv_transfer_config: dict[str, Any] | None = None  # None: this connector with cpu_bytes
     engine_args: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # of the engines
     answer_timeout: float = 300.0
     seed: int = 0
-
-    @property
-    def is_tiny(self) -> bool:
-        """Return whether the model is made here, so that its sizes are known."""
-        return self.model in get_args(ModelKind)
 
     @property
     def connector_config(self) -> dict[str, Any]:
         """vLLM's `kv_transfer_config`."""
         if self.kv_transfer_config is not None:
             return self.kv_transfer_config
-        extra = {"cpu_bytes_to_use": self.cpu_bytes or CPU_BYTES_MIN}
-        return {"kv_connector": OURS, "kv_connector_extra_config": extra}
+        return {"kv_connector": OURS, "kv_connector_extra_config": self.host_size}
+
+    @property
+    def host_size(self) -> dict[str, Any]:
+        """Our setting for the size of the host pool."""
+        if self.num_cpu_blocks is not None and self.cpu_bytes is None:
+            return {"num_cpu_blocks": self.num_cpu_blocks}
+        return {"cpu_bytes_to_use": self.cpu_bytes or DEFAULT_CPU_BYTES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,25 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(BenchOptions, name[2:].replace("-", "_"), None)
         parser.add_argument(name, help=what, **{"default": default, **how})
 
-    kinds = ", ".join(get_args(ModelKind))
-    add(
-        "--model",
-        f"{kinds}: a tiny model made on the spot; anything else is given to vLLM, and has to fit "
-        "on a GPU twice (default: %(default)s)",
-    )
-    add("--prompt-tokens", "of a prompt (%(default)s, or what fits another model)", type=int)
+    add("--model", "as vLLM takes it; it has to fit on a GPU twice")
+    add("--prompt-tokens", "of a prompt (%(default)s, or what fits the model)", type=int)
     add("--answer-tokens", "tokens compared per answer (%(default)s)", type=int)
     add("--rounds", "rounds per engine, after a warm-up (%(default)s)", type=int)
     add("--pool-ratio", "prompts the KV pool holds (%(default)s)", type=float)
     add("--num-gpu-blocks", "size of the KV pool, instead of --pool-ratio", type=int)
-    add("--block-size", "tokens in a KV block (32 or 16; vLLM's, if not a tiny model)", type=int)
+    add("--block-size", "tokens in a KV block (vLLM's choice)", type=int)
     add("--max-num-batched-tokens", "prefill chunk (%(default)s)", type=int)
-    add("--cpu-bytes", "host memory of the connector (2GiB, or what four prompts of MODEL take)")
+    add("--cpu-bytes", "host memory of the connector (what four prompts take)")
     how = {"type": json.loads, "metavar": "JSON"}
     add("--kv-transfer-config", "measure this connector instead, --cpu-bytes ignored", **how)
     add("--engine-args", "more arguments of vllm.LLM, for both engines", default={}, **how)
     add("--answer-timeout", "seconds (%(default)s)", type=float, metavar="S")
-    add("--seed", "of the prompts and the tiny model (%(default)s)", type=int)
+    add("--seed", "of the prompts (%(default)s)", type=int)
     add("--logs", "keep the engines' logs here", type=Path, metavar="FOLDER")
     add_output_arguments(parser)
 
@@ -112,6 +113,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> BenchOptions:
+    if not arguments.model:
+        raise ConfigError("--model: expected a folder or a name that vLLM knows")
     for name in ("prompt_tokens", "answer_tokens", "rounds", "block_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -119,7 +122,8 @@ def read_options(arguments: argparse.Namespace) -> BenchOptions:
     config = arguments.kv_transfer_config
     if config is not None and "kv_connector" not in config:
         raise ConfigError("--kv-transfer-config: expected an object with the key kv_connector")
-    return BenchOptions(**{one.name: getattr(arguments, one.name) for one in fields(BenchOptions)})
+    names = [one.name for one in fields(BenchOptions) if hasattr(arguments, one.name)]
+    return BenchOptions(**{name: getattr(arguments, name) for name in names})
 
 
 def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> EngineFound:
@@ -132,7 +136,7 @@ def measure(options: BenchOptions, say: Say, log_folder: Path | None = None) -> 
         options = fit_to_model(options, log_folder, say)
         engines: dict[str, EngineProcess] = {}
         started: list[Started] = []
-        for engine, how in engine_options(options, folder).items():
+        for engine, how in engine_options(options).items():
             say(f"starting the engine with {engine} ...")
             log_path = log_folder / f"{engine.replace(' ', '-')}.log"
             engines[engine] = running.enter_context(EngineProcess(engine, how, log_path))
@@ -153,25 +157,21 @@ def _run_rounds(
     machine's speed hits both alike. C is asked once more, for a hit in the GPU's own cache.
     """
     observed: list[Observed] = []
-    for engine in engines.values():
-        engine.call(start_watching, None, options.answer_timeout)
     names = list(engines)
     for round_index in range(options.rounds + 1):
         names.reverse()
         questions = [make_question(options, round_index, which) for which in range(NUM_PROMPTS)]
         for name in names:
             passes = [*questions, *questions, questions[-1]]
-            watched = [
-                engines[name].call(answer_watched, one, options.answer_timeout) for one in passes
-            ]
+            answers = [engines[name].call(answer, one, options.answer_timeout) for one in passes]
             first_s, second_s = (
-                statistics.fmean(one.answer.ttft_s for one in watched[start : start + NUM_PROMPTS])
+                statistics.fmean(one.ttft_s for one in answers[start : start + NUM_PROMPTS])
                 for start in (0, NUM_PROMPTS)
             )
             label = f"round {round_index}" if round_index else "warm-up"
             say(f"{label}, {name}: first pass {first_s:.3f} s a prompt, second {second_s:.3f} s")
             engine_name = name if name == BASELINE else CONNECTOR
-            for place, one in enumerate(watched if round_index else ()):
+            for place, one in enumerate(answers if round_index else ()):
                 observed.append(Observed(engine_name, round_index, place, one))
     return observed
 
@@ -182,47 +182,26 @@ def make_question(options: BenchOptions, round_index: int, which: int) -> Questi
     return Question(tuple(prompt), options.answer_tokens)
 
 
-def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptions]:
+def engine_options(options: BenchOptions) -> dict[str, EngineOptions]:
     """Return how to start each engine: the same but for the connector."""
-    max_model_len = options.prompt_tokens + options.answer_tokens
-    block_size = options.block_size or _TINY_BLOCK_SIZES.get(options.model)
     arguments: dict[str, Any] = {
         "model": options.model,
-        "max_model_len": max_model_len,
-        "block_size": block_size,
+        "max_model_len": options.prompt_tokens + options.answer_tokens,
+        "block_size": options.block_size,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "num_gpu_blocks_override": options.num_gpu_blocks,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "worker_extension_cls": PROBE,
         "disable_log_stats": False,  # where a prompt's tokens came from is a statistic
-    }
+        "gpu_memory_utilization": _GPU_SHARE,
+    } | options.engine_args
     # vLLM's CPU engine keeps one core more to itself where a connector is configured (0.32.0,
     # utils/ompmultiprocessing.py), and none at all where that would be every core. Without one
     # binding for both engines the comparison is one of core counts.
     num_cores = max((os.cpu_count() or 2) - 1, 1)
     binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_cores - 1}")
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
-    if not options.is_tiny:
-        arguments |= {"gpu_memory_utilization": _GPU_SHARE}
-    else:
-        assert block_size is not None
-        kind: ModelKind = options.model  # type: ignore[assignment]
-        blocks = count_prompt_blocks(
-            kind,
-            max_model_len,
-            block_size=block_size,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-        )
-        arguments |= {
-            "model": str(write_tiny_model(kind, folder / kind, seed=options.seed)),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "num_gpu_blocks_override": options.num_gpu_blocks or round(options.pool_ratio * blocks),
-        }
-        environment |= {"HF_HUB_OFFLINE": "1"}
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-    arguments |= options.engine_args
+    environment |= options.environment
     config = options.connector_config
     with_connector = arguments | {"kv_transfer_config": config}
     return {
@@ -231,46 +210,38 @@ def engine_options(options: BenchOptions, folder: Path) -> dict[str, EngineOptio
     }
 
 
-# ---- a model that is not tiny ------------------------------------------------------------------
+# ---- the sizes of a model ----------------------------------------------------------------------
 
 
 def fit_to_model(options: BenchOptions, log_folder: Path, say: Say) -> BenchOptions:
-    """Return the options with the sizes that a model asks for; a tiny one's are known."""
-    if options.is_tiny or options.num_gpu_blocks is not None:
+    """Return the options with the sizes that a model asks for, if they are not known."""
+    if options.num_gpu_blocks is not None:
         return options
     say("starting an engine to see what fits the model ...")
-    baseline = engine_options(options, log_folder)[BASELINE]
-    started, pool_bytes = ask_for_sizes(baseline, log_folder / "sizing.log", _START_TIMEOUT_S)
-    options = scale(options, started, pool_bytes)
+    baseline = engine_options(options)[BASELINE]
+    options = scale(options, ask_for_sizes(baseline, log_folder / "sizing.log", _START_TIMEOUT_S))
     say(f"  prompts of {options.prompt_tokens:,} tokens, {options.num_gpu_blocks:,} blocks")
     return options
 
 
-def ask_for_sizes(engine: EngineOptions, log_path: Path, timeout_s: float) -> tuple[Started, int]:
-    """Start an engine whose weights are not loaded; return its figures and its KV pool's bytes.
+def ask_for_sizes(engine: EngineOptions, log_path: Path, timeout_s: float) -> Started:
+    """Start an engine whose weights are not loaded, and return its figures.
 
     How many blocks a prompt takes depends on the model's attention, and vLLM knows.
     """
     quick = {"load_format": "dummy", "enforce_eager": True, "num_gpu_blocks_override": None}
     asked = EngineOptions(engine.arguments | quick, engine.environment, fits_model_len=True)
     with EngineProcess("sizing", asked, log_path) as process:
-        started = process.wait_until_started(timeout_s)
-        return started, process.call(_kv_cache_bytes, None, timeout_s)
+        return process.wait_until_started(timeout_s)
 
 
-def _kv_cache_bytes(engine: Any, _: None) -> int:
-    return sum(engine.collective_rpc("kv_cache_bytes"))
-
-
-def scale(options: BenchOptions, started: Started, pool_bytes: int) -> BenchOptions:
+def scale(options: BenchOptions, started: Started) -> BenchOptions:
     """Return the sizes of an engine whose pool holds `pool_ratio` requests of greatest length."""
     request_blocks = started.num_gpu_blocks / started.max_concurrency
-    request_bytes = pool_bytes / started.max_concurrency
-    host_bytes = max(CPU_BYTES_MIN, round(PROMPTS_ON_HOST * request_bytes))
     return replace(
         options,
         prompt_tokens=started.max_model_len - options.answer_tokens,
         num_gpu_blocks=round(options.pool_ratio * request_blocks),
         block_size=started.block_size,
-        cpu_bytes=options.cpu_bytes or host_bytes,
+        num_cpu_blocks=round(PROMPTS_ON_HOST * request_blocks),
     )

@@ -73,9 +73,6 @@ class Answer:
     num_gpu_tokens: int
     num_host_tokens: int
     num_computed_tokens: int
-    arrival_s: float  # at vLLM's front end; this and the next two by `time.monotonic`
-    queued_s: float  # when the scheduler had it
-    scheduler_token_s: float  # when the scheduler had the first token
 
 
 class Turns:
@@ -240,8 +237,6 @@ def answer(engine: Any, question: Question) -> Answer:
     (output,) = generate(engine, prompts, numbers, question.num_load_tokens_max)
     total_s = time.perf_counter() - start
     after = _count_prompt_tokens(engine)
-    # Sources of the three times: `RequestStateStats` in vllm/v1/metrics/stats.py (0.32.0).
-    wall_clock_offset_s = time.time() - time.monotonic()
     return Answer(
         ttft_s=output.metrics.first_token_latency,
         total_s=total_s,
@@ -249,9 +244,6 @@ def answer(engine: Any, question: Question) -> Answer:
         num_gpu_tokens=after["local_cache_hit"] - before["local_cache_hit"],
         num_host_tokens=after["external_kv_transfer"] - before["external_kv_transfer"],
         num_computed_tokens=after["local_compute"] - before["local_compute"],
-        arrival_s=output.metrics.arrival_time - wall_clock_offset_s,
-        queued_s=output.metrics.queued_ts,
-        scheduler_token_s=output.metrics.first_token_ts,
     )
 
 

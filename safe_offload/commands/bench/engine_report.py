@@ -5,24 +5,39 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from safe_offload.commands.bench.engine_breakdown import (
-    BASELINE,
-    CONNECTOR,
-    FIRST,
-    GPU_HIT,
-    HOST_HIT,
-    NUM_PROMPTS,
-    Observed,
-    hit_rows,
-    render_breakdown,
-    select,
-)
-from safe_offload.commands.bench.engine_process import Started
+from safe_offload.commands.bench.engine_process import Answer, Started
 from safe_offload.commands.bench.report import Report, median_and_spread, spread, table
 
+BASELINE, CONNECTOR = "no connector", "connector"
+"""The two engines."""
+FIRST, HOST_HIT, GPU_HIT = KINDS = ("first pass", "host hit", "GPU hit")
+"""What the requests of a round are with the connector: three, three and one."""
+NUM_PROMPTS = 3
 PLACES = range(2 * NUM_PROMPTS)
 FIRST_PASS_SPREAD_MAX, SECOND_PASS_SPREAD_MAX = 1.10, 1.5
 """What an undisturbed run stays below: the figures of its rounds, highest to lowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One request of a round.
+
+    Attributes:
+        place: from 0 in A, B, C, A, B, C, C.
+    """
+
+    engine: str
+    round_index: int
+    place: int
+    answer: Answer
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.place // NUM_PROMPTS]
+
+
+def select(observed: Sequence[Observed], engine: str, kind: str) -> list[Observed]:
+    return [one for one in observed if (one.engine, one.kind) == (engine, kind)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +61,13 @@ class EngineFound:
         for one in self.observed:
             if one.kind != GPU_HIT:
                 key = one.round_index, one.place
-                answers.setdefault(key, set()).add(one.watched.answer.token_ids)
+                answers.setdefault(key, set()).add(one.answer.token_ids)
         return sum(len(found) > 1 for found in answers.values())
 
     @property
     def num_host_hits(self) -> int:
         """Return how many requests of the second pass found more on the host than they computed."""
-        answers = [one.watched.answer for one in select(self.observed, CONNECTOR, HOST_HIT)]
+        answers = [one.answer for one in select(self.observed, CONNECTOR, HOST_HIT)]
         return sum(found.num_host_tokens > found.num_computed_tokens for found in answers)
 
     @property
@@ -86,7 +101,9 @@ class EngineFound:
 
         def mean_ttft_s(engine: str, round_index: int) -> float:
             requests = select(self.observed, engine, kind)
-            return statistics.fmean(o.ttft_s for o in requests if o.round_index == round_index)
+            return statistics.fmean(
+                o.answer.ttft_s for o in requests if o.round_index == round_index
+            )
 
         rounds = range(1, self.num_rounds + 1)
         return [mean_ttft_s(above, number) / mean_ttft_s(below, number) for number in rounds]
@@ -102,7 +119,6 @@ def make_report(found: EngineFound) -> Report:
             _render_places(found),
             "\n".join(_render_sums(found)),
             "\n".join(doubts),
-            render_breakdown(found.observed),
         ],
         figures={
             "pool": asdict(found.started),
@@ -116,8 +132,7 @@ def make_report(found: EngineFound) -> Report:
                 "num_second_pass_requests": found.num_rounds * NUM_PROMPTS,
                 "num_different_answers": found.num_different_answers,
             },
-            "breakdown": {"hit_ms": hit_rows(found.observed)},
-            "samples": [one.to_json() for one in found.observed],
+            "samples": [asdict(one) | {"kind": one.kind} for one in found.observed],
         },
         options=found.options,
         machine=found.machine,
@@ -128,8 +143,8 @@ def _render_places(found: EngineFound) -> str:
     rows = [["", "", BASELINE, found.connector, "ratio", "on GPU", "on host", "computed"]]
     for place in PLACES:
         baseline, ours = (found.at(engine, place) for engine in (BASELINE, CONNECTOR))
-        times = [[one.ttft_s for one in column] for column in (baseline, ours)]
-        answers = [one.watched.answer for one in ours]
+        times = [[one.answer.ttft_s for one in column] for column in (baseline, ours)]
+        answers = [one.answer for one in ours]
         counts = (
             [answer.num_gpu_tokens for answer in answers],
             [answer.num_host_tokens for answer in answers],
@@ -149,6 +164,7 @@ def _render_places(found: EngineFound) -> str:
 
 def _render_sums(found: EngineFound) -> Sequence[str]:
     speedups, overheads = found.hit_speedups, found.first_pass_overheads
+    gpu_hits_s = [one.answer.ttft_s for one in select(found.observed, CONNECTOR, GPU_HIT)]
     num_answers, num_different = found.num_rounds * len(PLACES), found.num_different_answers
     equality = f"all {num_answers} equal, {found.options['answer_tokens']} greedy tokens each"
     if num_different:
@@ -159,6 +175,7 @@ def _render_sums(found: EngineFound) -> Sequence[str]:
         f" {found.num_host_hits} of {found.num_rounds * NUM_PROMPTS} requests were host hits",
         f"first pass:  {statistics.median(overheads):+.1%} time to first token with the connector"
         f" ({spread(overheads, '+.1%')})",
+        f"GPU hit:     {statistics.median(gpu_hits_s):.3f} s, from vLLM's own prefix cache",
         f"answers:     {equality}",
     ]
 

@@ -28,7 +28,8 @@ class Report:
         return "\n\n".join([self.method, *filter(None, self.sections)])
 
     def to_json(self) -> dict[str, Any]:
-        head = {"method": self.method, "machine": self.machine, "options": self.options}
+        words = {"method": self.method, "text": self.render()}
+        head = {**words, "machine": self.machine, "options": self.options}
         return head | self.figures
 
 

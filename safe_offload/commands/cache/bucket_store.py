@@ -42,7 +42,6 @@ class BucketStore(TierStore):
         self._store: Any = open_store(config) if store is None else store
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         import obstore
 
         with self._errors():
@@ -60,7 +59,6 @@ class BucketStore(TierStore):
                 yield from filter(None, map(_item_of, page))
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         import obstore
 
         with self._errors(gone=True):
@@ -79,20 +77,19 @@ class BucketStore(TierStore):
             if len(head) < HEADER_BYTES:
                 yield head
 
-    def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `TierStore`; stores do not say what was there."""
-        if items:
-            self._delete([item.place for item in items])
+    def _delete(self, items: Sequence[Item]) -> list[Item]:
+        """Stores do not say what was there."""
+        self._remove([item.place for item in items])
         return list(items)
 
-    def forget(self, namespaces: Sequence[str]) -> None:
-        """See `TierStore`."""
-        if namespaces:
-            self._delete([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
+    def _forget(self, namespaces: Sequence[str]) -> None:
+        self._remove([f"{name}/{naming.DESCRIPTION_FILE}" for name in namespaces])
 
-    def _delete(self, paths: list[str]) -> None:
+    def _remove(self, paths: list[str]) -> None:
         import obstore
 
+        if not paths:
+            return
         with self._errors():
             try:
                 obstore.delete(self._store, paths)

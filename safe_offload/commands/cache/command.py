@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from safe_offload.commands.cache import places
-from safe_offload.commands.cache.store import CacheError, DryRun, Item, TierStore, batches
+from safe_offload.commands.cache.store import CacheError, Item, TierStore, batches
 from safe_offload.config.printing import printable
 from safe_offload.config.settings import UNITS_S, read_duration, size
 from safe_offload.config.tiers import TierConfig
@@ -66,12 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_command(arguments: Namespace) -> int:
-    """Do what the arguments say, and return the exit status.
-
-    Raises:
-        CacheError: the place cannot be used as asked.
-        ConfigError: an argument means nothing.
-    """
+    """Do what the arguments say, and return the exit status."""
     options = {setting: getattr(arguments, setting) for setting in places.OPTIONS.values()}
     config = places.config_of(arguments.place, options)
     store = places.open_store(arguments.place, config)
@@ -106,16 +101,12 @@ def _age_s(text: str) -> float:
 
 @dataclass(slots=True)
 class Listed:
-    """What is known of a namespace.
+    """What is known of a namespace; times are since 1970, 0 if they are not known.
 
     Attributes:
-        namespace: its name.
         facts: what it is made of, as written beside its objects.
         after_reset: it was begun by an engine whose cache had been reset.
-        num_objects: in it.
-        size_bytes: of the objects.
-        last_used_s: when one of them was last used, since 1970; 0 if that is not known.
-        first_used_s: when the one was used that was not used for longest.
+        first_used_s: when the object was used that was not used for longest.
         num_temporaries: objects that are being written, or were when their writer died.
     """
 
@@ -268,7 +259,8 @@ def _prune(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer
     if arguments.to is None and arguments.older_than is None:
         raise CacheError("prune: nothing to go by. Fix: add --to 200GiB or --older-than 7d.")
     _require_cache(store)
-    store, deleted, are = _store_to_change(arguments, store)
+    store.is_dry = arguments.dry_run
+    deleted, are = ("Would delete", "would be") if store.is_dry else ("Deleted", "are")
     to_bytes = None if arguments.to is None else size(1024 * TIB).read("--to", arguments.to)
     before_s = 0.0
     if arguments.older_than is not None:
@@ -296,7 +288,7 @@ def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
                 f"{arguments.namespace!r}. Fix: run `safe-offload cache ls {store.label}` and "
                 "write one of them."
             )
-    store, deleted, _ = _store_to_change(arguments, store)
+    store.is_dry = arguments.dry_run
     num_objects, size_bytes = 0, 0
     for namespace in chosen:
         for batch in batches(store.items(namespace)):
@@ -312,14 +304,8 @@ def _rm(arguments: Namespace, store: TierStore, config: TierConfig) -> Answer:
         "size_bytes": size_bytes,
     }
     names = ", ".join(chosen) or "nothing"
+    deleted = "Would delete" if store.is_dry else "Deleted"
     return document, f"{deleted} {names}: {num_objects:,} objects, {format_bytes(size_bytes)}.", 0
-
-
-def _store_to_change(arguments: Namespace, store: TierStore) -> tuple[TierStore, str, str]:
-    """Return the store that is changed, and what is said of that."""
-    if arguments.dry_run:
-        return DryRun(store), "Would delete", "would be"
-    return store, "Deleted", "are"
 
 
 def _require_cache(store: TierStore) -> None:

@@ -42,15 +42,12 @@ class DirectoryStore(TierStore):
             ) from None
 
     def is_cache(self) -> bool:
-        """See `TierStore`."""
         return bool(self._namespaces()) or os.access(USAGE_FILE, os.F_OK, dir_fd=self._root_fd)
 
     def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
         return {name: self._description(name) for name in self._namespaces()}
 
     def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `TierStore`."""
         for file, _ in directory.walk(self._root_fd, namespace):
             name = name_at(file.namespace, file.folder, file.file)
             place = f"{file.namespace}/{file.folder}/{file.file}"
@@ -58,7 +55,6 @@ class DirectoryStore(TierStore):
             yield Item(file.namespace, place, name, file.size_bytes, used_at_s, file.is_temporary)
 
     def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
         with self._folder_of(item) as (folder_fd, file):
             file_fd = os.open(file, _READ_FLAGS, dir_fd=folder_fd)
         try:
@@ -70,12 +66,13 @@ class DirectoryStore(TierStore):
         finally:
             os.close(file_fd)
 
-    def delete(self, items: Sequence[Item]) -> list[Item]:
-        """See `TierStore`."""
-        return [item for item in items if self._delete(item)]
+    def _delete(self, items: Sequence[Item]) -> list[Item]:
+        return [item for item in items if self._remove(item)]
 
     def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
         """See `TierStore`; engines that share the directory know of it."""
+        if self.is_dry:
+            return super().prune(to_bytes, used_before_s)
         give_up_at_s = time.monotonic() + _PATIENCE_S
         while True:
             before_ns = int(used_before_s * 1e9)
@@ -88,14 +85,13 @@ class DirectoryStore(TierStore):
                 )
             time.sleep(_PAUSE_S)
 
-    def forget(self, namespaces: Sequence[str]) -> None:
-        """See `TierStore`; an engine may be writing to one of them again."""
+    def _forget(self, namespaces: Sequence[str]) -> None:
+        """An engine may be writing to one of them again."""
         for namespace in namespaces:
             self._remove_folders(namespace)
         self.prune(None, 0.0)  # so that engines know how much is there now
 
     def close(self) -> None:
-        """See `TierStore`."""
         os.close(self._root_fd)
 
     def _namespaces(self) -> list[str]:
@@ -133,7 +129,7 @@ class DirectoryStore(TierStore):
         finally:
             os.close(folder_fd)
 
-    def _delete(self, item: Item) -> bool:
+    def _remove(self, item: Item) -> bool:
         try:
             with self._folder_of(item) as (folder_fd, file):
                 return directory.remove(file, folder_fd)

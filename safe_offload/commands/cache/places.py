@@ -26,15 +26,7 @@ OPTIONS: Final = {
 
 
 def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
-    """Return the tier at a place.
-
-    Args:
-        place: its url, or the path of its directory.
-        options: settings by name; None for what was not given.
-
-    Raises:
-        ConfigError: it is no url, or an option does not go with it.
-    """
+    """Return the tier at a url, or in the directory of a path; None is an option not given."""
     path, url = os.path.abspath(place), place
     if "://" not in place:
         if problem := problem_of_path(path):
@@ -51,11 +43,7 @@ def config_of(place: str, options: Mapping[str, str | None]) -> TierConfig:
 
 
 def open_store(place: str, config: TierConfig) -> TierStore:
-    """Return what is at a place.
-
-    Raises:
-        CacheError, ConfigError: it cannot be used, with the fix.
-    """
+    """Return what is at a place."""
     scheme = config.location.scheme
     if scheme == FILE:
         return DirectoryStore(config.location.path if "://" in place else place)

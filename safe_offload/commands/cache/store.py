@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -31,10 +30,8 @@ class Item(NamedTuple):
     """An object that was found.
 
     Attributes:
-        namespace: name of its namespace.
         place: where it is, as the place itself calls it.
         name: what its header must say; None if no object is found there.
-        size_bytes: that it takes.
         used_at_s: when it was last used, since 1970; 0 if that is not known.
         is_temporary: it is being written, or was when its writer died.
     """
@@ -53,10 +50,12 @@ class TierStore(ABC):
     Attributes:
         label: what it is called; no secret is in it.
         use: what its times are of: "USED" or, where only that is known, "WRITTEN".
+        is_dry: nothing is deleted, to see what would be.
     """
 
     label: str
     use = "USED"
+    is_dry = False
 
     def is_cache(self) -> bool:
         """Return whether something may be deleted: always where other names are not touched."""
@@ -79,13 +78,20 @@ class TierStore(ABC):
             OSError: it cannot be read.
         """
 
-    @abstractmethod
     def delete(self, items: Sequence[Item]) -> list[Item]:
         """Delete objects; return those that were there."""
+        return list(items) if self.is_dry else self._delete(items)
 
-    @abstractmethod
     def forget(self, namespaces: Sequence[str]) -> None:
         """Delete what else there is of namespaces whose objects are gone."""
+        if not self.is_dry:
+            self._forget(namespaces)
+
+    @abstractmethod
+    def _delete(self, items: Sequence[Item]) -> list[Item]: ...
+
+    @abstractmethod
+    def _forget(self, namespaces: Sequence[str]) -> None: ...
 
     def problem_of(self, item: Item, seal: Seal = PLAIN) -> str:
         """Return what is wrong with an object; empty if nothing is, NOT_CHECKED without its key.
@@ -118,7 +124,11 @@ class TierStore(ABC):
             CacheError: the place does not know when an object was used.
         """
         sizes, used_at = array("q"), array("d")
+        num_orphans, orphan_before_s = 0, time.time() - ORPHAN_AGE_S
         for item in self.items():
+            if item.is_temporary and item.used_at_s < orphan_before_s:
+                num_orphans += 1
+                continue
             if not item.used_at_s:
                 raise CacheError(
                     f"{self.label} does not say when objects were used. Fix: let it evict by "
@@ -144,49 +154,7 @@ class TierStore(ABC):
                 deleted = self.delete(due)
                 num_evicted += len(deleted)
                 evicted_bytes += sum(item.size_bytes for item in deleted)
-        return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, 0)
-
-
-class DryRun(TierStore):
-    """A place in which nothing is deleted, to see what would be."""
-
-    def __init__(self, store: TierStore) -> None:
-        self.label, self.use = store.label, store.use
-        self._store = store
-        self._orphans = set[str]()
-
-    def is_cache(self) -> bool:
-        """See `TierStore`."""
-        return self._store.is_cache()
-
-    def namespaces(self) -> Mapping[str, bytes]:
-        """See `TierStore`."""
-        return self._store.namespaces()
-
-    def items(self, namespace: str = "") -> Iterator[Item]:
-        """See `TierStore`; but for the temporaries that `prune` sweeps."""
-        orphan_before_s = time.time() - ORPHAN_AGE_S
-        for item in self._store.items(namespace):
-            if item.is_temporary and item.used_at_s < orphan_before_s:
-                self._orphans.add(item.place)
-            else:
-                yield item
-
-    def pieces(self, item: Item) -> Iterator[bytes]:
-        """See `TierStore`."""
-        return self._store.pieces(item)
-
-    def delete(self, items: Sequence[Item]) -> list[Item]:
-        """Return what would be deleted."""
-        return list(items)
-
-    def prune(self, to_bytes: int | None, used_before_s: float) -> Kept:
-        """Return what `TierStore.prune` would do."""
-        kept = super().prune(to_bytes, used_before_s)
-        return replace(kept, num_orphans=len(self._orphans))
-
-    def forget(self, namespaces: Sequence[str]) -> None:
-        """Forget nothing."""
+        return Kept(held_bytes - evicted_bytes, num_evicted, evicted_bytes, num_orphans)
 
 
 def batches(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -17,8 +17,7 @@ import logging
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from safe_offload.commands.doctor import configuration, copies, memory, model, versions
 from safe_offload.commands.doctor.findings import Finding, exit_status, guarded, render
@@ -47,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print findings and figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--kv-transfer-config", metavar="JSON", default="", help="as vLLM is given it"
     )
@@ -60,12 +59,10 @@ def run_command(arguments: Namespace) -> int:
     rest = read_rest(arguments)
     written = configuration.Written.read(arguments.kv_transfer_config)
     probe = VllmProbe(vllm_arguments(rest, written))
-    findings, measured = examine(written, probe, read_machine())
+    findings = examine(written, probe, read_machine())
+    text = render(findings)
     if arguments.json:
-        document = {"findings": [found.to_json() for found in findings], "measured": measured}
-        text = json.dumps(document, indent=1)
-    else:
-        text = render(findings)
+        text = json.dumps({"findings": [found.to_json() for found in findings]}, indent=1)
     sys.stdout.write(f"{text}\n")
     return exit_status(findings)
 
@@ -88,15 +85,13 @@ def vllm_arguments(rest: Sequence[str], written: configuration.Written) -> list[
     return [*rest, "--kv-transfer-config", text]
 
 
-def examine(
-    written: configuration.Written, probe: VllmProbe, machine: Machine
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Run every check; return the findings by theme, and the figures."""
+def examine(written: configuration.Written, probe: VllmProbe, machine: Machine) -> list[Finding]:
+    """Run every check; return the findings by theme."""
     found = guarded("configuration", configuration.check_written, written)
     trials: list[Trial] = []
     # MultiConnector's children all copy in the same way.
     config = written.configs()[0]
-    found += guarded("copies", _check_copies, config, machine.available_bytes, trials)
+    found += guarded("copies", _check_copies, config, trials)
     is_gpu = any(trial.is_gpu for trial in trials)
     vllm = probe.facts()
     configs = _configs(written, vllm)
@@ -107,16 +102,11 @@ def examine(
     found += guarded("versions", versions.check_gpu_packages, is_gpu)
     found += _memory_findings(machine, pools, trials, is_gpu=is_gpu)
     found += guarded("model", model.check_model, vllm, configs)
-    measured: dict[str, Any] = {"machine": _figures(machine), "copies": [asdict(t) for t in trials]}
-    if vllm.model is not None:
-        measured["model"] = asdict(vllm.model)
-        for trial in trials[:1]:
-            found += guarded("model", _break_even, vllm, trial, measured)
-    found += guarded("tiers", _check_tiers, configs, vllm, measured)
+    found += guarded("tiers", _check_tiers, configs, vllm)
     if any(tier.location.scheme != FILE for config in configs for tier in config.tiers):
         found += guarded("tiers", check_user, is_root=machine.is_root)
     order = ("configuration", "versions", "memory", "copies", "model", "tiers")
-    return sorted(found, key=lambda one: order.index(one.id.partition(".")[0])), measured
+    return sorted(found, key=lambda one: order.index(one.id.partition(".")[0]))
 
 
 def _configs(written: configuration.Written, vllm: VllmFacts) -> Sequence[OffloadConfig]:
@@ -140,19 +130,11 @@ def _memory_findings(
     found += guarded("memory", memory.check_memlock, machine, pools, is_gpu=is_gpu)
     found += guarded("memory", memory.check_huge_pages, machine)
     found += guarded("memory", memory.check_numa, machine, nodes, pools)
-    for trial in trials:
-        found += guarded("memory", copies.check_ready, trial, pools)
     return found
 
 
-def _check_copies(
-    config: OffloadConfig, available_bytes: int, trials: list[Trial]
-) -> Iterator[Finding]:
+def _check_copies(config: OffloadConfig, trials: list[Trial]) -> Iterator[Finding]:
     """Try the copies of every device, and put what was found into `trials` too."""
-    too_little = list(copies.check_room(available_bytes))
-    yield from too_little
-    if too_little:
-        return
     from safe_offload.commands.doctor.trial import devices, run_trial
 
     for device in devices():
@@ -161,35 +143,8 @@ def _check_copies(
         yield from copies.check_copies(trial)
 
 
-def _check_tiers(
-    configs: Sequence[OffloadConfig], vllm: VllmFacts, measured: dict[str, Any]
-) -> Iterator[Finding]:
-    """Try the tiers, and compare them with computing if that has been measured."""
+def _check_tiers(configs: Sequence[OffloadConfig], vllm: VllmFacts) -> Iterator[Finding]:
     token_bytes = 0 if vllm.model is None else int(vllm.model.token_bytes)
-    compute = measured.get("break_even", {}).get("compute_tokens_per_s", 0)
     for config in configs:
         for tier in config.tiers:
-            figures = measured.setdefault("tiers", [])
-            yield from tiers.check_tier(tier, figures, token_bytes, compute)
-
-
-def _break_even(vllm: VllmFacts, trial: Trial, measured: dict[str, Any]) -> Iterator[Finding]:
-    from safe_offload.commands.doctor.trial import weight_seconds
-
-    assert vllm.model is not None
-    load_gbps = [rates["load"] for rates in trial.gbps.values()]
-    if not load_gbps:
-        return  # there is no way to load
-    num_ranks = 1 if vllm.engine is None else vllm.engine.num_ranks
-    seconds = weight_seconds(trial.device, vllm.model.dtype)
-    result = model.break_even(vllm.model, num_ranks, max(load_gbps), seconds)
-    measured["break_even"] = asdict(result)
-    yield from model.check_break_even(result)
-
-
-def _figures(machine: Machine) -> dict[str, Any]:
-    names = ("available_bytes", "machine_available_bytes", "swap_bytes", "swap_used_bytes")
-    figures = {name: getattr(machine, name) for name in (*names, "memlock_bytes", "huge_pages")}
-    return figures | {
-        "numa_nodes": {node: facts.free_bytes for node, facts in machine.nodes.items()}
-    }
+            yield from tiers.check_tier(tier, token_bytes)

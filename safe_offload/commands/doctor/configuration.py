@@ -155,15 +155,6 @@ def check_arguments(vllm: VllmFacts, configs: Sequence[OffloadConfig]) -> Iterat
         yield ok(id, "vLLM accepts them")
     if vllm.engine is None:
         return
-    if vllm.engine.other_offloading_gib is not None:
-        size = f"{vllm.engine.other_offloading_gib:g}"
-        yield error(
-            "configuration.offloading-size",
-            f"--kv-offloading-size {size} makes vLLM use a connector of its own in the place of "
-            f"{CONNECTOR_NAME}",
-            "no --kv-offloading-size",
-            f'remove it, and write "cpu_bytes_to_use": "{size}GiB" in kv_connector_extra_config',
-        )
     yield from _check_prefix_caching(vllm)
     yield from _check_hash(vllm.engine.hash_algorithm)
     if any(config.tiers for config in configs):

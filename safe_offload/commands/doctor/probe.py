@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from safe_offload.commands.doctor.vllm_facts import MARK
 from safe_offload.config.transfer_config import CONNECTOR_NAME
-from safe_offload.start import plugin
+from safe_offload.start import checks, plugin
 
 ENOUGH_BYTES: Final = 1 << 46  # of a pool that is never taken: the longest request has to fit
 
@@ -77,6 +77,7 @@ def _ask_about(arguments: Sequence[str], tell: Any) -> None:
             if namespace.model_tag is not None:
                 vars(namespace)["model"] = namespace.model_tag
             engine_args = AsyncEngineArgs.from_cli_args(namespace)
+        checks.require_no_other_offloading(engine_args)
     except SystemExit:
         tell(arguments_problem=_of_pydantic(complaint.getvalue().strip().splitlines()))
         return
@@ -110,7 +111,6 @@ def _from_arguments(args: Any) -> dict[str, Any]:
         "num_local_ranks": num_ranks
         // (args.nnodes or 1)
         * (args.data_parallel_size_local or args.data_parallel_size),
-        "other_offloading_gib": args.kv_offloading_size,
         "has_hash_seed": engine_config.has_hash_seed(args.prefix_caching_hash_algo),
     }
 
@@ -169,7 +169,7 @@ def _model_facts(args: Any) -> dict[str, Any]:
         initialize_model_parallel(1, 1)
         torch.set_default_dtype(config.model_config.dtype)
         with torch.device("meta"):
-            model = initialize_model(vllm_config=config)
+            initialize_model(vllm_config=config)
         spec = get_kv_cache_spec(config)
         whole_blocks.settle_kv_cache_layout(config)
         (kv_cache,) = get_kv_cache_configs(config, [spec], [ENOUGH_BYTES])
@@ -178,22 +178,7 @@ def _model_facts(args: Any) -> dict[str, Any]:
             "num_request_blocks": specs.num_blocks_of_longest_request(config, kv_cache),
             "max_model_len": config.model_config.max_model_len,
             "num_groups": len(kv_cache.kv_cache_groups),
-            "num_parameters": _num_parameters(model, config.model_config.hf_text_config),
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "num_step_tokens_max": config.scheduler_config.max_num_batched_tokens,
         }
-
-
-def _num_parameters(model: Any, hf_config: Any) -> int:
-    """Count the parameters that a token is computed with: of experts those that are chosen."""
-    num_chosen = getattr(hf_config, "num_experts_per_tok", None) or 1
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    num_experts = next((n for name in names if (n := getattr(hf_config, name, None))), num_chosen)
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        is_routed = ".experts." in name
-        total += parameter.numel() * (num_chosen / num_experts if is_routed else 1)
-    return round(total)
 
 
 def _in_words(error: Exception) -> str:

@@ -32,7 +32,6 @@ class EngineConfigFacts:
     transfer_config: dict[str, Any]
     num_ranks: int  # workers of one engine
     num_local_ranks: int  # workers on this machine, of all data-parallel replicas here
-    other_offloading_gib: float | None  # `--kv-offloading-size`; None if it is not set
     has_hash_seed: bool  # hashes begin with the same seed in every process
 
 
@@ -44,9 +43,6 @@ class ModelFacts:
     num_request_blocks: int  # that a request of `max_model_len` holds
     max_model_len: int
     num_groups: int
-    num_parameters: int  # that compute each token; of experts only those that are chosen
-    dtype: str
-    num_step_tokens_max: int  # a step computes no more
 
     @property
     def token_bytes(self) -> float:

@@ -161,7 +161,9 @@ class SharedLoads:
             return True
         num_tokens = load.owner.request.num_prompt_tokens - 1
         ends = [num_tokens // unit * unit for unit in units]
-        ends.append(kept_boundary(load.owner.request) // units[0] * units[0])
+        boundary = kept_boundary(load.owner.request) // units[0] * units[0]
+        if boundary >= end:  # else it lies inside of the load, which brings nothing for it
+            ends.append(boundary)
         if any(e > num_computed_tokens and _is_shared(load, hashes, e // size) for e in ends):
             return True
         is_useful = end > num_computed_tokens and not end % units[0]

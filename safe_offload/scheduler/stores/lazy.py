@@ -57,7 +57,8 @@ class LazyStores(StorePolicy):
         schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, is_lazy=True)
         super().__init__(hits, gpu, stores, schedule)
         self._num_step_blocks = num_step_blocks
-        self._num_ahead = 2 * num_step_blocks
+        # More than the host holds would push out what was just stored, step after step.
+        self._num_ahead = min(2 * num_step_blocks, hits.slots.num_slots)
         self._watched: list[tuple[list[KVCacheBlock], list[bytes | None]]] = []
         """What may be lost before the next plan, with the hash objects of then."""
         self._num_seen = 0

@@ -104,19 +104,15 @@ class FileTier:
     # ---- the protocol, on the event loop ------------------------------------------------------
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """See `Tier.probe`."""
         return await asyncio.wrap_future(self._asker.submit(self._ask, names))
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._run(self._readers, self._read, names, slots)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._run(self._writers, self._write, names, slots)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         if self._calls.is_closed:
             return
         await self._calls.close()

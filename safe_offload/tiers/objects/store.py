@@ -53,6 +53,7 @@ class Problem(enum.Enum):
 
     NOT_FOUND = "there is no such object"
     NO_BUCKET = "there is no such bucket"
+    NOWHERE = "there is no such bucket, or no credentials were found"
     EXISTS = "there is such an object"
     DENIED = "the store does not allow it"
     FULL = "the store has no room"
@@ -73,7 +74,7 @@ _FULL: Final = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "St
 _OF_STATUS: Final = {
     401: Problem.DENIED,
     403: Problem.DENIED,
-    404: Problem.NOT_FOUND,
+    404: Problem.NOWHERE,  # to a listing, or of what was asked for credentials
     409: Problem.EXISTS,
     412: Problem.EXISTS,
     501: Problem.UNSUPPORTED,
@@ -180,6 +181,8 @@ def fix_for(problem: Problem, scheme: str) -> str:
         return f"Fix: let it read, write and delete below the tier's url; look at {_SEEK[scheme]}"
     if problem is Problem.NO_BUCKET:
         return "Fix: make the bucket, or correct the tier's url."
+    if problem is Problem.NOWHERE:
+        return f"Fix: make the bucket, correct the tier's url, or look at {_SEEK[scheme]}"
     if problem is Problem.FULL:
         return "Fix: raise the quota, or have a lifecycle rule of the bucket delete what is old."
     return (

@@ -101,15 +101,12 @@ class ObjectTier:
         return [found.get(name, True) and not self._is_withheld(name) for name in names]
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._run(self._read, names, slots, self._connections.for_fetch)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._run(self._write, names, slots, self._connections.for_spill)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         for task in self._looking:
             task.cancel()
         await self._calls.close()
@@ -181,11 +178,7 @@ class ObjectTier:
     async def _reject(self, name: Name, result: Result) -> Result:
         """Delete an object that cannot be used; return what is wrong with it."""
         self._seen.pop(name, None)
-        if self._log.is_due(result):
-            logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s",
-                *(self.label, result.value, _path_of(name)),
-            )
+        self._log.bad_object(self.label, result, _path_of(name))
         try:
             await self._request("delete", self._store.delete_async(_path_of(name)))
         except StoreError:
@@ -307,9 +300,7 @@ class ObjectTier:
             return await request
         except Exception as error:
             problem = problem_of(error)
-            if problem is Problem.NOT_FOUND and not isinstance(error, FileNotFoundError):
-                problem = Problem.OTHER  # credentials were not found
-            elif problem is Problem.NOT_FOUND and what == "write":
+            if problem is Problem.NOT_FOUND and what == "write":
                 problem = Problem.NO_BUCKET
             if problem not in answers and self._log.is_due((what, problem)):
                 logger.warning(

@@ -64,8 +64,4 @@ class ServerLog:
 
     def bad_object(self, result: Result, key: bytes) -> None:
         """An object is not what it should be."""
-        if self._rare.is_due(result):
-            logger.warning(
-                "An object of tier %s cannot be used, it is %s: %s",
-                *(self._label, result.value, key.decode()),
-            )
+        self._rare.bad_object(self._label, result, key.decode())

@@ -128,11 +128,9 @@ class Lines(Want):
             self.finish(self._lines)
 
     def wish(self) -> int:
-        """See `Want.wish`."""
         return min((self._count - len(self._lines)) * (LINE_BYTES_MAX + 2), SCRATCH_BYTES)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         last = data.rfind(_END, start, end)
         if last < 0:
             _line_end(data, start, end)
@@ -171,7 +169,6 @@ class Value(Want):
         self._to_drain = 0
 
     def wish(self) -> int:
-        """See `Want.wish`."""
         if self._length <= SMALL_BYTES:
             return SCRATCH_BYTES
         if not self._is_begun:
@@ -181,13 +178,11 @@ class Value(Want):
         return HEADER_BYTES if self._header is None else 2
 
     def target(self) -> memoryview | None:
-        """See `Want.target`."""
         if self._header is None or not self._slot or self._length <= SMALL_BYTES:
             return None
         return self._slot[0]
 
     def took(self, count: int) -> None:
-        """See `Want.took`."""
         buffer = self._slot.popleft()
         if self._note is not None:
             self._note(buffer[:count])
@@ -196,12 +191,10 @@ class Value(Want):
         self.is_ending = not self._slot
 
     def fail(self, error: WireError) -> None:
-        """See `Want.fail`."""
         self._slot.clear()
         super().fail(error)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         if not self._is_begun:
             return self._read_length(data, start, end)
         if self._to_drain:
@@ -263,21 +256,26 @@ class AnyReply(Want):
     Args:
         keep: how many elements of a list are kept, by how many lists it lies in; all of those that
             lie deeper.
+        text_bytes_max: of each string; they are received into scratch memory.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, keep: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        keep: Sequence[int] = (),
+        text_bytes_max: int = TEXT_BYTES_MAX,
+    ) -> None:
         super().__init__(loop)
         self._keep = keep
+        self._text_bytes_max = text_bytes_max
         self._open: list[_OpenList] = []
         self._left_bytes = REPLY_BYTES_MAX
         self._text_bytes = -1
 
     def wish(self) -> int:
-        """See `Want.wish`."""
-        return PIECE_BYTES
+        return max(PIECE_BYTES, self._text_bytes + 2)
 
     def read(self, data: bytearray, start: int, end: int) -> int:
-        """See `Want.read`."""
         if self._text_bytes >= 0:
             return self._read_text(data, start, end)
         line_end = _line_end(data, start, end)
@@ -289,7 +287,7 @@ class AnyReply(Want):
             self._begin_list(_number(line[1:]))
         elif line[:1] == b"$" and line != b"$-1":
             self._text_bytes = _number(line[1:])
-            if not 0 <= self._text_bytes <= TEXT_BYTES_MAX:
+            if not 0 <= self._text_bytes <= self._text_bytes_max:
                 raise WireError("the server answered too long a text")
         elif line[:1] == b"-" and self._open:
             raise WireError("the server answered an error in a list")

@@ -203,9 +203,9 @@ class Servers:
         return self._owners is not None
 
     @property
-    def addresses(self) -> list[Address]:
-        """Return where those are that have keys."""
-        return list(self._nodes)
+    def nodes(self) -> list[Node]:
+        """Return those that have keys."""
+        return list(self._nodes.values())
 
     async def place(self, keys: Sequence[bytes]) -> dict[Node | None, list[int]]:
         """Return the positions of the keys that each server has; None has those of no server.

@@ -73,7 +73,6 @@ class ValkeyTier:
     # ---- the protocol -------------------------------------------------------------------------
 
     async def probe(self, names: Sequence[Name]) -> list[bool]:
-        """See `Tier.probe`."""
         keys = [key_of(name) for name in names]
         answers = await self._ask(keys, [_EXISTS % (len(key), key) for key in keys])
         failures = [answer for answer in answers if isinstance(answer, OSError)]
@@ -84,15 +83,12 @@ class ValkeyTier:
         return [a == 1 and n not in self._bad_names for a, n in zip(answers, names, strict=True)]
 
     async def fetch(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.fetch`."""
         return await self._run(_Batch(names, slots), self._read)
 
     async def spill(self, names: Sequence[Name], slots: Sequence[Buffers]) -> list[Result]:
-        """See `Tier.spill`."""
         return await self._run(_Batch(names, slots), self._write)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
         await self._calls.close()
         self._servers.close()
 

@@ -22,6 +22,7 @@ from safe_offload.tiers.base import SINK, Buffers
 from safe_offload.tiers.valkey.replies import (
     RECEIPT_BYTES,
     SCRATCH_BYTES,
+    TEXT_BYTES_MAX,
     AnyReply,
     ErrorReply,
     Line,
@@ -93,9 +94,14 @@ class Wire(asyncio.BufferedProtocol):
         self._ask(command, want)
         return want.future
 
-    def ask_tree(self, command: Iterable[bytes], keep: Sequence[int] = ()) -> asyncio.Future[Tree]:
+    def ask_tree(
+        self,
+        command: Iterable[bytes],
+        keep: Sequence[int] = (),
+        text_bytes_max: int = TEXT_BYTES_MAX,
+    ) -> asyncio.Future[Tree]:
         """Send a command with a reply of any kind, of limited size; see `AnyReply`."""
-        want = AnyReply(self._loop, keep)
+        want = AnyReply(self._loop, keep, text_bytes_max)
         self._ask(command, want)
         return want.future
 
@@ -131,21 +137,17 @@ class Wire(asyncio.BufferedProtocol):
     # ---- what the event loop calls ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         kind = StaleError if self._is_rested else WireError
         self.abort(kind("the server closed the connection"))
 
     def eof_received(self) -> bool:
-        """See `asyncio.BufferedProtocol`."""
         self.connection_lost(None)
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`."""
         if self._error is not None:
             return self._view
         if self._start == self._end:
@@ -167,7 +169,6 @@ class Wire(asyncio.BufferedProtocol):
         return self._view[self._end : self._end + max(room, 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
         if self._error is not None:
             return
         self.heard_at_s = self._loop.time()

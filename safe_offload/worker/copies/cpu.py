@@ -101,7 +101,6 @@ class CpuBackend:
         return nullcontext()
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
-        """See `ProvableBackend.use`."""
         self.paths = paths
         self._move = self._moves[paths[0]]
 
@@ -109,7 +108,6 @@ class CpuBackend:
         """Mark nothing: what vLLM computed is in memory when a hook is called."""
 
     def issue(self, copy: Copy, after: None) -> CpuCompletion:
-        """See `Backend.issue`."""
         self._table.check(copy)
         if self._first_touch is not None and copy.direction is Direction.STORE:
             self._first_touch.note(copy.slot_ids)
@@ -132,15 +130,12 @@ class CpuBackend:
         return True
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `Backend.checksums`."""
         return self._checksums.of(slot_ids)
 
     def end_copies(self) -> None:
-        """See `Backend.end_copies`."""
         self._threads.close()
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self.end_copies()
         if self._first_touch is None or self._first_touch.stop():
             self.host.close()

@@ -95,12 +95,10 @@ class GpuBackend:
 
     @property
     def num_usable_slots(self) -> int:
-        """See `Backend.num_usable_slots`."""
         return self._lock.num_usable_slots
 
     @property
     def memory(self) -> MemoryFacts:
-        """See `ProvableBackend.memory`."""
         return self._lock.facts
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -109,13 +107,11 @@ class GpuBackend:
 
     @property
     def choices(self) -> tuple[CopyPath, ...]:
-        """See `ProvableBackend.choices`."""
         other = self._without_kernel()
         has_choice = CopyPath.KERNEL in self.paths and other is not CopyPath.KERNEL
         return (CopyPath.KERNEL, other) if has_choice and not self._prefers_kernel else ()
 
     def use(self, paths: tuple[CopyPath, ...], timed: Sequence[TimedCopy] = ()) -> None:
-        """See `ProvableBackend.use`."""
         self.paths = paths
         by_way: dict[tuple[CopyPath, Direction], list[Timed]] = {}
         for one in timed:
@@ -127,11 +123,9 @@ class GpuBackend:
         self._costs = {way: Cost.learn(copies) for way, copies in by_way.items()}
 
     def mark(self) -> Any:
-        """See `Backend.mark`."""
         return self._device.record(self._device.compute_stream())
 
     def issue(self, copy: Copy, after: Any) -> GpuCompletion:
-        """See `Backend.issue`."""
         self._table.check(copy)
         if self._is_closed or not self.paths:
             raise TransferError(FailureReason.NOT_RUNNING, "closed, or without a way to copy")
@@ -151,7 +145,6 @@ class GpuBackend:
         return True
 
     def checksums(self, slot_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `Backend.checksums`."""
         return self._checksums.of(slot_ids)
 
     def end_copies(self) -> None:
@@ -162,7 +155,6 @@ class GpuBackend:
                 lane.close()
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self.end_copies()
         if self._lock.close():
             self.host.close()

@@ -48,18 +48,15 @@ class TorchRows:
         ]
 
     def bind_thread(self) -> None:
-        """See `Rows`."""
         if self._bind_thread is not None:
             self._bind_thread()
             torch.cuda.synchronize(self._device)
 
     def read(self, block_ids: Sequence[int]) -> Bytes:
-        """See `Rows`."""
         ids = torch.tensor(block_ids, device=self._device)
         return np.concatenate([rows[ids].cpu().numpy() for rows in self._rows], axis=1)
 
     def prepare(self, block_ids: Sequence[int], content: Bytes) -> Callable[[], None]:
-        """See `Rows`."""
         ids = torch.tensor(block_ids, device=self._device)
         lengths = [rows.shape[1] for rows in self._rows]
         parts = torch.from_numpy(content).to(self._device).split(lengths, dim=1)

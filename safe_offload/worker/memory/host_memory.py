@@ -6,6 +6,7 @@ The kernel would grant more than there is, and kill the engine when the pages ar
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -22,19 +23,32 @@ HEADROOM_PERCENT: Final = 5
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_of_parent: list[memoryview] = []
+"""Of a forked child: what it must never unmap, since it was not mapped for it."""
+
+
+def _keep_in_child() -> None:
+    _of_parent.extend(memoryview(mapping) for mapping in _mappings if not mapping.closed)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
 
 class HostMemory:
     """One range of zero-filled, pageable host memory, as bytes.
 
-    MADV_DONTFORK: a forked child must not copy-on-write pages that a device may write. Made by
-    `allocate`, or over a mapping that other processes have too (`shared_memory`). One owner makes
-    and closes it; `close` alone changes it.
+    MADV_DONTFORK: a forked child must not copy-on-write pages that a device may write. It does not
+    have them, and never unmaps what came to lie there. Made by `allocate`, or over a mapping that
+    other processes have too (`shared_memory`). One owner makes and closes it; `close` alone changes
+    it.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self.has_huge_pages: Final = _advise(mapping, "MADV_HUGEPAGE")
         _advise(mapping, "MADV_DONTFORK")
         _advise(mapping, "MADV_DONTDUMP")
+        _mappings.add(mapping)
         self._mapping: mmap.mmap | None = mapping
         # torch.frombuffer holds its argument but not a buffer export: only with a memoryview
         # between the two can the mapping not be unmapped under a tensor that is still alive.
@@ -77,7 +91,7 @@ class HostMemory:
         A view that is left reads zeros. Pages that another process has mapped too stay.
         """
         mapping, self._mapping, self._tensor = self._mapping, None, None
-        if mapping is None:
+        if mapping is None or any(view.obj is mapping for view in _of_parent):
             return
         _advise(mapping, "MADV_DONTNEED")
         try:

@@ -20,7 +20,7 @@ class Clock:
         self.now_s += seconds
 
 
-def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning() -> None:
+def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning():
     clock = Clock()
     turns = Turns(clock)
     turns.begin("a")
@@ -41,9 +41,7 @@ def test_an_engine_waits_until_the_one_before_it_has_stopped_spinning() -> None:
 @pytest.mark.parametrize(
     "gone", [{"recv.side_effect": EOFError}, {"send.side_effect": BrokenPipeError}], ids=str
 )
-def test_an_engine_ends_when_the_benchmark_is_gone(
-    monkeypatch: pytest.MonkeyPatch, gone: dict[str, type[Exception]]
-) -> None:
+def test_an_engine_ends_when_the_benchmark_is_gone(monkeypatch, gone):
     make_engine = MagicMock()
     monkeypatch.setattr("vllm.LLM", make_engine)
     _answer_calls(MagicMock(**gone), EngineOptions({}))

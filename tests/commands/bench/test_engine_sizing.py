@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from safe_offload.commands.bench import engine
-from safe_offload.commands.bench.engine import CPU_BYTES_MIN, BenchOptions, scale
+from safe_offload.commands.bench.engine import BenchOptions, scale
 from safe_offload.commands.bench.engine_process import EngineOptions, Started
 from safe_offload.commands.cli import main
 from safe_offload.errors import SafeOffloadError
@@ -23,24 +23,15 @@ def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int =
 
 
 @pytest.mark.parametrize(
-    ("cpu_bytes", "pool_bytes", "expected"),
-    [(None, 100 << 30, 40 << 30), (None, 1 << 20, CPU_BYTES_MIN), ("1GiB", 100 << 30, "1GiB")],
+    ("cpu_bytes", "expected"),
+    [(None, {"num_cpu_blocks": 400}), ("1GiB", {"cpu_bytes_to_use": "1GiB"})],
 )
-def test_the_pool_holds_as_many_requests_as_asked_for(cpu_bytes, pool_bytes, expected) -> None:
-    """1,000 blocks hold 10 requests, so 1.6 take 160; each has a tenth of the bytes."""
+def test_the_pools_hold_as_many_requests_as_asked_for(cpu_bytes, expected) -> None:
+    """1,000 blocks hold 10 requests, so 1.6 take 160, and four on the host 400."""
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
-    assert scale(BenchOptions(cpu_bytes=cpu_bytes), asked, pool_bytes) == BenchOptions(
-        prompt_tokens=1000, num_gpu_blocks=160, block_size=16, cpu_bytes=expected
-    )
-
-
-def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
-    tmp_path: Path,
-) -> None:
-    """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
-    options = BenchOptions(model="deepseek", prompt_tokens=1584, pool_ratio=2.0)
-    chosen = engine.engine_options(options, tmp_path)[engine.OURS].arguments
-    assert (chosen["block_size"], chosen["num_gpu_blocks_override"]) == (16, 200)
+    found = scale(BenchOptions(cpu_bytes=cpu_bytes), asked)
+    assert (found.prompt_tokens, found.num_gpu_blocks, found.block_size) == (1000, 160, 16)
+    assert found.host_size == expected
 
 
 class Asked(SafeOffloadError):
@@ -51,9 +42,9 @@ def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[En
     """Run the command until its first engine for measuring would start."""
     asked: list[EngineOptions] = []
 
-    def answer(options: EngineOptions, log_path: Path, _: float) -> tuple[Started, int]:
+    def answer(options: EngineOptions, log_path: Path, _: float) -> Started:
         asked.append(options)
-        return started(num_gpu_blocks=1000, max_concurrency=10.0), 100 << 30
+        return started(num_gpu_blocks=1000, max_concurrency=10.0)
 
     def start(name: str, options: EngineOptions, log_path: Path) -> None:
         asked.append(options)
@@ -65,7 +56,7 @@ def engines_started(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[En
     return asked
 
 
-def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch):
     sizing, measured = engines_started(monkeypatch, "--model", "some/model")
     assert sizing.arguments["max_model_len"] == 16_016
     assert sizing.arguments["block_size"] is None, "vLLM chooses"
@@ -75,7 +66,7 @@ def test_a_model_that_is_not_tiny_is_asked_for_its_sizes(monkeypatch: pytest.Mon
     assert measured.arguments["block_size"] == 16
 
 
-def test_a_pool_that_was_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_was_given_is_not_asked_for(monkeypatch):
     arguments = ("--model", "some/model", "--num-gpu-blocks", "99")
     (measured,) = engines_started(monkeypatch, *arguments)
     assert measured.arguments["num_gpu_blocks_override"] == 99

@@ -1,12 +1,7 @@
 """What all benchmarks share: tables, ranges, files."""
 
-from __future__ import annotations
-
 import argparse
 import json
-from pathlib import Path
-
-import pytest
 
 from safe_offload.commands.bench.report import (
     Report,
@@ -20,7 +15,7 @@ from safe_offload.commands.bench.report import (
 ROWS = [["", "first", "second"], ["a", "1", "22,000"], ["longer", "333", ""]]
 
 
-def test_columns_are_aligned_and_lines_do_not_end_in_spaces() -> None:
+def test_columns_are_aligned_and_lines_do_not_end_in_spaces():
     assert table(ROWS).splitlines() == [
         "        first  second",
         "a           1  22,000",
@@ -29,13 +24,11 @@ def test_columns_are_aligned_and_lines_do_not_end_in_spaces() -> None:
     assert table(ROWS, num_left=2).splitlines()[1] == "a       1      22,000"
 
 
-def test_the_range_stands_beside_the_median() -> None:
+def test_the_range_stands_beside_the_median():
     assert median_and_spread([0.5, 2.0, 1.0], ".1f") == "1.0 (0.5 to 2.0)"
 
 
-def test_a_report_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_printed_and_written(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_output_arguments(parser)
     file = tmp_path / "found.json"
@@ -50,7 +43,7 @@ def test_a_report_is_printed_and_written(
     }
 
 
-def test_the_machine_is_described_by_what_matters_to_a_figure() -> None:
+def test_the_machine_is_described_by_what_matters_to_a_figure():
     machine = describe_machine()
     assert machine["cores"] >= 1
     assert "torch" in machine["versions"]

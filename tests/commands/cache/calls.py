@@ -1,7 +1,5 @@
 """`safe-offload cache` as a user calls it, and objects for it to find."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Places of tiers with objects in them, each kind spoken to behind the back of the command."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod
@@ -36,16 +34,11 @@ from tests.valkey_server import Server
 
 
 class Rig(ABC):
-    """A place with 10 objects of a namespace, 3 of another, and what is not ours.
+    """A place with 10 objects of a namespace, 3 of another, and what is not ours."""
 
-    Attributes:
-        url: of the tier.
-        use: what its times are called.
-        foreign: names of what is not ours.
-    """
-
-    url: str
-    use = "USED"
+    url: str  # of the tier
+    use = "USED"  # what its times are called
+    # Names of what is not ours.
     foreign: tuple[str, ...] = ("mine/notes.txt", f"{namespace_folder(FIRST)}/mine.txt")
 
     @abstractmethod

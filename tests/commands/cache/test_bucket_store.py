@@ -1,14 +1,10 @@
 """`safe-offload cache` on object stores: what cannot be done; test_places.py has what can."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
-from tests.bucket_server import BucketServer
-from tests.commands.cache.calls import Call, caller, check_refusal, read
-from tests.commands.cache.conftest import Bucket
+from tests.commands.cache.calls import caller, check_refusal, read
 from tests.tiers.objects.scripted_bucket import ScriptedBucket, answer
 
 SECRET = "aHVudGVyMi1zZWNyZXQ"
@@ -22,7 +18,7 @@ CREDENTIALS = {
 }
 
 
-def test_prune_to_nothing(call: Call, bucket: Bucket) -> None:
+def test_prune_to_nothing(call, bucket):
     none = f"{bucket.url}/none"
     assert call("ls", none) == (0, f"No engine has stored anything in {none}.\n")
     _, document = read(call, "prune", bucket.url, "--older-than", "0s")
@@ -30,12 +26,8 @@ def test_prune_to_nothing(call: Call, bucket: Bucket) -> None:
 
 
 def test_what_cannot_be_done_is_refused_with_the_fix(
-    call: Call,
-    bucket: Bucket,
-    bucket_server: BucketServer,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    call, bucket, bucket_server, capsys, monkeypatch
+):
     run, url = caller(capsys), bucket.url
     check_refusal(run("ls", url, "--endpoint", "http://127.0.0.1:9"), "the request failed")
     check_refusal(run("ls", url, "--endpoint", "http://u:hunter2@h"), "do not belong here")
@@ -49,9 +41,7 @@ def test_what_cannot_be_done_is_refused_with_the_fix(
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/kv", "gs://bucket/kv", "az://bucket/kv"])
-async def test_every_kind_of_store_is_asked(
-    place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_kind_of_store_is_asked(place, capsys, monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     async with ScriptedBucket(lambda request: answer("404 Not Found")) as bucket:
@@ -61,3 +51,16 @@ async def test_every_kind_of_store_is_asked(
     check_refusal(found, place, "there is no such bucket", "make the bucket")
     assert SECRET not in found[1]
     assert bucket.methods() == ["GET"]
+
+
+async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is asked for credentials answers 404, and so does a store without that bucket."""
+    for variable in CREDENTIALS:
+        monkeypatch.delenv(variable, raising=False)
+    async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", no_role.endpoint)
+        run, options = caller(capsys), ("--endpoint", "http://127.0.0.1:9")
+        found = await asyncio.to_thread(run, "ls", "s3://bucket/kv", *options)
+    check_refusal(found, "or no credentials", "make the bucket", "the role of the machine")

@@ -1,7 +1,5 @@
 """`safe-offload cache`: what a directory of a file tier holds, also while engines use it."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -19,20 +17,12 @@ from safe_offload.tiers.base import Name, Result
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import namespace_folder, path_of
-from tests.commands.cache.calls import (
-    AFTER_RESET,
-    FACTS,
-    FIRST,
-    OBJECT_BYTES,
-    STORED_BYTES,
-    Call,
-    read,
-)
+from tests.commands.cache.calls import AFTER_RESET, FACTS, FIRST, OBJECT_BYTES, STORED_BYTES, read
 from tests.tiers.contract import filled, name_of
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A directory with 10 objects of a namespace, and 3 of another."""
     root = tmp_path / "tier"
     fill(root, [name_of(n, space=FIRST) for n in range(10)])
@@ -59,7 +49,7 @@ def path_in(root: Path, number: int, space: bytes = FIRST) -> Path:
 # ---- ls ---------------------------------------------------------------------------------------
 
 
-def test_an_empty_directory_holds_nothing(call: Call, tmp_path: Path) -> None:
+def test_an_empty_directory_holds_nothing(call, tmp_path):
     assert call("ls", tmp_path) == (0, f"No engine has stored anything in {tmp_path}.\n")
 
 
@@ -75,7 +65,7 @@ def check_printed(text: str) -> None:
     assert "\\x1b" in text, "it is shown for what it is"
 
 
-def test_what_a_directory_says_of_itself_is_printed_escaped(call: Call, root: Path) -> None:
+def test_what_a_directory_says_of_itself_is_printed_escaped(call, root):
     (root / namespace_folder(FIRST) / "namespace.json").write_text(
         json.dumps({"facts": {"model": HOSTILE * 1000}}, ensure_ascii=False)
     )
@@ -86,7 +76,7 @@ def test_what_a_directory_says_of_itself_is_printed_escaped(call: Call, root: Pa
     assert {row.split()[-1][-3:] for row in text.splitlines()[1:3]} == {"...", "?"}
 
 
-def test_names_of_files_are_printed_escaped(call: Call, root: Path) -> None:
+def test_names_of_files_are_printed_escaped(call, root):
     folder = path_in(root, 0).parent
     (folder / f"{HOSTILE}x").write_bytes(b"x")
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).write_bytes(b"x")
@@ -106,7 +96,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_verify_shows_the_first_of_many(call: Call, root: Path) -> None:
+def test_verify_shows_the_first_of_many(call, root):
     fill(root, [name_of(n, space=FIRST) for n in range(30)])
     for number in range(30):
         flip(path_in(root, number), 5000)
@@ -118,7 +108,7 @@ def test_verify_shows_the_first_of_many(call: Call, root: Path) -> None:
 # ---- prune ------------------------------------------------------------------------------------
 
 
-def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
+def test_prune_sweeps_what_crashes_left(call, root):
     orphan = path_in(root, 0).with_name("tmp-1-2-ab")
     orphan.write_bytes(b"x")
     os.utime(orphan, (0, 0))
@@ -127,7 +117,7 @@ def test_prune_sweeps_what_crashes_left(call: Call, root: Path) -> None:
     assert not orphan.exists()
 
 
-def test_a_dry_run_counts_what_crashes_left(call: Call, root: Path) -> None:
+def test_a_dry_run_counts_what_crashes_left(call, root):
     for name, at_s in (("tmp-1-2-ab", 0.0), ("tmp-1-2-cd", time.time())):
         path_in(root, 0).with_name(name).write_bytes(b"x")
         os.utime(path_in(root, 0).with_name(name), (at_s, at_s))
@@ -139,7 +129,7 @@ def test_a_dry_run_counts_what_crashes_left(call: Call, root: Path) -> None:
     assert {**would, "dry_run": False} == read(call, "rm", root, "--all")[1]
 
 
-def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
+def test_engines_know_of_the_room_that_was_made(call, root):
     async def fill_up() -> None:
         limit = 20 * STORED_BYTES
         tier = FileTier(
@@ -161,7 +151,7 @@ def test_engines_know_of_the_room_that_was_made(call: Call, root: Path) -> None:
 # ---- rm ---------------------------------------------------------------------------------------
 
 
-def test_a_link_is_not_followed(call: Call, root: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_followed(call, root, tmp_path):
     aside = tmp_path / "aside"
     (root / namespace_folder(FIRST)).rename(aside)
     (root / namespace_folder(FIRST)).symlink_to(aside)
@@ -190,9 +180,7 @@ def test_a_link_is_not_followed(call: Call, root: Path, tmp_path: Path) -> None:
         (("rm", "{root}", ""), "2 begin with ''"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_fix(
-    call: Call, root: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_done_is_refused_with_the_fix(call, root, arguments, message):
     status, text = call(*(argument.format(root=root) for argument in arguments))
     assert status == 1
     assert message in text
@@ -200,7 +188,7 @@ def test_what_cannot_be_done_is_refused_with_the_fix(
     assert len([p for p in root.rglob("*") if p.is_file()]) == 13 + 2 + 2
 
 
-def test_who_evicts_is_waited_for(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_evicts_is_waited_for(call, root, monkeypatch):
     monkeypatch.setattr(directory_store, "_PATIENCE_S", 0.0)
     lock_fd = os.open(root / LOCK_FILE, os.O_RDWR)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)

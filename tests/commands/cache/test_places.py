@@ -1,10 +1,5 @@
 """`safe-offload cache` does the same in every kind of place."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from safe_offload.tiers.naming import namespace_folder
@@ -28,7 +23,7 @@ DAY_S = 86_400
 NAME, OTHER = namespace_folder(FIRST), namespace_folder(AFTER_RESET)
 
 
-def test_ls_shows_every_namespace_with_its_model(call: Call, rig: Rig) -> None:
+def test_ls_shows_every_namespace_with_its_model(call, rig):
     status, text = call("ls", rig.url)
     assert status == 0
     head, *rows, total = text.splitlines()
@@ -41,7 +36,7 @@ def test_ls_shows_every_namespace_with_its_model(call: Call, rig: Rig) -> None:
     assert total == f"2 namespaces, 13 objects, 208.00 KiB in {rig.url}"
 
 
-def test_ls_in_json_has_all_facts(call: Call, rig: Rig) -> None:
+def test_ls_in_json_has_all_facts(call, rig):
     status, document = read(call, "ls", rig.url)
     assert (status, document["size_bytes"]) == (0, 13 * STORED_BYTES)
     first = {each["namespace"]: each for each in document["namespaces"]}[NAME]
@@ -49,13 +44,13 @@ def test_ls_in_json_has_all_facts(call: Call, rig: Rig) -> None:
     assert (first["num_objects"], first["size_bytes"]) == (10, 10 * STORED_BYTES)
 
 
-def test_ls_shows_ages(call: Call, aged: Rig) -> None:
+def test_ls_shows_ages(call, aged):
     aged.age(0, 3 * DAY_S)
     (row,) = (row for row in call("ls", aged.url)[1].splitlines() if row.startswith(NAME))
     assert row.split()[5] == "3d"
 
 
-def test_a_namespace_whose_description_is_gone_or_damaged_is_shown(call: Call, rig: Rig) -> None:
+def test_a_namespace_whose_description_is_gone_or_damaged_is_shown(call, rig):
     rig.delete(rig.description(FIRST))
     rig.write(rig.description(AFTER_RESET), b"[")
     _, text = call("ls", rig.url)
@@ -75,18 +70,14 @@ def test_a_namespace_whose_description_is_gone_or_damaged_is_shown(call: Call, r
         (lambda value: b"x", "no header"),
     ],
 )
-def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(
-    call: Call, rig: Rig, damage: Callable[[bytes], bytes], problem: str
-) -> None:
+def test_verify_finds_what_is_bad_and_deletes_it_if_it_is_told_to(call, rig, damage, problem):
     rig.write(rig.name(3), damage(value_of(name_of(3, space=FIRST))))
     check_found(call, rig, problem)
     assert sum(rig.there()) == 9
 
 
 @pytest.mark.parametrize(("old", "new"), [("03", "abcdef"), ("03", "xyz"), ("/03/", "/04/")])
-def test_verify_finds_what_lies_under_another_name(
-    call: Call, rig: Rig, old: str, new: str
-) -> None:
+def test_verify_finds_what_lies_under_another_name(call, rig, old, new):
     name = rig.name(3)
     moved = name.replace(old, new) if "/" in old else name.removesuffix(old) + new
     rig.delete(name)
@@ -104,9 +95,7 @@ def check_found(call: Call, rig: Rig, problem: str) -> None:
     assert call("verify", rig.url) == (0, "12 objects, 192.00 KiB checked: 0 bad.\n")
 
 
-def test_sealed_objects_are_checked_with_their_key_only(
-    call: Call, rig: Rig, tmp_path: Path
-) -> None:
+def test_sealed_objects_are_checked_with_their_key_only(call, rig, tmp_path):
     seal, space = Seal(KEY), bytes(16)
     rig.write(rig.description(space), described(space, seal))
     for n in range(4):
@@ -127,7 +116,7 @@ def test_sealed_objects_are_checked_with_their_key_only(
     assert "sealed with another key" in other[1]
 
 
-def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call: Call, aged: Rig) -> None:
+def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call, aged):
     for number in range(10):
         aged.age(number, 1000 - 10 * number)
     status, document = read(call, "prune", aged.url, "--to", 5 * STORED_BYTES)
@@ -136,7 +125,7 @@ def test_prune_to_a_size_deletes_what_was_not_used_for_longest(call: Call, aged:
     assert set(aged.foreign) <= set(aged.names())
 
 
-def test_prune_by_age_deletes_all_that_is_older(call: Call, aged: Rig) -> None:
+def test_prune_by_age_deletes_all_that_is_older(call, aged):
     for number in range(4):
         aged.age(number, 8 * DAY_S)
     status, text = call("prune", aged.url, "--older-than", "7d")
@@ -145,7 +134,7 @@ def test_prune_by_age_deletes_all_that_is_older(call: Call, aged: Rig) -> None:
     assert "144.00 KiB are left" in text
 
 
-def test_rm_deletes_one_namespace_and_no_other(call: Call, rig: Rig) -> None:
+def test_rm_deletes_one_namespace_and_no_other(call, rig):
     found = call("rm", rig.url, NAME[:6])
     assert found == (0, f"Deleted {NAME}: 10 objects, 160.00 KiB.\n")
     left = set(rig.names())
@@ -154,7 +143,7 @@ def test_rm_deletes_one_namespace_and_no_other(call: Call, rig: Rig) -> None:
     assert sum(name in left for name in (rig.name(n, AFTER_RESET) for n in range(3))) == 3
 
 
-def test_rm_all_deletes_what_is_ours_and_nothing_else(call: Call, rig: Rig) -> None:
+def test_rm_all_deletes_what_is_ours_and_nothing_else(call, rig):
     status, document = read(call, "rm", rig.url, "--all")
     assert (status, document["num_objects"]) == (0, 13)
     left = set(rig.names()) - {rig.description(FIRST)}  # a directory keeps it beside others' files
@@ -166,9 +155,7 @@ def test_rm_all_deletes_what_is_ours_and_nothing_else(call: Call, rig: Rig) -> N
     "arguments",
     [("prune", "--to", 5 * STORED_BYTES), ("prune", "--older-than", "7d"), ("rm", NAME)],
 )
-def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(
-    call: Call, aged: Rig, arguments: tuple[object, ...]
-) -> None:
+def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(call, aged, arguments):
     for number in range(10):
         aged.age(number, 8 * DAY_S if number < 4 else 1000 - 10 * number)
     before, (action, *options) = aged.names(), arguments
@@ -179,7 +166,7 @@ def test_a_dry_run_says_what_would_be_deleted_and_changes_nothing(
     assert len(aged.names()) < len(before)
 
 
-def test_what_is_gone_meanwhile_is_passed_over(call: Call, aged: Rig) -> None:
+def test_what_is_gone_meanwhile_is_passed_over(call, aged):
     store = aged.open()
     items = list(store.items(NAME))
     for number in range(2):

@@ -1,7 +1,5 @@
 """`safe-offload doctor` on a sound machine, and on set-ups that are broken in one way each."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json
@@ -9,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.commands.doctor import command, trial
 from safe_offload.commands.doctor.configuration import Written
 from safe_offload.commands.doctor.findings import Finding, Severity, exit_status, render
@@ -40,7 +37,6 @@ ENGINE = EngineConfigFacts(
     transfer_config={"kv_connector": NAME},
     num_ranks=2,
     num_local_ranks=2,
-    other_offloading_gib=None,
     has_hash_seed=True,
 )
 MODEL = ModelFacts(
@@ -48,9 +44,6 @@ MODEL = ModelFacts(
     num_request_blocks=2048,
     max_model_len=32768,
     num_groups=1,
-    num_parameters=8_000_000_000,
-    dtype="bfloat16",
-    num_step_tokens_max=8192,
 )
 SOUND = VllmFacts(
     version="0.32.0",
@@ -69,16 +62,7 @@ MACHINE = Machine(
     allowed_nodes=frozenset({0, 1}),
     cores=frozenset({0, 1, 2, 3}),
 )
-TRIAL = trial.Trial(
-    device="cpu",
-    name="cpu",
-    passed=("batch", "each"),
-    rounds={"batch": 1000, "each": 1000},
-    torn={"batch": 0, "each": 0},
-    gbps={"batch": {"store": 9.0, "load": 8.0, "both": 9.0}},
-    ready_bytes_per_s=4e9,
-    pages="100 % in huge pages",
-)
+TRIAL = trial.Trial(device="cpu", name="cpu", passed=("batch", "each"))
 
 
 class Answer:
@@ -92,7 +76,7 @@ class Answer:
 
 
 @pytest.fixture
-def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def examine(monkeypatch):
     """Examine facts; return what was found as it is printed. The copies have been tried."""
 
     def call(
@@ -104,8 +88,7 @@ def examine(monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(trial, "run_trial", lambda *_: tried)
             patch.setattr(trial, "devices", lambda: [CPU])
-            patch.setattr(trial, "weight_seconds", lambda *_: {1: 1e-12, 256: 2e-12, 4096: 2e-11})
-            found, _ = command.examine(Written.read(text), Answer(vllm), machine)
+            found = command.examine(Written.read(text), Answer(vllm), machine)
         print(render(found))
         return found
 
@@ -143,13 +126,11 @@ def test_on_a_sound_machine_there_is_nothing_to_change(examine):
     assert render(found).endswith("\nNothing to change.")
     by_id = {one.id: one.found for one in found}
     assert "16.00 GiB for 2 ranks of 64.00 GiB" in by_id["memory.pool"]
-    assert "8.00 GiB takes about 2.1 s" in by_id["memory.ready"], "of one rank"
     assert "about 131072 tokens, or 4.0 requests" in by_id["model.tokens"]
-    assert "a hit is expected to pay from about" in by_id["model.break-even"]
 
 
 @pytest.fixture(scope="module")
-def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def broken_process(tmp_path_factory):
     """The real command, started where vLLM is too new and may load no plugin and lock nothing."""
     folder = tmp_path_factory.mktemp("site")
     metadata = folder / "vllm-0.40.0+cpu.dist-info"
@@ -169,7 +150,7 @@ def broken_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, broken_process: Any) -> Any:
+def answers(tmp_path_factory, broken_process):
     """What a real vLLM makes of a model with three KV cache groups and of wrong arguments."""
     model = str(write_tiny_model("gemma3", tmp_path_factory.mktemp("model")))
     shared = ["--max-model-len", "4096", "--port", "8000", "--kv-transfer-config", ours()]
@@ -187,7 +168,6 @@ def test_vllm_itself_tells_what_it_makes_of_the_arguments(answers):
     assert (answers.model.num_groups, answers.model.max_model_len) == (3, 4096)
     # 3 groups of two layers; a block has keys and values of 2 heads of 32, 2 bytes each.
     assert answers.model.block_bytes % (2 * 2 * 2 * 32 * 2) == 0
-    assert answers.model.num_parameters == 970_240
 
 
 @pytest.mark.slow
@@ -201,12 +181,8 @@ def test_the_command_finds_what_is_wrong_with_its_own_process(broken_process):
     assert "export VLLM_PLUGINS=mine,safe_offload" in found["configuration.plugin"]["fix"]
     assert found["versions.vllm"]["severity"] == "warning"
     assert "vLLM 0.40.0+cpu is not one" in found["versions.vllm"]["found"]
-    assert document["measured"]["machine"]["memlock_bytes"] == 0
     if not torch.cuda.is_available():
         assert found["memory.memlock"]["severity"] == "info", "the CPU engine locks nothing"
-    (tried, *_) = document["measured"]["copies"]
-    assert set(tried["torn"].values()) == {0}
-    assert all(rates.keys() == {"store", "load", "both"} for rates in tried["gbps"].values())
 
 
 # ---- broken -----------------------------------------------------------------------------------
@@ -246,7 +222,6 @@ def pool(**settings: object) -> dict[str, str]:
         ("role", WARNING, "kv_both", config(kv_role="kv_consumer")),
         ("size-keys", WARNING, "", pool(cpu_bytes_to_use="8GiB", num_cpu_blocks=4096)),
         ("prefix-caching", ERROR, "no-enable-prefix-caching", engine(prefix_caching=False)),
-        ("offloading-size", ERROR, '_to_use": "8GiB"', engine(other_offloading_gib=8.0)),
         ("hash", WARNING, "", engine(hash_algorithm="xxhash")),
         ("arguments", ERROR, "refuses its arguments: --x", sound(arguments_problem="--x")),
         ("plugin", ERROR, "", sound(connector="", connector_problem="Unsupported connector")),
@@ -313,9 +288,8 @@ def test_no_locked_memory(examine):
 
 
 def test_a_driver_that_locks_nothing(examine):
-    failures = {"ready": "SafeOffloadError: the driver did not page-lock a slab"}
-    tried = dataclasses.replace(ON_GPU, failures=failures, node=None)
-    assert "ulimit -l" in wrong(examine(tried=tried))["memory.ready"].fix
+    tried = dataclasses.replace(ON_GPU, is_pageable=True, node=None)
+    assert "ulimit -l" in wrong(examine(tried=tried))["memory.memlock"].fix
 
 
 def test_no_compiler(examine, monkeypatch):
@@ -323,12 +297,12 @@ def test_no_compiler(examine, monkeypatch):
     for cached in (cpu.find_move, cpu.find_touch):
         cached.cache_clear()
     try:
-        tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+        tried = trial.run_trial(CPU, OffloadConfig())
     finally:
         for cached in (cpu.find_move, cpu.find_touch):
             cached.cache_clear()
     assert tried.passed == ("each",)
-    assert not tried.failures
+    assert not tried.failure
     problem = only(examine(tried=tried))
     assert (problem.id, problem.severity) == ("copies.compiled-loop", Severity.WARNING)
     assert "apt-get install gcc" in problem.fix
@@ -345,15 +319,14 @@ def spoiled(move: Any) -> Any:
 def test_a_copy_path_that_corrupts(examine, monkeypatch):
     move = cpu.find_move()
     monkeypatch.setattr(cpu, "find_move", lambda: spoiled(move))
-    tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+    tried = trial.run_trial(CPU, OffloadConfig())
     assert tried.passed == ("each",)
     problem = only(examine(tried=tried))
     assert (problem.id, problem.severity) == ("copies.self-test", Severity.WARNING)
     assert 'copies by "batch" are wrong' in problem.found
     monkeypatch.setattr(cpu, "move_each", spoiled(cpu.move_each))
-    tried = trial.run_trial(CPU, OffloadConfig(), rounds=5)
+    tried = trial.run_trial(CPU, OffloadConfig())
     assert tried.passed == ()
-    assert not tried.gbps
     assert wrong(examine(tried=tried))["copies.self-test"].severity is Severity.ERROR
 
 
@@ -417,10 +390,6 @@ def test_memory_that_lies_far_from_the_gpu(examine, monkeypatch, changes, messag
     problem = only(examine(**machine(**changes), tried=ON_GPU))
     assert problem.id == "memory.numa"
     assert message in problem.found
-
-
-def test_too_little_memory_to_try_copies(examine):
-    assert "copies.self-test" in wrong(examine(**machine(available_bytes=MIB)))
 
 
 def test_every_id_is_explained_and_no_other() -> None:

@@ -1,7 +1,5 @@
 """One vLLM engine in this process: start it, ask it, look into it."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -5,8 +5,6 @@ the GPU's pool has been read; "fenced" holds each store until the engine fences 
 at which it may still read its source.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any
@@ -68,9 +66,8 @@ class Gates:
 def finish_under_held_stores(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Run the first prompt to its end, step by step, while no store can complete.
 
-    Returns:
-        Its tokens, the highest reference count of any block on the way, and what is held right
-        after the step that finished it.
+    Returns its tokens, the highest reference count of any block on the way, and what is held right
+    after the step that finished it.
     """
     llm_engine = llm.llm_engine
     prompt = {"prompt_token_ids": job["prompts"][job["turns"][0]]}

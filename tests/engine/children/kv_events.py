@@ -5,8 +5,6 @@ asks for what it has missed. Whenever nothing is in flight, what it knows of the
 with what the connector's directory holds.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from pathlib import Path

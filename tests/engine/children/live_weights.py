@@ -1,7 +1,5 @@
 """Changes the weights of a running engine by each of vLLM's ways, and asks again."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable

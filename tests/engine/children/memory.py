@@ -1,7 +1,5 @@
 """Measures what the connector takes of this process's memory, and what it leaves behind."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

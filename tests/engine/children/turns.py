@@ -1,7 +1,5 @@
 """Answers the prompts of a job one after the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The directory: what is found under which hash, from when on, and until when."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.errors import InvariantError

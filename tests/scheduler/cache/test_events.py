@@ -4,8 +4,6 @@ That replaying them gives what the directory holds, whatever happens, is the sim
 (I12). Here they are compared with those of vLLM's own connector, on vLLM's real scheduler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +13,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from safe_offload.protocol import StepReport
 from safe_offload.scheduler.cache.events import NO_EVENTS, Origins
-from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, see_events
-from tests.simulator.device import CopyFault
 from tests.simulator.engine_core import random_prompt
 from tests.simulator.peers import SIMPLE, PeerEngine, SafeWorker, peer_shape
 from tests.simulator.vllm_setup import OURS
@@ -185,47 +181,6 @@ def test_a_prompt_is_one_event(make_rig):
     assert (event.kv_cache_spec_kind, event.block_size) == ("full_attention", 4)
 
 
-def test_nothing_is_told_before_every_rank_has_stored_it(make_rig):
-    rig = make_rig(has_events=True, tensor_ranks=2)
-    rig.start()
-    seen = see_events(rig)
-    rig.devices[1].hold_copies = True
-    rig.add("first", rig.prompt(20, 1), max_tokens=1)
-    rig.step_until(lambda: not rig.scheduler.requests)
-    for _ in range(20):
-        rig.step()
-    assert seen == []
-    rig.hold_copies(False)
-    rig.drain()
-    assert len(hashes(seen, BlockStored)) == 5
-
-
-def test_what_is_evicted_is_told(make_rig):
-    rig, seen = filled(make_rig, num_slots=6)
-    rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
-    assert len(hashes(seen, BlockStored)) == 10
-    assert set(hashes(seen, BlockRemoved)) < set(hashes(seen, BlockStored)[:5])
-
-
-def test_what_a_failed_load_forgets_is_told(make_rig):
-    rig, seen = filled(make_rig)
-    rig.forget_gpu_cache()
-    rig.fail_copies()
-    rig.run_alone("again", rig.prompt(20, 1), max_tokens=1)
-    assert num_failed(rig.counts, "load") == 1
-    assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored)[:4])
-
-
-def test_a_store_that_fails_is_not_told(make_rig):
-    rig = make_rig(has_events=True)
-    rig.start()
-    seen = see_events(rig)
-    rig.fail_copies()
-    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-    assert num_failed(rig.counts, "store") > 0
-    assert seen == []
-
-
 def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig):
     """vLLM takes events in a step, so it has to make one."""
     rig, seen = filled(make_rig)
@@ -240,43 +195,6 @@ def test_an_idle_engine_tells_of_a_reset_at_once_and_only_of_the_host(make_rig):
     assert set(hashes(batch.events, BlockRemoved)) == set(hashes(seen, BlockStored))
     # The one of vLLM's own pool of GPU blocks, ahead of ours.
     assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockRemoved]
-
-
-def test_resetting_the_gpus_cache_alone_takes_nothing_from_the_host(make_rig):
-    rig, seen = filled(make_rig)
-    rig.forget_gpu_cache()
-    rig.add("next", rig.prompt(3, 2), max_tokens=1)
-    rig.drain()
-    assert not hashes(seen, BlockRemoved)
-
-
-def test_a_connector_that_only_misses_from_now_on_says_that_nothing_is_there(make_rig):
-    """A dead event loop here; an error of our own does the same."""
-    rig, seen = filled(make_rig)
-    for device in rig.devices:
-        device.faults = dict.fromkeys(range(10_000), CopyFault.KILL)
-    rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
-    assert rig.planner.statistics().is_disabled
-    assert set(hashes(seen, BlockRemoved)) == set(hashes(seen, BlockStored))
-    num_told = len(seen)
-    rig.run_alone("third", rig.prompt(20, 3), max_tokens=1)
-    assert len(seen) == num_told
-
-
-def test_an_error_of_our_own_takes_everything_back(make_rig, monkeypatch):
-    rig = make_rig(has_events=True, extra={"check_invariants": False})
-    rig.start()
-    seen = see_events(rig)
-    rig.run_alone("first", rig.prompt(20, 1), max_tokens=1)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(rig.planner.events), "published", fail)
-        rig.run_alone("second", rig.prompt(20, 2), max_tokens=1)
-    assert rig.counts["contained_errors"] == 1
-    assert set(hashes(seen, BlockStored)) <= set(hashes(seen, BlockRemoved))
 
 
 def test_without_kv_events_nothing_is_made(make_rig):

@@ -4,8 +4,6 @@ Dynamo's own indexer is started (`make servers`). llm-d's is a program in Go; he
 its index are written down from its source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

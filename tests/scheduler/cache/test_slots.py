@@ -1,7 +1,5 @@
 """Host slots: who gets them, and that no call half happens."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -56,19 +54,6 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
     assert pool.directory.version > version
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
-
-
-@pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_opening_more_keeps_the_order_and_what_is_leased(policy):
-    pool = pool_of(8, policy=policy, num_usable=3)
-    leased = pool.grant(1)
-    pool.open(5)
-    pool.open(2)  # a rank that says less than before takes nothing away
-    assert pool.num_usable == 5
-    pool.open(20)
-    assert pool.num_usable == 8
-    assert pool.grant(20) == [1, 2, 3, 4, 5, 6, 7]
-    pool.check_invariants([leased, range(1, 8)])
 
 
 # ---- leases ------------------------------------------------------------------------------------

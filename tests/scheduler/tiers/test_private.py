@@ -1,8 +1,5 @@
 """What no tier is asked for or given: blocks whose hashes do not say what they hold."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -41,7 +38,7 @@ EVICTED_ONLY = replace(TIER, stores_evicted=True)
 
 
 @pytest.fixture(autouse=True)
-def _ids_are_told() -> Iterator[None]:
+def _ids_are_told():
     """Requests come from processes that tell ids of content from others."""
     with mock.patch("safe_offload.compat.media_ids.tells_media_ids", return_value=True):
         yield
@@ -52,9 +49,8 @@ def serve(
 ) -> int:
     """Answer the prompt of all tests as `who`; returns how many tokens the host had.
 
-    Args:
-        who: fields of vLLM's request, and the id of an image, and its place.
-        content: what the prompt means; what is computed of it is other words.
+    `who`: fields of vLLM's request, and the id of an image, and its place; `content`: what the
+    prompt means; what is computed of it is other words.
     """
     fields = dict(who)
     image_id, offset = fields.pop("image", None), fields.pop("at", 0)

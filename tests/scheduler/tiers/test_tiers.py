@@ -1,8 +1,6 @@
 """Tiers, as vLLM's real scheduler meets them: what they have becomes an ordinary host hit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +33,7 @@ WIDE: dict[str, Any] = {"max_seqs": 16, "max_batched_tokens": 512, "num_slots": 
 
 
 @pytest.fixture
-def make_tiers() -> Iterator[MakeTierRig]:
+def make_tiers():
     """Make started engines with a tier; with the `tier` of another one, they have what that has."""
     rigs: list[TierRig] = []
 
@@ -50,7 +48,7 @@ def make_tiers() -> Iterator[MakeTierRig]:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """Fetches are cut into pieces of two blocks."""
     monkeypatch.setattr("safe_offload.scheduler.tiers.fetches.PIECE_BLOCKS_MIN", 2)
 
@@ -134,14 +132,6 @@ def test_of_a_hybrid_model_comes_what_vllms_rules_need(make_tiers, groups):
     assert rig.run_alone("a", prompt(rig, 1)) == from_host
     assert 0 < rig.counts["fetched_blocks"] <= len(rig.probes[-1].keys)
     rig.check_idle()
-
-
-def test_a_window_fetches_only_what_the_hit_needs(make_tiers):
-    rig = make_warm(make_tiers, groups=("window:10", "full"), num_blocks=150)
-    rig.run_alone("a", prompt(rig, 1))
-    (fetch,) = rig.fetches
-    counts = [fetch.keys.group_ids.count(group_idx) for group_idx in range(2)]
-    assert counts == [3, NUM_BLOCKS]
 
 
 # ---- what is not all there ---------------------------------------------------------------------
@@ -254,18 +244,6 @@ def test_the_wait_is_bounded_whatever_never_comes(make_tiers, kind, shape):
     rig.step()
     assert rig.counts["stale_reports"] == 0
     rig.check_idle()
-
-
-def test_others_go_on_while_one_waits(make_tiers):
-    rig = make_warm(make_tiers)
-    rig.tier.held = {"probe"}
-    rig.add("a", prompt(rig, 1))
-    rig.add("b", rig.prompt(3, 5))
-    rig.step_until(lambda: "b" not in rig.scheduler.requests)
-    assert status(rig, "a") == "WAITING"
-    rig.finish()
-    rig.check_tokens("a", 4)
-    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -503,21 +481,6 @@ def test_who_is_preempted_looks_up_again_within_its_bound(make_tiers):
     rig.check_idle()
 
 
-def test_what_a_preempted_request_fetches_is_hit(make_tiers):
-    rig = make_warm(make_tiers)
-    request = rig.add("a", prompt(rig, 1), max_tokens=12)
-    rig.step_until(lambda: request.num_output_tokens > 2)
-    rig.counts.clear()
-    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
-    for state in rig.planner.book:
-        rig.planner.stores.release_prefix(state)
-    rig.planner.hits.slots.forget_all()
-    rig.drain()
-    rig.check_tokens("a", 12)
-    assert rig.counts["hit_tokens"] >= PREFIX_TOKENS
-    rig.check_idle()
-
-
 # ---- the share of slots ------------------------------------------------------------------------
 
 
@@ -526,12 +489,6 @@ def test_a_fetch_longer_than_its_share_brings_the_first_part(make_tiers):
     rig = make_warm(make_tiers, num_slots=24)
     assert rig.run_alone("a", prompt(rig, 1)) == 6 * BLOCK_TOKENS
     assert rig.counts["roomless_blocks"] == NUM_BLOCKS - 6
-    rig.check_idle()
-
-
-def test_of_a_hybrid_model_too(make_tiers):
-    rig = make_warm(make_tiers, num_slots=40, groups=("window:10", "full"), num_blocks=150)
-    assert 0 < rig.run_alone("a", prompt(rig, 1)) < PREFIX_TOKENS
     rig.check_idle()
 
 
@@ -552,46 +509,6 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(make_tiers):
     rig.finish()
     assert rig.counts["hit_tokens"] == 64
     assert rig.counts["fetched_blocks"] == 16
-    rig.check_idle()
-
-
-def test_who_is_next_gets_room_when_the_one_after_it_goes_on(make_tiers):
-    first = make_tiers()
-    for number in range(2):
-        first.run_alone(f"w{number}", first.prompt(33, number), max_tokens=1)
-    rig = make_tiers(tier=first.tier, num_slots=32, max_seqs=1)
-    running = rig.add("long", rig.prompt(3, 9), max_tokens=40)
-    rig.add("later", rig.prompt(33, 0))
-    rig.step_until(lambda: rig.counts["fetched_blocks"] == 8)
-    assert rig.planner.gauges()["leased_slots"] >= 8
-    late = rig.add("soon", rig.prompt(33, 1))
-    rig.step()
-    rig.step()
-    assert len(rig.fetches) == 1, "no room"
-    queue = rig.scheduler.waiting
-    queue.remove_requests([late])
-    queue.prepend_request(late)
-    rig.abort(running.request_id)
-    rig.step()
-    rig.step()
-    assert len(rig.fetches) == 2
-    rig.drain()
-    assert rig.counts["hit_tokens"] == 64
-    assert rig.counts["fetched_blocks"] == 16
-    rig.check_idle()
-
-
-def test_fetching_does_not_evict_what_the_same_hit_needs(make_tiers):
-    rig = make_warm(make_tiers, num_slots=40)
-    keys = keys_of(rig)
-    head = prompt(rig, 1)[: 5 * BLOCK_TOKENS]
-    rig.run_alone("head", [*head, 1])
-    for number in range(12):  # what is older goes first; the head is the oldest in the end
-        rig.run_alone(f"x{number}", rig.prompt(12, 500 + number), max_tokens=1)
-        rig.forget_gpu_cache()
-    table = rig.planner.hits.directory.tables[0]
-    assert sum(key in table for key in keys) < NUM_BLOCKS
-    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
     rig.check_idle()
 
 
@@ -632,13 +549,6 @@ def test_all_that_is_stored_is_spilled_once(make_tiers, shape):
     asked = keys_in(rig.spills)
     assert len(asked) == len(set(asked)) == rig.counts["spilled_blocks"]
     rig.check_idle()
-
-
-def test_what_was_fetched_is_not_spilled_again(make_tiers):
-    rig = make_warm(make_tiers)
-    rig.spills.clear()
-    assert rig.run_alone("a", prompt(rig, 1), max_tokens=1) == PREFIX_TOKENS
-    assert not [h for spill in rig.spills for h in spill.keys.hashes if h in set(keys_of(rig))]
 
 
 def test_few_spills_are_under_way_and_the_host_goes_on(make_tiers):
@@ -841,21 +751,6 @@ def test_of_three_tiers_each_block_is_kept_in_those_before_its_own(make_tiers):
     assert rig.counts["kept_blocks"] == 8
 
 
-def test_what_the_host_evicts_before_its_turn_is_not_kept(make_tiers):
-    rig = make_far(make_tiers, num_slots=64)
-    rig.tier.held = {"spill"}
-    for number in range(3):  # two spills that do not end, and what waits behind them
-        rig.run_alone(f"before{number}", rig.prompt(33, 50 + number), max_tokens=1)
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.forget_gpu_cache()
-    for number in range(12):
-        rig.run_alone(f"r{number}", rig.prompt(33, 60 + number), max_tokens=1)
-    end_spills(rig)
-    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
-    assert rig.counts["kept_blocks"] < NUM_BLOCKS
-    assert rig.counts['dropped_spill_blocks{reason="evicted"}'] > 0
-
-
 def test_what_comes_from_a_far_tier_and_is_kept_is_leased_while_it_is_read(make_tiers):
     rig = make_far(make_tiers)
     rig.tier.held = {"spill"}
@@ -931,20 +826,6 @@ def test_reports_of_what_nobody_knows_are_counted_and_nothing_else(make_tiers):
     rig.check_idle()
 
 
-def test_places_that_do_not_exist_are_missing_of_nothing(make_tiers):
-    rig = make_warm(make_tiers)
-
-    def beyond(report: StepReport) -> StepReport:
-        return replace(
-            report, outcomes=tuple(replace(o, missing=(10_000, -1)) for o in report.outcomes)
-        )
-
-    rig.after_report = beyond
-    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
-    assert rig.counts["contained_errors"] == 0
-    rig.check_idle()
-
-
 # ---- errors inside -----------------------------------------------------------------------------
 
 
@@ -969,8 +850,7 @@ def test_after_an_error_inside_all_is_given_back(make_tiers, moment):
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"],
+    "method", ["see", "waits", "matched", "plan", "settle", "note", "sent", "end", "scheduled"]
 )
 def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     rig = make_warm(make_tiers)
@@ -994,16 +874,6 @@ def test_an_error_in_any_part_is_contained(make_tiers, monkeypatch, method):
     assert rig.counts["contained_errors"] == 1
     assert rig.planner.gauges()["leased_slots"] == 0
     rig.planner.check_invariants()
-
-
-def test_a_worker_that_has_no_tiers_costs_no_hit_of_the_host(make_tiers):
-    rig = make_tiers()
-    rig.tier.failure = FailureReason.NOT_RUNNING
-    rig.run_alone("a", prompt(rig, 1))
-    rig.forget_gpu_cache()
-    assert rig.run_alone("b", prompt(rig, 2)) == PREFIX_TOKENS
-    assert not rig.planner.gauges()["is_disabled"]
-    rig.check_idle()
 
 
 # ---- an engine that rests ----------------------------------------------------------------------
@@ -1033,46 +903,6 @@ def test_nothing_is_asked_for_that_may_not_be_read(make_tiers):
     rig.planner.hits.slots.forget_all()
     assert rig.run_alone("b", prompt(rig, 2)) == 6 * BLOCK_TOKENS
     assert rig.counts["fetched_blocks"] == 6
-    rig.check_idle()
-
-
-def test_what_the_gpu_and_the_host_have_is_not_asked_for(make_tiers):
-    rig = make_warm(make_tiers)
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.probes.clear()
-    rig.run_alone("b", prompt(rig, 2), max_tokens=1)
-    rig.planner.hits.slots.forget_all()  # the GPU has it
-    rig.run_alone("c", prompt(rig, 3), max_tokens=1)
-    assert not rig.probes
-
-
-def test_what_the_host_loses_while_a_request_queues_is_asked_for(make_tiers):
-    rig = make_warm(make_tiers, max_seqs=1)
-    rig.run_alone("a", prompt(rig, 1), max_tokens=1)
-    rig.forget_gpu_cache()
-    rig.probes.clear()
-    rig.counts.clear()
-    rig.add("long", rig.prompt(3, 9), max_tokens=10)
-    rig.add("b", prompt(rig, 2))
-    rig.step()
-    assert not rig.probes
-    rig.planner.hits.slots.forget_all()
-    rig.drain()
-    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
-    rig.check_idle()
-
-
-def test_another_connectors_ids_pass_as_before(make_tiers):
-    """Beside MultiConnector: finished ids of strangers are dropped, not acted on."""
-    rig = make_warm(make_tiers)
-
-    def add_strangers(number: int, outputs: list[Any]) -> None:
-        for output in outputs:
-            output.finished_sending = {"stranger"}
-
-    rig.mutate_outputs.append(add_strangers)
-    assert rig.run_alone("a", prompt(rig, 1)) == PREFIX_TOKENS
-    assert rig.counts['dropped_ids{reason="unknown"}'] > 0
     rig.check_idle()
 
 

@@ -4,8 +4,6 @@ Between vLLM's scheduler and the workers it takes what a plan says of tiers, and
 would report. What it brings are the words that some engine has spilled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,39 +33,27 @@ WAIT_S = 60.0
 
 @dataclass
 class StandInTier:
-    """Objects, which several rigs may share.
-
-    Attributes:
-        held: kinds of messages that nothing answers: "probe", "fetch", "spill".
-        lost: hashes that are there and do not come, by rank.
-        refused: nothing is taken.
-        failure: of all fetches and spills.
-        number: which of the tiers it stands for, when it is asked what it has.
-    """
+    """Objects, which several rigs may share."""
 
     objects: dict[Place, list[int | None]] = field(default_factory=dict)
+    # Kinds of messages that nothing answers: "probe", "fetch", "spill".
     held: set[str] = field(default_factory=set)
+    # Hashes that are there and do not come, by rank.
     lost: set[tuple[int, bytes]] = field(default_factory=set)
-    refused: bool = False
-    failure: FailureReason | None = None
-    number: int = 1
+    refused: bool = False  # nothing is taken
+    failure: FailureReason | None = None  # of all fetches and spills
+    number: int = 1  # which of the tiers it stands for, when it is asked what it has
 
 
 class TierRig(Rig):
-    """See the module.
-
-    Args:
-        tier: what it has is there from the start.
-        tiers: of the configuration.
-        shape: see `Rig`.
-    """
+    """See the module. `tiers`: of the configuration."""
 
     def __init__(
         self,
         *,
-        tier: StandInTier | None = None,
+        tier: StandInTier | None = None,  # what it has is there from the start
         tiers: tuple[TierConfig, ...] = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S),),
-        **shape: Any,
+        **shape: Any,  # see `Rig`
     ) -> None:
         read = OffloadConfig.from_extra_config
 

@@ -5,8 +5,6 @@ reports of the ranks, the words in memory, vLLM's reference counts. They keep bo
 believe none of ours.
 """
 
-from __future__ import annotations
-
 from tests.simulator.checkers.completions import CompletionChecker
 from tests.simulator.checkers.contents import ContentChecker
 from tests.simulator.checkers.events import EventChecker
@@ -41,21 +39,13 @@ class Checkers:
             self.tiers = TierChecker(core, self.ledger)
 
     def after_step(self) -> None:
-        """What must hold between any two steps.
-
-        Raises:
-            Finding: it does not.
-        """
+        """What must hold between any two steps."""
         self.references.check()
         self.progress.check()
         self.events.check()
 
     def after_drain(self) -> None:
-        """What must hold when all work has drained.
-
-        Raises:
-            Finding: it does not.
-        """
+        """What must hold when all work has drained."""
         self.references.check_drained()
         self.events.check_drained()
 

@@ -1,7 +1,5 @@
 """I3: vLLM is told once for each load that it waits for, and of no request it does not own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 That the forward reads the right words is checked by the model runner itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -88,11 +86,7 @@ class ContentChecker:
                 self._prefixes[bytes(hashes[index])] = (sequel, (index + 1) * hash_tokens)
             entry[2] = len(hashes)
 
-    def _see_publish(
-        self,
-        original: Callable[[Sequence[int]], None],
-        slots: Sequence[int],
-    ) -> None:
+    def _see_publish(self, original: Callable[[Sequence[int]], None], slots: Sequence[int]) -> None:
         original(slots)
         self._learn()
         kept = self._index.directory.kept()

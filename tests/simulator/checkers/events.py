@@ -1,7 +1,5 @@
 """I12: replaying the KV events gives exactly what can be hit on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +32,7 @@ class EventChecker:
             tap(core.scheduler.kv_event_publisher, "publish", self._see_published)
 
     def check(self) -> None:
-        """Compare, unless something has not been published yet.
-
-        Raises:
-            Finding: they differ.
-        """
+        """Compare, unless something has not been published yet."""
         if not self._core.shape.has_events or self._side.events.is_pending:
             return
         expected = self._in_the_directory()
@@ -50,11 +44,7 @@ class EventChecker:
             )
 
     def check_drained(self) -> None:
-        """Once all work has drained, nothing waits to be published.
-
-        Raises:
-            Finding: something does.
-        """
+        """Once all work has drained, nothing waits to be published."""
         if self._core.shape.has_events and self._side.events.is_pending:
             raise Finding("I12", "KV events wait to be published, and the engine is idle")
 

@@ -1,7 +1,5 @@
 """I4: finishing twice has the answer and the effect of finishing once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """I1: a reported hit stays as it is until its load has landed; I7: it is not offered for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +107,5 @@ class HitChecker:
             for slot in slots:
                 if slot in guarded:
                     raise Finding(
-                        "I1",
-                        f"{name} writes slot {slot}, which belongs to {guarded[slot]}",
+                        "I1", f"{name} writes slot {slot}, which belongs to {guarded[slot]}"
                     )

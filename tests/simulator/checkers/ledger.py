@@ -1,7 +1,5 @@
 """A book of all transfers, kept from what crosses between the two processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,23 +27,16 @@ def writes_of(plan: StepPlan) -> Iterator[tuple[str, Sequence[int]]]:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One transfer.
-
-    Attributes:
-        request: vLLM's object that waits for it, if it is a load.
-        planned_at: the engine's step.
-        reported: what became of it, by rank, as the rank itself reported it.
-        over_at: the step in which the last rank reported.
-        told: ranks whose report has reached the scheduler side.
-    """
+    """One transfer."""
 
     transfer: Transfer
     is_store: bool
-    request: Any
-    planned_at: int
+    request: Any  # vLLM's object that waits for it, if it is a load
+    planned_at: int  # the engine's step
+    # What became of it, by rank, as the rank itself reported it.
     reported: dict[int, FailureReason | None] = field(default_factory=dict)
-    over_at: int | None = None
-    told: set[int] = field(default_factory=set)
+    over_at: int | None = None  # the step in which the last rank reported
+    told: set[int] = field(default_factory=set)  # ranks whose report has reached the scheduler side
 
     @property
     def is_over(self) -> bool:
@@ -58,20 +49,14 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class TierRecord:
-    """One fetch, spill or probe.
+    """One fetch, spill or probe."""
 
-    Attributes:
-        keys: what it is about.
-        slot_ids: what it writes or reads; none of a probe.
-        reported: what became of it, by rank, as the rank itself reported it; None of a probe.
-        told: ranks whose report has reached the scheduler side.
-    """
-
-    keys: Keys
-    slot_ids: tuple[int, ...]
+    keys: Keys  # what it is about
+    slot_ids: tuple[int, ...]  # what it writes or reads; none of a probe
     is_fetch: bool
+    # What became of it, by rank, as the rank itself reported it; None of a probe.
     reported: dict[int, Outcome | None] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)  # ranks whose report has reached the scheduler side
 
     @property
     def num_good(self) -> int:

@@ -1,7 +1,5 @@
 """I6 and I7: a load begins behind all that may still use its blocks, and behind nothing else."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """I7: every load ends, no error reaches vLLM, no request waits for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from safe_offload.errors import InvariantError

@@ -1,7 +1,5 @@
 """I2 and I8: no reference on a GPU block is ours, and none of anything is left in the end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """I5: taking host slots is one atomic step, and running out is a smaller grant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +62,5 @@ class SlotChecker:
                 if slot in self._ledger.bad_slots:
                     raise Finding("I6", f"slot {slot} is used again, whose memory is bad")
                 if slot in taken:
-                    raise Finding(
-                        "I5",
-                        f"{name} writes slot {slot}, which {taken[slot]} has",
-                    )
+                    raise Finding("I5", f"{name} writes slot {slot}, which {taken[slot]} has")
                 taken[slot] = name

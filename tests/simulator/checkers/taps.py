@@ -1,7 +1,5 @@
 """Looking at a call between two parties."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

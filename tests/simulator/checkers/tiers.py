@@ -1,7 +1,5 @@
 """I11: what tiers fill, and what waits for it, is a bounded share of the host's slots."""
 
-from __future__ import annotations
-
 from safe_offload.protocol import StepPlan
 from safe_offload.scheduler.cache.leases import LeaseKind
 from tests.simulator.checkers.ledger import Ledger

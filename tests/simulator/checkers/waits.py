@@ -5,8 +5,6 @@ I9: it waits for tiers only while they are asked for what it lacks, and in all a
 What is looked at is vLLM's own: its requests, their states, their tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,29 +24,20 @@ IDLE_ASKS_MAX = 3
 
 @dataclass(slots=True)
 class _Waiter:
-    """How a request has waited.
+    """How a request has waited."""
 
-    Attributes:
-        request: kept, so that its address is no other's.
-        waits_for: the load that it waits for is one of these; empty if it does not wait.
-        had: loads that it has certainly waited for before.
-        is_for_tiers: it waits for tiers, if it does not wait for a load.
-        may_be_for_tiers: it waits for a load or for tiers, as some request looks them up.
-        asked_s: when it was asked about last, while it waits.
-        waited_s: in all, for loads for certain.
-        waited_for_tiers_s: in all, while there was no load to wait for.
-        num_idle_asks: in a row.
-    """
-
-    request: Any
+    request: Any  # kept, so that its address is no other's
+    # The load that it waits for is one of these; empty if it does not wait.
     waits_for: set[tuple[int, int]] = field(default_factory=set)
+    # Loads that it has certainly waited for before.
     had: set[tuple[int, int]] = field(default_factory=set)
-    is_for_tiers: bool = False
+    is_for_tiers: bool = False  # it waits for tiers, if it does not wait for a load
+    # It waits for a load or for tiers, as some request looks them up.
     may_be_for_tiers: bool = False
-    asked_s: float = 0.0
-    waited_s: float = 0.0
-    waited_for_tiers_s: float = 0.0
-    num_idle_asks: int = 0
+    asked_s: float = 0.0  # when it was asked about last, while it waits
+    waited_s: float = 0.0  # in all, for loads for certain
+    waited_for_tiers_s: float = 0.0  # in all, while there was no load to wait for
+    num_idle_asks: int = 0  # in a row
 
     def end(self) -> None:
         """It waits no more for what it waited for."""

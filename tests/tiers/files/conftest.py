@@ -1,7 +1,5 @@
 """Directories of file tiers, and tiers that are closed in the end."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

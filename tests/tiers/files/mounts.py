@@ -1,7 +1,5 @@
 """Small file systems of a test's own, where the machine allows `mount`."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where the objects of a file tier lie, and what its log has said."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

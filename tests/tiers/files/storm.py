@@ -8,8 +8,6 @@ held more than its capacity and one batch, what was being written is swept, and 
 passes `safe-offload cache verify`. Exit status 1 if not.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -3,8 +3,6 @@
 Each is a miss or a store that is dropped, with a result that says why and a line in the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
@@ -43,7 +41,7 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def other_user(base: Path) -> Path:
+def other_user(base):
     """A directory of a user who is not root, who may read and write everything."""
     root = base / "tier"
     root.mkdir(mode=0o700)

@@ -1,7 +1,5 @@
 """What a directory may hold: kept by all processes, the least recently used goes first."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -31,17 +29,8 @@ from safe_offload.tiers.files.capacity import (
     keep,
 )
 from safe_offload.tiers.files.directory import Stored, size_on_disk, walk
-from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.naming import HEADER_BYTES, namespace_folder
-from tests.tiers.contract import (
-    PATIENCE_S,
-    SPACE,
-    fetch_one,
-    filled,
-    name_of,
-    slot_of,
-    spill_one,
-)
+from tests.tiers.contract import PATIENCE_S, SPACE, fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.paths import path_in
 
 OBJECT_BYTES = 60 << 10
@@ -51,7 +40,7 @@ SOURCE = filled((OBJECT_BYTES,))
 
 
 @pytest.fixture
-def make(make: Callable[..., FileTier]) -> Callable[..., FileTier]:
+def make(make):
     return lambda capacity_bytes=LIMIT_BYTES, num_threads=4: make(
         capacity_bytes=capacity_bytes, num_threads=num_threads
     )

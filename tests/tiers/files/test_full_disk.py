@@ -1,13 +1,10 @@
 """A write that is refused does not empty the cache, whichever process has the room."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,7 @@ from safe_offload.tiers.files import object_file
 from safe_offload.tiers.files.capacity import LOCK_FILE
 from safe_offload.tiers.files.tier import FileTier
 from safe_offload.tiers.guarded_tier import GuardedTier
-from tests.tiers.contract import (
-    SPACE,
-    fetch_one,
-    filled,
-    name_of,
-    slot_of,
-    spill_one,
-)
+from tests.tiers.contract import SPACE, fetch_one, filled, name_of, slot_of, spill_one
 from tests.tiers.files.mounts import mounted
 from tests.tiers.files.paths import files_below, said
 
@@ -43,7 +33,7 @@ class Tier(FileTier):
 
 
 @pytest.fixture
-def make(make: Callable[..., Tier]) -> Callable[[Path], Tier]:
+def make(make):
     return lambda path: make(path, Tier, num_threads=1)
 
 

@@ -4,14 +4,11 @@ What is accepted, and why, is in docs/guides/security.md. Another user is anothe
 user id of nobody; where only root can prepare something, the test needs root.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,12 +32,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 @pytest.fixture
-def make(make: Callable[..., FileTier]) -> Callable[[Path], FileTier]:
+def make(make):
     return lambda path: make(path, capacity_bytes=1 << 20)
 
 
 @pytest.fixture
-def victim(base: Path) -> Path:
+def victim(base):
     path = base / "victim"
     path.write_bytes(SECRET)
     path.chmod(0o644)

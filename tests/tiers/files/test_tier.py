@@ -1,10 +1,7 @@
 """The file tier, on disk and on tmpfs: the contract, and all that a directory can do to it."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ SLOT_BYTES = 1 << 20
 
 class FilesContract(TierContract):
     @pytest.fixture
-    def make_tier(self, root: Path) -> Callable[[], FileTier]:
+    def make_tier(self, root):
         self.root = root
         return lambda: FileTier(TierConfig.at(f"file://{root}"), SLOT_BYTES, FACTS)
 
@@ -41,7 +38,7 @@ class TestOnDisk(FilesContract):
 
 class TestOnTmpfs(FilesContract):
     @pytest.fixture
-    def root(self, tmp_path: Path) -> Iterator[Path]:
+    def root(self, tmp_path):
         root = Path("/dev/shm", f"safe-offload-test-{os.getpid()}")
         yield root
         shutil.rmtree(root, ignore_errors=True)

@@ -8,8 +8,6 @@ wrong byte, hung, raised what it must not, wrote to a slot too late, kept memory
 let a secret or a forged line into the log, or did not come back to a server that was good again.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

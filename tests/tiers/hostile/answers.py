@@ -1,7 +1,5 @@
 """What a hostile Valkey server sends: the kinds of its answers, and how the next one is chosen."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import random
@@ -126,38 +124,25 @@ def endless(chunk: bytes, first: bytes = b"") -> Iterator[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Ports of this machine that answers may name.
+    """Ports of this machine that answers may name."""
 
-    Attributes:
-        own: of the server itself.
-        dead: nothing listens there.
-        trap: counts who comes and what they bring.
-    """
-
-    own: int
-    dead: int
-    trap: int
+    own: int  # of the server itself
+    dead: int  # nothing listens there
+    trap: int  # counts who comes and what they bring
 
 
 @dataclass
 class Scene:
-    """What one answer can be made of.
-
-    Attributes:
-        command: its words, each cut after 64 bytes.
-        good: the server's own answer.
-        others: good answers to other commands with objects in them.
-        held: answers of this connection that were held back.
-        heard: words that only a client that logs in says.
-    """
+    """What one answer can be made of."""
 
     rng: random.Random
     places: Places
-    command: list[bytes]
-    good: bytes
-    others: Sequence[bytes]
+    command: list[bytes]  # its words, each cut after 64 bytes
+    good: bytes  # the server's own answer
+    others: Sequence[bytes]  # good answers to other commands with objects in them
+    # Answers of this connection that were held back.
     held: list[bytes] = field(default_factory=list)
-    heard: Sequence[bytes] = ()
+    heard: Sequence[bytes] = ()  # words that only a client that logs in says
 
 
 def _bulk(data: bytes) -> bytes:
@@ -519,21 +504,13 @@ WEIGHTS = {
 
 @dataclass
 class Choice:
-    """Which answer comes next.
+    """Which answer comes next."""
 
-    Attributes:
-        seed: the n-th answer follows from it and n.
-        only: these kinds, or all.
-        num_good_of_100: how many answers are as they should be.
-        num_good_at_start_of_100: the same, of the first words of a connection.
-        is_hostile: else every answer is as it should be, and none is counted.
-    """
-
-    seed: int = 0
-    only: Sequence[str] = ()
-    num_good_of_100: int = 40
-    num_good_at_start_of_100: int = 96
-    is_hostile: bool = False
+    seed: int = 0  # the n-th answer follows from it and n
+    only: Sequence[str] = ()  # these kinds, or all
+    num_good_of_100: int = 40  # how many answers are as they should be
+    num_good_at_start_of_100: int = 96  # the same, of the first words of a connection
+    is_hostile: bool = False  # else every answer is as it should be, and none is counted
     counts: Counter[str] = field(default_factory=Counter)
     num_chances: int = 0
 

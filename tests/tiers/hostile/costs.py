@@ -30,9 +30,8 @@ UNITS = (
 class CostWatch:
     """Watches what happens in the loop's thread while it is entered; the loop is asyncio's own.
 
-    Attributes:
-        peak_bytes: held by Python above what it was before, at most.
-        steps_max: of one callback of the loop.
+    `peak_bytes`: held by Python above what it was before, at most; `steps_max`: of one callback of
+    the loop.
     """
 
     def __init__(self) -> None:

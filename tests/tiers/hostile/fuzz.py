@@ -1,7 +1,5 @@
 """Traffic of some tiers with one hostile server, and what must hold of it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -69,23 +67,16 @@ OpenTier = Callable[[TierConfig], Tier]
 
 @dataclass
 class Report:
-    """What one run did.
-
-    Attributes:
-        results: of objects, by kind of call.
-        growth_bytes: of resident memory, between the first quarter and the end.
-        quarter_bytes: resident memory after each quarter.
-        peak_bytes: of resident memory above what was held before.
-    """
+    """What one run did."""
 
     seed: int
     findings: list[str] = field(default_factory=list)
     answers: dict[str, int] = field(default_factory=dict)
-    results: Counter[str] = field(default_factory=Counter)
+    results: Counter[str] = field(default_factory=Counter)  # of objects, by kind of call
     num_right: int = 0
-    peak_bytes: int = 0
-    growth_bytes: int = 0
-    quarter_bytes: list[int] = field(default_factory=list)
+    peak_bytes: int = 0  # of resident memory above what was held before
+    growth_bytes: int = 0  # of resident memory, between the first quarter and the end
+    quarter_bytes: list[int] = field(default_factory=list)  # resident memory after each quarter
     pause_jobs: float = 0.0
     timeout_s: float = TIMEOUT_S
     num_files_max: int = 0
@@ -128,8 +119,7 @@ def config_of(server: HostileServer, timeout_s: float) -> TierConfig:
 class Fuzz:
     """One run of some tiers against one server.
 
-    Args:
-        open_tier: how a tier is made; it may be a bad one, to see that it is found out.
+    `open_tier`: how a tier is made; it may be a bad one, to see that it is found out.
     """
 
     def __init__(

@@ -51,9 +51,7 @@ WORD_BYTES = 64
 class HostileServer:
     """A hostile server in a process of its own; as a context it ends with it.
 
-    Args:
-        protocol: one of PROTOCOLS.
-        folder: for the real server behind it.
+    `protocol`: one of PROTOCOLS; `folder`: for the real server behind it.
     """
 
     def __init__(self, protocol: str, folder: Path) -> None:
@@ -114,8 +112,7 @@ class HostileServer:
 class RespServer:
     """One port of hostile answers before a real server.
 
-    Args:
-        upstream: socket file of the real server.
+    `upstream`: socket file of the real server.
     """
 
     def __init__(self, upstream: str) -> None:

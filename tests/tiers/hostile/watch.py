@@ -1,7 +1,5 @@
 """What must not happen while a tier talks to a hostile server, and how it is noticed."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
@@ -40,11 +38,7 @@ class Findings:
 
 
 class LogWatch(logging.Handler):
-    """Reads every line of the log that an operator would see.
-
-    Args:
-        secrets: must be in none.
-    """
+    """Reads every line of the log that an operator would see. `secrets`: must be in none."""
 
     def __init__(self, findings: Findings, secrets: Sequence[str]) -> None:
         super().__init__(logging.INFO)

@@ -1,7 +1,5 @@
 """All of vLLM's configuration changes the namespace, but what is listed with its reason."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum
@@ -17,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.compat import model_facts
 from safe_offload.tiers.namespace.engine_facts import (
     IGNORED,
@@ -60,7 +58,7 @@ FIELDS = [(cls, field.name) for cls in PARTS for field in dataclasses.fields(cls
 
 
 @pytest.fixture(scope="module")
-def config() -> Any:
+def config():
     """A configuration with every part that it can have."""
     config = make_config(EngineShape())
     fill(config)
@@ -328,5 +326,5 @@ def test_a_restart_with_other_limits_stays_warm(arguments, enforce_eager, small_
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model(tmp_path_factory):
     return write_tiny_model("llama", tmp_path_factory.mktemp("model"))

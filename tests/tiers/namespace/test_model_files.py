@@ -1,7 +1,5 @@
 """What the files of a model contain: any change is another digest, and nothing is read twice."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -18,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +31,7 @@ from safe_offload.tiers.namespace.model_files import (
     ModelPlace,
     process_started_ns,
 )
+from tests.fresh_process import start
 
 LATER_NS = 10_000_000_000
 """What is only just written is not kept: an hour does not pass in a test, so clocks are ahead."""
@@ -61,7 +61,7 @@ def write(model: Path, **files: bytes) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return write(
         tmp_path / "model",
         config__json=b"{}",
@@ -72,7 +72,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def kept(tmp_path):
     return tmp_path / "kept"
 
 
@@ -90,7 +90,7 @@ def edit(path: Path, at: int, content: bytes) -> None:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
+def memory(tmp_path):
     """A folder in memory: what is dirty on a disk is written before it is read."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else tmp_path) as folder:
@@ -274,7 +274,7 @@ WEIGHTS = random.Random(2).randbytes(100_000)
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Hub:
+def hub(tmp_path):
     hub = Hub(tmp_path / "hub")
     hub.add("config.json", b"{}", blob="f" * 40)
     hub.add("model.safetensors", WEIGHTS)
@@ -601,31 +601,44 @@ def test_without_a_directory_nothing_is_kept(model, where):
 # ---- several ranks -----------------------------------------------------------------------------
 
 
-def _rank(kept: Path, model: Path, start: Any, results: Any) -> None:
-    start.wait()
-    results.put(digest(kept, model))
+def _rank(kept: Path, model: Path, pipe: Connection) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(digest(kept, model))
+
+
+@contextlib.contextmanager
+def started(function: Callable[..., object], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """Start a process of a function that gets a pipe, too; yield the process and our end of it."""
+    pipe, of_process = multiprocessing.Pipe()
+    with tempfile.TemporaryDirectory() as folder, pipe:
+        how = {"log": Path(folder, "log"), "environment": os.environ}
+        process = start(function, *arguments, of_process, **how)
+        of_process.close()
+        try:
+            yield process, pipe
+        finally:
+            process.kill()
+            process.join()
 
 
 def test_ranks_that_ask_at_the_same_time_read_once(tmp_path, kept):
     model = write(tmp_path / "model", a__bin=os.urandom(10 << 20), b__bin=os.urandom(1000))
-    context = multiprocessing.get_context("fork")
-    start, results = context.Event(), context.Queue()
-    ranks = [context.Process(target=_rank, args=(kept, model, start, results)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    start.set()
-    found = [results.get() for _ in ranks]
-    for rank in ranks:
-        rank.join()
+    with contextlib.ExitStack() as stack:
+        pipes = [stack.enter_context(started(_rank, kept, model))[1] for _ in range(4)]
+        assert [pipe.recv() for pipe in pipes] == ["ready"] * 4
+        for pipe in pipes:
+            pipe.send("go")
+        found = [pipe.recv() for pipe in pipes]
     assert len({one.digest for one in found}) == 1
     assert sum(one.read_bytes for one in found) == size_of(model)
 
 
-def _hold(kept: Path, model: Path, is_reading: Any) -> None:
+def _hold(kept: Path, model: Path, pipe: Connection) -> None:
     """Read until killed."""
 
     def cancelled() -> bool:
-        is_reading.set()
+        pipe.send("is reading")
         time.sleep(1000)
         return False
 
@@ -634,16 +647,9 @@ def _hold(kept: Path, model: Path, is_reading: Any) -> None:
 
 @contextlib.contextmanager
 def holding(kept: Path, model: Path) -> Iterator[Any]:
-    context = multiprocessing.get_context("fork")
-    is_reading = context.Event()
-    holder = context.Process(target=_hold, args=(kept, model, is_reading))
-    holder.start()
-    assert is_reading.wait(250)
-    try:
+    with started(_hold, kept, model) as (holder, pipe):
+        assert pipe.recv() == "is reading"
         yield holder
-    finally:
-        holder.kill()
-        holder.join()
 
 
 def test_a_rank_that_dies_while_it_reads_holds_up_nobody(model, kept):
@@ -844,14 +850,14 @@ def test_doubts_are_few_and_printable(tmp_path, kept):
     assert all(doubt.isprintable() for doubt in doubts)
 
 
+def _tell_start(pipe: Connection) -> None:
+    pipe.send(process_started_ns())
+
+
 def test_a_process_knows_when_it_started():
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
     before_ns = time.time_ns()
-    process = context.Process(target=lambda: queue.put(process_started_ns()))
-    process.start()
-    started_ns = queue.get()
+    with started(_tell_start) as (_, pipe):
+        started_ns = pipe.recv()
     after_ns = time.time_ns()
-    process.join()
     tick_ns = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     assert before_ns - 2 * tick_ns <= started_ns <= after_ns

@@ -1,7 +1,5 @@
 """The facts behind a namespace: all that changes the bytes changes them, and nothing else does."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses
@@ -16,7 +14,7 @@ import pytest
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from safe_offload.commands.bench.tiny_models import write_tiny_model
+from examples.tiny_models import write_tiny_model
 from safe_offload.compat import model_facts, specs
 from safe_offload.config.tiers import TierConfig
 from safe_offload.layout import make_geometry
@@ -30,12 +28,12 @@ SHAPE = EngineShape(groups=("full", "window:8"), extra={"tiers": [{"url": "file:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def config(model, tmp_path, monkeypatch):
     monkeypatch.setattr(model_facts, "cache_root", lambda: str(tmp_path / "cache"))
     config = make_config(SHAPE)
     config.model_config.model = config.model_config.tokenizer = str(model)

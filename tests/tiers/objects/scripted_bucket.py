@@ -41,22 +41,14 @@ def answer(status: str, body: bytes = b"", **headers: str) -> bytes:
 
 
 class ScriptedBucket:
-    """The server, on a free port, within an `async with` block.
-
-    Attributes:
-        requests: that have come.
-        script: says how they are answered; None for a store in memory.
-        objects: that the store in memory has, by their paths.
-        num_open: connections that are open now.
-        may_read: is waited for before a body is read.
-    """
+    """The server, on a free port, within an `async with` block."""
 
     def __init__(self, script: Script | None = None) -> None:
-        self.requests: list[Request] = []
-        self.script = script
-        self.objects: dict[str, bytes] = {}
-        self.num_open = 0
-        self.may_read = asyncio.Event()
+        self.requests: list[Request] = []  # that have come
+        self.script = script  # says how they are answered; None for a store in memory
+        self.objects: dict[str, bytes] = {}  # that the store in memory has, by their paths
+        self.num_open = 0  # connections that are open now
+        self.may_read = asyncio.Event()  # is waited for before a body is read
         self.may_read.set()
         self._server: asyncio.Server | None = None
         self._handlers: set[asyncio.Task[None]] = set()

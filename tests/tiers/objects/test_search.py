@@ -1,7 +1,5 @@
 """The search for what a store has: few requests, and the right end."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 
@@ -40,7 +38,7 @@ async def search(names: Sequence[Name], there: Iterable[Name]) -> tuple[list[boo
 
 
 @pytest.mark.parametrize("number", [0, 1, REQUESTS_MAX])
-async def test_of_few_names_each_is_asked_for(number: int) -> None:
+async def test_of_few_names_each_is_asked_for(number):
     names = group(0, number)
     found, store = await search(names, names[::3])
     assert found == [index % 3 == 0 for index in range(number)]
@@ -48,7 +46,7 @@ async def test_of_few_names_each_is_asked_for(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [41, 100, 1000, 5600, 60_000])
-async def test_the_end_of_one_group_is_found_exactly(number: int) -> None:
+async def test_the_end_of_one_group_is_found_exactly(number):
     names, rng = group(0, number), random.Random(number)
     for end in {
         0,
@@ -70,7 +68,7 @@ async def test_the_end_of_one_group_is_found_exactly(number: int) -> None:
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 5])
-async def test_the_ends_of_groups_that_were_written_together_are_found(num_groups: int) -> None:
+async def test_the_ends_of_groups_that_were_written_together_are_found(num_groups):
     number = 5600 // num_groups
     groups = [group(group_idx, number) for group_idx in range(num_groups)]
     names = [name for each in groups for name in each]
@@ -82,14 +80,14 @@ async def test_the_ends_of_groups_that_were_written_together_are_found(num_group
             assert end - sum(part) <= (0 if num_groups < 4 else number // 20)
 
 
-async def test_a_group_that_ends_earlier_than_the_others_is_cut_there() -> None:
+async def test_a_group_that_ends_earlier_than_the_others_is_cut_there():
     first, second = group(0, 2800), group(1, 2800)
     found, _ = await search([*first, *second], [*first, *second[:1000]])
     assert not any(found[3800:])
     assert 900 <= sum(found[2800:]) <= 1000
 
 
-async def test_little_is_offered_whose_first_block_has_gone() -> None:
+async def test_little_is_offered_whose_first_block_has_gone():
     """A lifecycle rule of the bucket deletes the oldest first: those of a shared prefix."""
     names = group(0, 5600)
     found, store = await search(names, names[100:5000])
@@ -101,13 +99,13 @@ async def test_little_is_offered_whose_first_block_has_gone() -> None:
     assert store.num_rounds == 2
 
 
-async def test_a_gap_that_a_sample_meets_is_where_the_prefix_ends() -> None:
+async def test_a_gap_that_a_sample_meets_is_where_the_prefix_ends():
     names = group(0, 5600)
     found, _ = await search(names, names[:2000] + names[3000:])
     assert found == [index < 2000 for index in range(5600)]
 
 
-async def test_a_state_just_before_the_end_of_the_others_is_found() -> None:
+async def test_a_state_just_before_the_end_of_the_others_is_found():
     """A hit with Mamba layers needs one state, where the rest of it ends."""
     full, states = group(0, 2800), group(1, 2800)
     there = [*full[:1500], *states[499:1500:500]]
@@ -116,7 +114,7 @@ async def test_a_state_just_before_the_end_of_the_others_is_found() -> None:
     assert [index for index in range(2800) if found[2800 + index]] == [1499]
 
 
-async def test_the_window_before_the_end_of_the_others_is_found() -> None:
+async def test_the_window_before_the_end_of_the_others_is_found():
     """A hit with sliding windows needs the blocks of one window, where the rest of it ends."""
     windows, full = group(0, 2800), group(1, 2800)
     there = [*windows[1400:1500], *full[:1500]]
@@ -127,7 +125,7 @@ async def test_the_window_before_the_end_of_the_others_is_found() -> None:
     assert there_windows[0] in range(1400, 1494)
 
 
-async def test_many_groups_cost_no_more() -> None:
+async def test_many_groups_cost_no_more():
     groups = [group(group_idx, 400) for group_idx in range(14)]
     names = [name for each in groups for name in each]
     found, _ = await search(names, names)
@@ -136,7 +134,7 @@ async def test_many_groups_cost_no_more() -> None:
     assert not any(found[index] for index in range(len(names)) if index % 400 >= 200)
 
 
-async def test_an_error_of_the_store_is_that_of_the_search() -> None:
+async def test_an_error_of_the_store_is_that_of_the_search():
     async def ask(names: Sequence[Name]) -> list[bool]:
         raise OSError("down")
 

@@ -3,14 +3,10 @@
 The stores are scripted ones on this machine. That they are like the clouds' own is not shown here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys
 import types
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +48,7 @@ LENGTH = HEADER_BYTES + 4096
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def environment(monkeypatch, tmp_path):
     """Credentials that can be told from all else; no files of the user's."""
     known_to_the_tier(monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -63,7 +59,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def bucket() -> AsyncIterator[ScriptedBucket]:
+async def bucket():
     async with ScriptedBucket() as bucket:
         yield bucket
 
@@ -73,7 +69,7 @@ def config_of(bucket: ScriptedBucket, url: str = URLS[0], timeout_s: float = 30.
 
 
 @pytest.fixture
-async def tier(bucket: ScriptedBucket) -> AsyncIterator[ObjectTier]:
+async def tier(bucket):
     tier = ObjectTier(config_of(bucket), FACTS)
     yield tier
     await tier.close()
@@ -83,7 +79,7 @@ async def tier(bucket: ScriptedBucket) -> AsyncIterator[ObjectTier]:
 
 
 @pytest.mark.parametrize("url", URLS)
-async def test_objects_go_to_a_store_and_come_back(bucket: ScriptedBucket, url: str) -> None:
+async def test_objects_go_to_a_store_and_come_back(bucket, url):
     tier, name, source = ObjectTier(config_of(bucket, url), FACTS), name_of(1), filled((4096,))
     assert await tier.probe([name]) == [False]
     assert await spill_one(tier, name, source) is Result.DONE
@@ -101,9 +97,7 @@ async def test_objects_go_to_a_store_and_come_back(bucket: ScriptedBucket, url: 
 
 
 @pytest.mark.parametrize("url", URLS)
-async def test_what_is_corrupt_is_not_offered_and_can_be_written_again(
-    bucket: ScriptedBucket, url: str
-) -> None:
+async def test_what_is_corrupt_is_not_offered_and_can_be_written_again(bucket, url):
     """Deleted, or, by the scripted Azure, which does not know batches, kept."""
     tier, name = ObjectTier(config_of(bucket, url), FACTS), name_of(1)
     await spill_one(tier, name, filled((4096,), 1))
@@ -118,7 +112,7 @@ async def test_what_is_corrupt_is_not_offered_and_can_be_written_again(
     assert bytes_of(target) == bytes_of(filled((4096,), 2))
 
 
-def test_a_location_is_opened_without_asking_anything() -> None:
+def test_a_location_is_opened_without_asking_anything():
     for url in URLS:
         tier, _ = open_tier(TierConfig.at(url), 1 << 20, {})
         assert isinstance(tier, ObjectTier)
@@ -128,9 +122,7 @@ def test_a_location_is_opened_without_asking_anything() -> None:
 # ---- requests -----------------------------------------------------------------------------------
 
 
-async def test_a_probe_of_5600_names_asks_at_most_40_times(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
+async def test_a_probe_of_5600_names_asks_at_most_40_times(bucket, tier):
     names = [name_of(index, group_idx) for group_idx in range(2) for index in range(2800)]
     await tier.spill(names[:1], [filled((512,))])
     written = next(path for path in bucket.objects if not path.endswith(".json"))
@@ -145,9 +137,7 @@ async def test_a_probe_of_5600_names_asks_at_most_40_times(
     assert len(bucket.requests) <= REQUESTS_MAX
 
 
-async def test_what_was_seen_is_not_asked_for_again(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
+async def test_what_was_seen_is_not_asked_for_again(bucket, tier):
     names = [name_of(index) for index in range(30)]
     await tier.spill(names, [filled((512,))] * 30)
     bucket.requests.clear()
@@ -158,17 +148,13 @@ async def test_what_was_seen_is_not_asked_for_again(
     assert await tier.probe(names) == [False] + [True] * 29
 
 
-async def test_a_spill_costs_one_request_and_the_namespace_one_more(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
+async def test_a_spill_costs_one_request_and_the_namespace_one_more(bucket, tier):
     await tier.spill([name_of(index) for index in range(20)], [filled((512,))] * 20)
     assert bucket.methods() == ["PUT"] * 21
     assert sum("if-none-match" in request.headers for request in bucket.requests) == 20
 
 
-async def test_where_a_store_cannot_write_only_what_is_new_it_is_asked_first(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
+async def test_where_a_store_cannot_write_only_what_is_new_it_is_asked_first(bucket, tier):
     bucket.script = lambda request: (
         answer("501 Not Implemented")
         if "if-none-match" in request.headers
@@ -180,7 +166,7 @@ async def test_where_a_store_cannot_write_only_what_is_new_it_is_asked_first(
     assert bucket.methods()[3:] == ["HEAD", "PUT"]
 
 
-async def test_of_two_fetches_the_first_has_the_connections(bucket: ScriptedBucket) -> None:
+async def test_of_two_fetches_the_first_has_the_connections(bucket):
     tier = ObjectTier(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4), FACTS)
     names, slots = [name_of(index) for index in range(40)], [slot_of((512,))] * 40
     bucket.script = lambda request: answer("404 Not Found")
@@ -197,7 +183,7 @@ async def test_of_two_fetches_the_first_has_the_connections(bucket: ScriptedBuck
     await tier.close()
 
 
-async def test_while_something_is_fetched_spills_have_a_quarter(bucket: ScriptedBucket) -> None:
+async def test_while_something_is_fetched_spills_have_a_quarter(bucket):
     tier = ObjectTier(TierConfig.at(URLS[0], endpoint=bucket.endpoint, num_connections=4), FACTS)
     num_open: list[int] = []
 
@@ -220,9 +206,7 @@ async def test_while_something_is_fetched_spills_have_a_quarter(bucket: Scripted
 
 
 @pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down", ""])
-async def test_nothing_is_tried_twice(
-    bucket: ScriptedBucket, tier: ObjectTier, status: str
-) -> None:
+async def test_nothing_is_tried_twice(bucket, tier, status):
     bucket.script = lambda request: answer(status) if status else b""
     assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
     assert bucket.methods() == ["GET"]
@@ -231,9 +215,7 @@ async def test_nothing_is_tried_twice(
     assert bucket.methods() == ["GET", "HEAD"]
 
 
-async def test_of_a_store_that_only_fails_not_all_is_asked(
-    bucket: ScriptedBucket, tier: ObjectTier
-) -> None:
+async def test_of_a_store_that_only_fails_not_all_is_asked(bucket, tier):
     bucket.script = lambda request: answer("500 Internal Server Error")
     names, slots = [name_of(index) for index in range(200)], [slot_of((512,))] * 200
     assert await tier.fetch(names, slots) == [Result.FAILED] * 200
@@ -268,7 +250,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("bad", BAD_ANSWERS.values(), ids=BAD_ANSWERS)
-async def test_a_bad_answer_is_a_miss(bucket: ScriptedBucket, tier: ObjectTier, bad: bytes) -> None:
+async def test_a_bad_answer_is_a_miss(bucket, tier, bad):
     bucket.script = lambda request: bad if request.method == "GET" else answer("200 OK")
     result = await asyncio.wait_for(fetch_one(tier, name_of(1), slot_of((4096,))), PATIENCE_S)
     assert result in (Result.FAILED, Result.CORRUPT)
@@ -278,7 +260,7 @@ async def test_a_bad_answer_is_a_miss(bucket: ScriptedBucket, tier: ObjectTier, 
     assert await fetch_one(tier, name_of(2), slot_of((4096,))) is Result.DONE
 
 
-async def test_redirects_in_a_circle_end(bucket: ScriptedBucket, tier: ObjectTier) -> None:
+async def test_redirects_in_a_circle_end(bucket, tier):
     bucket.script = lambda request: answer("302 Found", Location=bucket.endpoint + request.path)
     assert await fetch_one(tier, name_of(1), slot_of((4096,))) is Result.FAILED
     assert len(bucket.requests) <= 20
@@ -287,9 +269,7 @@ async def test_redirects_in_a_circle_end(bucket: ScriptedBucket, tier: ObjectTie
 # ---- deadlines ----------------------------------------------------------------------------------
 
 
-async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(
-    bucket: ScriptedBucket,
-) -> None:
+async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(bucket):
     config = config_of(bucket, timeout_s=0.2)
     guarded = GuardedTier(
         ObjectTier(config, FACTS), config, lambda generation: SPACE, slot_bytes=4096
@@ -312,9 +292,7 @@ async def test_a_store_that_does_not_answer_is_given_up_at_the_deadline(
 
 
 @pytest.mark.parametrize("url", URLS)
-async def test_no_secret_is_shown(
-    bucket: ScriptedBucket, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_secret_is_shown(bucket, url, caplog):
     """Even if the store sends back all that it was sent."""
 
     def echo(request: Request) -> bytes:
@@ -360,11 +338,11 @@ async def test_no_secret_is_shown(
         (RuntimeError("anything"), Problem.OTHER),
     ],
 )
-def test_errors_are_told_apart(error: Exception, problem: Problem) -> None:
+def test_errors_are_told_apart(error, problem):
     assert problem_of(error) is problem
 
 
-def test_of_an_error_only_its_type_status_and_code_are_shown() -> None:
+def test_of_an_error_only_its_type_status_and_code_are_shown():
     error = RuntimeError(f"PUT https://x/?sig={SECRET} status code: 403: <Code>AccessDenied</Code>")
     assert shown(error) == "RuntimeError, status 403, AccessDenied"
     assert shown(RuntimeError(f"<Code>{SECRET}</Code>")) == "RuntimeError"
@@ -373,7 +351,7 @@ def test_of_an_error_only_its_type_status_and_code_are_shown() -> None:
 # ---- credentials --------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ConfigError, match=r"pip install 'safe-offload\[s3\]'"):
         open_store(TierConfig.at("s3://bucket/kv"))
@@ -386,9 +364,7 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
         ("gs://bucket/kv", "GOOGLE_SERVICE_ACCOUNT_KEY", SECRET),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(
-    url: str, variable: str, value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_cannot_be_used_are_refused(url, variable, value, monkeypatch):
     monkeypatch.delenv(variable, raising=False)
     if value is not None:
         monkeypatch.setenv(variable, value)
@@ -407,13 +383,13 @@ class FakeProvider:
 
 
 @pytest.fixture
-def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_credentials(monkeypatch):
     for variable in SECRETS:
         monkeypatch.delenv(variable)
 
 
 @pytest.fixture
-def boto3(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
+def boto3(monkeypatch):
     def put_in(provider: type) -> None:
         module = types.ModuleType("obstore.auth.boto3")
         module.Boto3CredentialProvider = provider  # type: ignore[attr-defined]
@@ -424,12 +400,8 @@ def boto3(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
 
 @pytest.mark.parametrize("how", ["profile", "file", "file elsewhere", "environment"])
 async def test_credentials_come_from_the_environment_and_else_from_the_files_of_aws(
-    bucket: ScriptedBucket,
-    how: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    boto3: Callable[[type], None],
-) -> None:
+    bucket, how, tmp_path, monkeypatch, boto3
+):
     boto3(FakeProvider)
     file = tmp_path / (".aws/credentials" if how == "file" else "elsewhere")
     if how in ("profile", "environment"):
@@ -449,9 +421,7 @@ async def test_credentials_come_from_the_environment_and_else_from_the_files_of_
     await tier.close()
 
 
-def test_a_profile_that_cannot_be_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch, no_credentials: None, boto3: Callable[[type], None]
-) -> None:
+def test_a_profile_that_cannot_be_read_is_refused(monkeypatch, no_credentials, boto3):
     class Broken:
         def __init__(self) -> None:
             raise ValueError(f"something with {SECRET}")

@@ -1,11 +1,8 @@
 """The object store tier on a real server: the contract, and what a server can do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from asyncio import DefaultEventLoopPolicy
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,25 +33,25 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[BucketServer]:
+def server():
     with BucketServer() as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
-def environment(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(server, monkeypatch):
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def config(server: BucketServer) -> TierConfig:
+def config(server):
     """A tier below a prefix that no other test uses."""
     return TierConfig.at(server.url(f"kv/{next(_numbers)}"), endpoint=server.endpoint)
 
 
 @pytest.fixture(scope="class")
-def event_loop_policy(request: Any) -> Any:
+def event_loop_policy(request):
     """The loop of production for the contract, asyncio's own for the other tests."""
     return uvloop.EventLoopPolicy() if request.cls is TestOnServer else DefaultEventLoopPolicy()
 
@@ -68,7 +65,7 @@ class TestOnServer(TierContract):
     num_races = 4  # SeaweedFS takes half a second for each
 
     @pytest.fixture
-    def make_tier(self, config: TierConfig) -> Callable[[], ObjectTier]:
+    def make_tier(self, config):
         self.bucket = open_store(config)
         return lambda: ObjectTier(config, FACTS)
 
@@ -90,11 +87,8 @@ def log_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
-    server: BucketServer,
-    config: TierConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    server, config, monkeypatch, caplog
+):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
     tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(5)]
     slots = [filled((4096,))] * 5
@@ -109,12 +103,7 @@ async def test_wrong_credentials_fail_with_a_line_that_says_what_to_do(
     assert not [secret for secret in ("wrong-secret", server.access_key) if secret in caplog.text]
 
 
-async def test_who_may_only_read_reads(
-    server: BucketServer,
-    config: TierConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_who_may_only_read_reads(server, config, monkeypatch, caplog):
     name, source, target = name_of(1), filled((4096,)), slot_of((4096,))
     await spill_one(ObjectTier(config, FACTS), name, source)
     bad = open_store(config)
@@ -131,9 +120,7 @@ async def test_who_may_only_read_reads(
     assert any("failed to delete: the store does not allow it" in line for line in log_of(caplog))
 
 
-async def test_a_bucket_that_is_not_there_is_named_as_the_problem(
-    server: BucketServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_bucket_that_is_not_there_is_named_as_the_problem(server, caplog):
     tier = ObjectTier(TierConfig.at("s3://no-such-bucket/kv", endpoint=server.endpoint), FACTS)
     assert await tier.probe([name_of(1)]) == [False]
     assert await spill_one(tier, name_of(1), filled((4096,))) is Result.FAILED
@@ -142,7 +129,7 @@ async def test_a_bucket_that_is_not_there_is_named_as_the_problem(
     assert "Fix: make the bucket" in caplog.text
 
 
-async def test_a_namespace_is_described_once(config: TierConfig) -> None:
+async def test_a_namespace_is_described_once(config):
     tier, store = ObjectTier(config, FACTS), open_store(config)
     path = f"{namespace_folder(SPACE)}/{DESCRIPTION_FILE}"
     await spill_one(tier, name_of(1), filled((4096,)))
@@ -153,9 +140,7 @@ async def test_a_namespace_is_described_once(config: TierConfig) -> None:
         store.head(path)
 
 
-async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(
-    server: BucketServer, config: TierConfig
-) -> None:
+async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(server, config):
     patient = ObjectTier(replace(config, timeout_s=60.0), FACTS)
     config = replace(config, timeout_s=0.3)
     guarded = GuardedTier(
@@ -186,9 +171,7 @@ async def test_a_server_that_stops_is_given_up_at_the_deadline_and_used_again(
     await patient.close()
 
 
-async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(
-    server: BucketServer, config: TierConfig
-) -> None:
+async def test_a_server_that_is_killed_in_the_middle_leaves_no_wrong_byte(server, config):
     """The last test of this module: the server is started again for none."""
     tier, names = ObjectTier(config, FACTS), [name_of(number) for number in range(40)]
     sources = [filled((1 << 20,), number) for number in range(40)]

@@ -1,7 +1,5 @@
 """What tests of the Valkey tier use."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 

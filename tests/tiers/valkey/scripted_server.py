@@ -33,11 +33,7 @@ class Peer:
         self._kept = b""
 
     def command(self) -> list[bytes]:
-        """Read one command.
-
-        Raises:
-            ConnectionError: there are no more.
-        """
+        """Read one command. Raises ConnectionError if there are no more."""
         return [self._text() for _ in range(int(self._line()[1:]))]
 
     def begin_command(self) -> list[bytes]:
@@ -81,18 +77,16 @@ Script = Callable[[Peer], None]
 class ScriptedServer:
     """Runs a script for each connection that has asked something about objects; `with` starts it.
 
-    Args:
-        script: is called when a connection has been greeted; the connection ends when it returns.
-        tls: with TLS.
-        greeting: what commands of a greeting are answered, if not as by one server alone.
-        greets: the commands of a greeting that the script does not see.
+    `script`: is called when a connection has been greeted; the connection ends when it returns;
+    `greeting`: what commands of a greeting are answered, if not as by one server alone; `greets`:
+    the commands of a greeting that the script does not see.
     """
 
     def __init__(
         self,
         script: Script,
         *,
-        tls: Certificates | None = None,
+        tls: Certificates | None = None,  # with TLS
         greeting: dict[bytes, bytes] | None = None,
         greets: Sequence[bytes] = tuple(_GREETING),
     ) -> None:

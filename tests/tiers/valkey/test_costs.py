@@ -1,7 +1,5 @@
 """What a Valkey server that is not trusted can cost: bytes, and steps that hold the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -40,7 +38,7 @@ def never(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-async def test_a_login_costs_no_more_than_its_budget(word: bytes) -> None:
+async def test_a_login_costs_no_more_than_its_budget(word):
     with ScriptedServer(never, greeting={word: MANY_TEXTS}) as server:
         login = Login(url_config(f"redis://kv:password@127.0.0.1:{server.port}/1", timeout_s=30.0))
         with CostWatch() as watch, pytest.raises(OSError):  # noqa: PT011 whatever it says
@@ -49,7 +47,7 @@ async def test_a_login_costs_no_more_than_its_budget(word: bytes) -> None:
     assert watch.steps_max <= STEPS_MAX
 
 
-async def test_logins_of_all_connections_cost_no_more_than_one() -> None:
+async def test_logins_of_all_connections_cost_no_more_than_one():
     connections = itertools.count()
 
     def script(peer: Peer) -> None:
@@ -71,7 +69,7 @@ async def test_logins_of_all_connections_cost_no_more_than_one() -> None:
     assert watch.peak_bytes <= 2 * SCRATCH_BYTES + LOGIN_BYTES_MAX + SLACK_BYTES
 
 
-async def test_connections_to_a_server_are_logged_in_one_at_a_time() -> None:
+async def test_connections_to_a_server_are_logged_in_one_at_a_time():
     lock, num_now, num_max = threading.Lock(), 0, 0
 
     def script(peer: Peer) -> None:
@@ -94,7 +92,7 @@ async def test_connections_to_a_server_are_logged_in_one_at_a_time() -> None:
     assert num_max == 1
 
 
-async def test_a_cluster_costs_no_more_than_its_budget() -> None:
+async def test_a_cluster_costs_no_more_than_its_budget():
     with ScriptedServer(never, greeting={b"CLUSTER": MANY_RANGES}) as server:
         tier = tier_on(server)
         with CostWatch() as watch, pytest.raises(OSError):  # noqa: PT011 whatever it says
@@ -104,7 +102,7 @@ async def test_a_cluster_costs_no_more_than_its_budget() -> None:
     assert watch.peak_bytes <= SCRATCH_BYTES + 2 * REPLY_BYTES_MAX + SLACK_BYTES
 
 
-async def test_a_cluster_of_many_ranges_is_used() -> None:
+async def test_a_cluster_of_many_ranges_is_used():
     """As one is whose slots were moved a few at a time; each range has a replica."""
     ranges = 1000
     node = b"*4\r\n$9\r\n127.0.0.1\r\n:%d\r\n$40\r\n" + b"a" * 40 + b"\r\n*2\r\n$8\r\nhostname\r\n"
@@ -129,7 +127,7 @@ async def test_a_cluster_of_many_ranges_is_used() -> None:
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (0, 2, 3))]
 )
-async def test_no_reply_costs_more_than_was_asked_for(seed: int) -> None:
+async def test_no_reply_costs_more_than_was_asked_for(seed):
     """Random ones, to each command of a tier."""
     chosen = itertools.cycle(replies(seed, 40))
     wanted = b""

@@ -1,7 +1,5 @@
 """A connection that the server closed while it was idle costs no call; one that fails does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -76,9 +74,7 @@ def kill_connections(*servers: Server) -> None:
             client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
-def test_connections_that_a_server_has_closed_are_made_again(
-    runner: asyncio.Runner, valkey: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_connections_that_a_server_has_closed_are_made_again(runner, valkey, caplog):
     names, slots = [name_of(number) for number in range(20)], [filled((4096,), 1)] * 20
 
     async def use() -> None:
@@ -102,9 +98,7 @@ def test_connections_that_a_server_has_closed_are_made_again(
     assert not caplog.text
 
 
-def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(
-    runner: asyncio.Runner, valkey: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(runner, valkey, caplog):
     """With a "ttl" what is asked first counts as writing, which a server can be told to hold."""
     names, slots = [name_of(number) for number in range(20)], [filled((4096,), 1)] * 20
 
@@ -131,9 +125,7 @@ def test_calls_that_a_server_holds_when_it_closes_their_connections_go_on(
     assert not caplog.text
 
 
-def test_which_servers_there_are_is_asked_again_over_a_new_connection(
-    runner: asyncio.Runner, valkey: Server
-) -> None:
+def test_which_servers_there_are_is_asked_again_over_a_new_connection(runner, valkey):
     async def ask() -> None:
         servers = Servers(Login(TierConfig.at(f"redis://{valkey.host_port}")), 1)
         await servers.refresh(0)
@@ -145,7 +137,7 @@ def test_which_servers_there_are_is_asked_again_over_a_new_connection(
     runner.run(ask())
 
 
-def test_an_idle_connection_is_kept_alive(runner: asyncio.Runner, valkey: Server) -> None:
+def test_an_idle_connection_is_kept_alive(runner, valkey):
     """So that a firewall does not forget it, and a machine that is gone is noticed.
 
     Source: proc_pid_net(5), tcp: of each connection its addresses, its state (1: established), and
@@ -164,9 +156,7 @@ def test_an_idle_connection_is_kept_alive(runner: asyncio.Runner, valkey: Server
 class Waiting:
     """A server that ends each connection when it has answered, and is asked something again.
 
-    Args:
-        num_answers: of each connection.
-        ends: how; as a closed socket does if it is not told.
+    `num_answers`: of each connection; `ends`: how; as a closed socket does if it is not told.
     """
 
     def __init__(self, num_answers: int, ends: Any = None) -> None:
@@ -191,8 +181,8 @@ def tier_on(server: ScriptedServer, tls: Certificates | None = None) -> ValkeyTi
 
 @pytest.mark.parametrize("ends", [None, reset], ids=["closed", "reset"])
 def test_a_call_goes_on_over_a_new_connection_when_an_idle_one_ends_without_an_answer(
-    runner: asyncio.Runner, tls: Certificates | None, ends: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    runner, tls, ends, caplog
+):
     script = Waiting(1, ends)
     with ScriptedServer(script, tls=tls) as server, closed(tier_on(server, tls), runner) as tier:
         for _ in range(3):
@@ -200,9 +190,7 @@ def test_a_call_goes_on_over_a_new_connection_when_an_idle_one_ends_without_an_a
     assert not caplog.text
 
 
-def test_a_new_connection_that_ends_without_an_answer_fails_the_call(
-    runner: asyncio.Runner,
-) -> None:
+def test_a_new_connection_that_ends_without_an_answer_fails_the_call(runner):
     with ScriptedServer(Waiting(0)) as server, closed(tier_on(server), runner) as tier:
         with pytest.raises(WireError):
             runner.run(tier.probe([name_of(1)]))
@@ -213,7 +201,7 @@ def test_a_new_connection_that_ends_without_an_answer_fails_the_call(
             assert server.num_connections == num_before + 1
 
 
-def test_the_second_time_a_call_uses_no_idle_connection(runner: asyncio.Runner) -> None:
+def test_the_second_time_a_call_uses_no_idle_connection(runner):
     all_are_used = threading.Barrier(DEFAULT_CONNECTIONS)
 
     def script(peer: Peer) -> None:
@@ -243,7 +231,7 @@ class Transport(asyncio.Transport):
         pass
 
 
-async def test_a_pool_has_never_more_connections_than_it_may() -> None:
+async def test_a_pool_has_never_more_connections_than_it_may():
     wires: list[Wire] = []
 
     async def connect() -> Wire:
@@ -269,7 +257,7 @@ async def test_a_pool_has_never_more_connections_than_it_may() -> None:
     assert len(wires) == 4, "the first, that of the others twice, and the new one"
 
 
-def test_a_connection_that_ends_in_an_answer_fails_the_call(runner: asyncio.Runner) -> None:
+def test_a_connection_that_ends_in_an_answer_fails_the_call(runner):
     num_asked = 0
 
     def script(peer: Peer) -> None:
@@ -290,7 +278,7 @@ def test_a_connection_that_ends_in_an_answer_fails_the_call(runner: asyncio.Runn
     assert num_asked == 1
 
 
-def test_an_object_is_not_written_twice(runner: asyncio.Runner) -> None:
+def test_an_object_is_not_written_twice(runner):
     """An idle connection is asked about an object first: only that is done again."""
     num_written = 0
 

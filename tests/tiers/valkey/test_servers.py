@@ -1,10 +1,7 @@
 """How a server is greeted, which of several has what, and what a hostile one gets out of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ SECRET = "correct-horse"
 
 
 @pytest.fixture
-def open_at(make: Callable[..., ValkeyTier]) -> OpenAt:
+def open_at(make):
     """Tiers on scripted servers."""
 
     def one_more(
@@ -73,18 +70,14 @@ def slots(*ranges: tuple[int, int, bytes, int]) -> bytes:
     ids=["line", "text", "deep", "long", "http", "many", "push"],
 )
 @pytest.mark.parametrize("word", [b"AUTH", b"SELECT", b"CLIENT", b"CLUSTER"])
-async def test_a_greeting_that_is_none_ends_at_once(
-    open_at: OpenAt, word: bytes, reply: bytes
-) -> None:
+async def test_a_greeting_that_is_none_ends_at_once(open_at, word, reply):
     with ScriptedServer(always(b":0\r\n"), greeting={word: reply}) as server:
         tier = open_at(server, f"kv:{SECRET}@", timeout_s=20.0)
         assert SECRET not in await reason_of(tier)
         assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.FAILED
 
 
-async def test_what_a_server_writes_about_a_login_is_never_shown(
-    open_at: OpenAt, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_a_server_writes_about_a_login_is_never_shown(open_at, caplog):
     """Old servers repeat the arguments of a command that they do not know."""
     caplog.set_level(logging.DEBUG)
     echo = f"-ERR unknown command `AUTH`, with args beginning with: `kv`, `{SECRET}`,\r\n".encode()
@@ -97,9 +90,7 @@ async def test_what_a_server_writes_about_a_login_is_never_shown(
     assert SECRET not in reason + caplog.text
 
 
-async def test_a_server_that_takes_connections_only_does_not_hold_anybody_up(
-    open_at: OpenAt,
-) -> None:
+async def test_a_server_that_takes_connections_only_does_not_hold_anybody_up(open_at):
     with ScriptedServer(lambda peer: None, greeting={b"CLIENT": b""}) as server:
         assert "does not answer" in await reason_of(open_at(server, timeout_s=0.1))
 
@@ -108,7 +99,7 @@ async def test_a_server_that_takes_connections_only_does_not_hold_anybody_up(
 
 
 @pytest.fixture
-def of_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certificates:
+def of_system(tmp_path, monkeypatch):
     """Those of a server whose authority the system trusts: OpenSSL asks this variable for it."""
     found = Certificates(tmp_path / "system", LOCALHOST)
     monkeypatch.setenv("SSL_CERT_FILE", str(found.ca))
@@ -116,13 +107,13 @@ def of_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certificates:
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Certificates:
+def ours(tmp_path):
     return Certificates(tmp_path / "ours", LOCALHOST)
 
 
 async def test_a_ca_file_is_trusted_instead_of_the_authorities_of_the_system(
-    open_at: OpenAt, of_system: Certificates, ours: Certificates
-) -> None:
+    open_at, of_system, ours
+):
     is_right = {("system", None): True, ("ours", None): False}
     is_right |= {("system", "ours"): False, ("ours", "ours"): True}
     for (of, ca), right in is_right.items():
@@ -138,8 +129,8 @@ async def test_a_ca_file_is_trusted_instead_of_the_authorities_of_the_system(
 
 @pytest.mark.parametrize("other_is", ["plain", "tls"])
 async def test_what_a_cluster_with_tls_names_gets_no_password_before_it_is_trusted(
-    open_at: OpenAt, ours: Certificates, of_system: Certificates, other_is: str
-) -> None:
+    open_at, ours, of_system, other_is
+):
     received: list[bytes] = []
     other_tls = None if other_is == "plain" else of_system
     with ScriptedServer(note(received), tls=other_tls, greets=()) as other:
@@ -151,7 +142,7 @@ async def test_what_a_cluster_with_tls_names_gets_no_password_before_it_is_trust
     assert SECRET.encode() not in b"".join(received)
 
 
-async def test_what_a_cluster_without_tls_names_gets_the_password(open_at: OpenAt) -> None:
+async def test_what_a_cluster_without_tls_names_gets_the_password(open_at):
     """As docs/guides/security.md says: nothing can be proved without TLS."""
     received: list[bytes] = []
     with ScriptedServer(note(received), greets=()) as other:
@@ -170,9 +161,7 @@ def note(received: list[bytes]) -> Script:
 
 
 @pytest.mark.parametrize("code", ["LOADING", "NOPERM", "READONLY", "MISCONF", "ODD", "MASTERDOWN"])
-async def test_a_refusal_is_a_failure_that_is_explained(
-    open_at: OpenAt, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_refusal_is_a_failure_that_is_explained(open_at, code, caplog):
     with ScriptedServer(always(f"-{code} {SECRET}\r\n".encode())) as server:
         tier = open_at(server)
         assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.FAILED
@@ -182,14 +171,14 @@ async def test_a_refusal_is_a_failure_that_is_explained(
     assert SECRET not in caplog.text
 
 
-async def test_a_key_that_is_on_its_way_to_another_server_is_absent(open_at: OpenAt) -> None:
+async def test_a_key_that_is_on_its_way_to_another_server_is_absent(open_at):
     with ScriptedServer(always(b"-ASK 1 127.0.0.1:1\r\n")) as server:
         tier = open_at(server)
         assert await fetch_one(tier, name_of(1), slot_of((512,))) is Result.ABSENT
         assert await tier.probe([name_of(1)]) == [False]
 
 
-async def test_servers_that_send_round_in_a_circle_fail(open_at: OpenAt) -> None:
+async def test_servers_that_send_round_in_a_circle_fail(open_at):
     num_asked = 0
 
     def script(peer: Peer) -> None:
@@ -231,9 +220,7 @@ MANY = [(at, at, b"10.1.%d.%d" % (at >> 8, at & 255), 1) for at in range(NODES_M
         (b"*0\r\n", "no server of the cluster"),
     ],
 )
-async def test_a_cluster_that_is_described_badly_is_not_used(
-    open_at: OpenAt, reply: bytes, why: str
-) -> None:
+async def test_a_cluster_that_is_described_badly_is_not_used(open_at, reply, why):
     """Ranges must not overlap, so that each slot is looked at once, however many there are."""
     with ScriptedServer(always(b":1\r\n"), greeting={b"CLUSTER": reply}) as server:
         tier = open_at(server)

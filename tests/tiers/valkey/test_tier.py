@@ -1,10 +1,6 @@
 """A Valkey or Redis server as a tier: the contract, over TCP, TLS, a socket and a cluster."""
 
-from __future__ import annotations
-
 from asyncio import DefaultEventLoopPolicy
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,7 @@ PASSWORD = "correct-horse"
 
 
 @pytest.fixture(scope="module")
-def redis_with_tls(tmp_path_factory: Any) -> Iterator[tuple[Server, Certificates]]:
+def redis_with_tls(tmp_path_factory):
     folder = tmp_path_factory.mktemp("redis")
     certificates = Certificates(folder / "certificates")
     rights = " ".join(f"+{each}" for each in ("get", "set", "exists", "del", "cluster|slots"))
@@ -32,13 +28,13 @@ def redis_with_tls(tmp_path_factory: Any) -> Iterator[tuple[Server, Certificates
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: Any) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="class")
-def event_loop_policy(request: Any) -> Any:
+def event_loop_policy(request):
     """The loop of production for some classes, asyncio's own for the others."""
     return uvloop.EventLoopPolicy() if request.cls.is_on_uvloop else DefaultEventLoopPolicy()
 
@@ -54,7 +50,7 @@ class ServerContract(TierContract):
         raise NotImplementedError
 
     @pytest.fixture
-    def make_tier(self) -> Callable[[], ValkeyTier]:
+    def make_tier(self):
         return lambda: ValkeyTier(self.config(), FACTS)
 
     def stored(self, make_tier: Any, name: Name) -> bytes:
@@ -76,7 +72,7 @@ class OneServer(ServerContract):
     server: Server
 
     @pytest.fixture(autouse=True)
-    def _empty(self, valkey: Server) -> None:
+    def _empty(self, valkey):
         self.server = valkey
         with valkey.client() as client:
             client.flushall()
@@ -104,7 +100,7 @@ class TestOverTlsAsAUserOfAnAcl(ServerContract):
     flip_every = 50
 
     @pytest.fixture(autouse=True)
-    def _empty(self, redis_with_tls: tuple[Server, Certificates], tmp_path: Path) -> None:
+    def _empty(self, redis_with_tls, tmp_path):
         self.server, self.certificates = redis_with_tls
         self.password_file = tmp_path / "password"
         self.password_file.write_text(f"{PASSWORD}\n")
@@ -128,7 +124,7 @@ class TestOnAClusterWithUvloop(ServerContract):
     is_on_uvloop = True
 
     @pytest.fixture(autouse=True)
-    def _empty(self, cluster: Cluster) -> None:
+    def _empty(self, cluster):
         self.cluster = cluster
         for server in cluster.servers:
             with server.client() as client:

@@ -1,11 +1,8 @@
 """What a Valkey or Redis server can do to its tier: refuse, fill up, hang, die, move keys."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from safe_offload.tiers.valkey.names import description_key, key_of
 from safe_offload.tiers.valkey.servers import STALL_S
 from safe_offload.tiers.valkey.servers import slot_of as cluster_slot_of
 from safe_offload.tiers.valkey.tier import ValkeyTier
+from tests.engine.http_server import hold_port
 from tests.tiers.contract import (
     FACTS,
     SPACE,
@@ -28,7 +26,7 @@ from tests.tiers.contract import (
     spill_one,
 )
 from tests.tiers.valkey.scripted_server import PATIENCE_S, reason_of, until
-from tests.valkey_server import Certificates, Cluster, Server, free_port, redis_binary, url_config
+from tests.valkey_server import Certificates, Cluster, Server, redis_binary, url_config
 
 SECRET = "correct-horse"
 MIB = 1 << 20
@@ -58,9 +56,7 @@ def set_user(server: Server, rights: str) -> None:
 # ---- who may log in -----------------------------------------------------------------------------
 
 
-async def test_a_wrong_password_says_so_and_is_never_shown(
-    server: Server, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_password_says_so_and_is_never_shown(server, make, caplog):
     set_user(server, "kv on >another +@all ~*")
     caplog.set_level(logging.DEBUG)
     tier = make(f"redis://kv:{SECRET}@{server.host_port}")
@@ -71,7 +67,7 @@ async def test_a_wrong_password_says_so_and_is_never_shown(
     assert SECRET not in caplog.text + reason + tier.label + repr(tier)
 
 
-async def test_a_server_that_wants_a_password_says_so(server: Server, make: Make) -> None:
+async def test_a_server_that_wants_a_password_says_so(server, make):
     with server.client() as client:
         client.execute_command(*["ACL", "SETUSER", "default", "resetpass", ">another"])
         try:
@@ -80,9 +76,7 @@ async def test_a_server_that_wants_a_password_says_so(server: Server, make: Make
             client.execute_command(*["ACL", "SETUSER", "default", "nopass"])
 
 
-async def test_a_password_file_is_read_for_each_connection(
-    server: Server, make: Make, tmp_path: Path
-) -> None:
+async def test_a_password_file_is_read_for_each_connection(server, make, tmp_path):
     file = tmp_path / "password"
     tier = make(f"redis://kv@{server.host_port}", password_file=str(file))
     assert "cannot be read: No such file" in await reason_of(tier)
@@ -94,7 +88,7 @@ async def test_a_password_file_is_read_for_each_connection(
         assert await tier.probe([name_of(1)]) == [False]
 
 
-async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> None:
+async def test_a_user_who_may_only_read_reads(server, make):
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,), 1))
     set_user(server, READER)
     tier, slot = make(f"redis://reader:any@{server.host_port}"), slot_of((512,))
@@ -108,9 +102,7 @@ async def test_a_user_who_may_only_read_reads(server: Server, make: Make) -> Non
     assert await fetch_one(tier, name_of(1), slot) is Result.DONE, "so it only reads"
 
 
-async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
-    server: Server, make: Make
-) -> None:
+async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(server, make):
     set_user(server, READER)
     with server.client() as client:
         client.set(key_of(name_of(1)), b"x")
@@ -120,12 +112,14 @@ async def test_a_bad_object_that_may_not_be_deleted_is_not_offered_again(
     assert await tier.probe([name_of(1)]) == [False]
 
 
-async def test_nobody_is_there(make: Make, tmp_path: Path) -> None:
-    assert "Connect call failed" in await reason_of(make(f"redis://127.0.0.1:{free_port()}"))
+async def test_nobody_is_there(make, tmp_path):
+    held, port = hold_port()
+    with held:
+        assert "Connect call failed" in await reason_of(make(f"redis://127.0.0.1:{port}"))
     assert "No such file" in await reason_of(make(f"unix://{tmp_path}/none"))
 
 
-def test_a_url_with_a_password_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_url_with_a_password_is_warned_about(caplog):
     ValkeyTier(url_config(f"redis://:{SECRET}@127.0.0.1:1"), FACTS)
     assert "has a password in it" in caplog.text
     assert SECRET not in caplog.text
@@ -135,7 +129,7 @@ def test_a_url_with_a_password_is_warned_about(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.fixture(scope="module")
-def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Server]:
+def with_tls(tmp_path_factory, certificates):
     folder = tmp_path_factory.mktemp("tls")
     options = {"tls-auth-clients": "yes"}
     with Server(folder, options, binary=redis_binary(), tls=certificates) as server:
@@ -156,15 +150,8 @@ def with_tls(tmp_path_factory: Any, certificates: Certificates) -> Iterator[Serv
     ],
 )
 async def test_with_tls_both_sides_show_a_certificate_or_say_why_not(
-    with_tls: Server,
-    server: Server,
-    certificates: Certificates,
-    make: Make,
-    tmp_path: Path,
-    url: str,
-    files: str,
-    why: str,
-) -> None:
+    with_tls, server, certificates, make, tmp_path, url, files, why
+):
     values = {f"{file}_file": str(getattr(certificates, file, "")) for file in files.split()}
     if files == "stranger":
         values = {"ca_file": str(Certificates(tmp_path / "stranger").ca)}
@@ -181,9 +168,7 @@ async def test_with_tls_both_sides_show_a_certificate_or_say_why_not(
 # ---- what the server keeps ----------------------------------------------------------------------
 
 
-async def test_a_server_that_is_full_says_so_and_goes_on_serving(
-    server: Server, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_is_full_says_so_and_goes_on_serving(server, make, caplog):
     tier = make(f"redis://{server.host_port}")
     await spill_one(tier, name_of(0), filled((512,), 1))
     with server.client() as client:
@@ -197,9 +182,7 @@ async def test_a_server_that_is_full_says_so_and_goes_on_serving(
     assert await fetch_one(tier, name_of(0), slot_of((512,))) is Result.DONE
 
 
-async def test_the_time_of_an_object_begins_again_when_it_is_used(
-    server: Server, make: Make
-) -> None:
+async def test_the_time_of_an_object_begins_again_when_it_is_used(server, make):
     tier, names, slots = make(f"redis://{server.host_port}", ttl_s=60.0), names_of(3), slots_of(3)
     keys = [key_of(name) for name in names]
     await tier.spill(names, slots)
@@ -216,7 +199,7 @@ async def test_the_time_of_an_object_begins_again_when_it_is_used(
         assert await fetch_one(tier, names[0], slots[0]) is Result.ABSENT
 
 
-async def test_a_key_of_another_type_is_unreadable(server: Server, make: Make) -> None:
+async def test_a_key_of_another_type_is_unreadable(server, make):
     tier = make(f"redis://{server.host_port}")
     with server.client() as client:
         client.lpush(key_of(name_of(1)), "x")
@@ -226,9 +209,7 @@ async def test_a_key_of_another_type_is_unreadable(server: Server, make: Make) -
 
 
 @pytest.mark.parametrize("length", [3 * MIB, 40 * MIB])
-async def test_a_value_that_is_much_too_long_is_deleted(
-    server: Server, make: Make, length: int
-) -> None:
+async def test_a_value_that_is_much_too_long_is_deleted(server, make, length):
     tier, names = make(f"redis://{server.host_port}", num_connections=1), names_of(4)
     await tier.spill(names, [filled((4096,), 1)] * 4)
     with server.client() as client:
@@ -238,23 +219,21 @@ async def test_a_value_that_is_much_too_long_is_deleted(
     assert await tier.probe(names) == [True, False, True, True]
 
 
-async def test_a_namespace_is_described_and_without_a_time_all_stays(
-    server: Server, make: Make
-) -> None:
+async def test_a_namespace_is_described_and_without_a_time_all_stays(server, make):
     await spill_one(make(f"redis://{server.host_port}"), name_of(1), filled((512,)))
     with server.client() as client:
         assert naming.facts_of(client.get(description_key(SPACE))) == FACTS
         assert client.pttl(key_of(name_of(1))) == client.pttl(description_key(SPACE)) == -1
 
 
-async def test_a_database_is_selected(server: Server, make: Make) -> None:
+async def test_a_database_is_selected(server, make):
     await spill_one(make(f"redis://{server.host_port}/3"), name_of(1), filled((512,)))
     assert await make(f"redis://{server.host_port}").probe([name_of(1)]) == [False]
     assert await make(f"unix://{server.socket}?db=3").probe([name_of(1)]) == [True]
     assert "no such database" in await reason_of(make(f"redis://{server.host_port}/99"))
 
 
-async def test_connections_are_bounded_and_closed(server: Server, make: Make) -> None:
+async def test_connections_are_bounded_and_closed(server, make):
     tier, names = make(f"redis://{server.host_port}", num_connections=3), names_of(200)
     with server.client() as client:
 
@@ -283,9 +262,7 @@ def guarded_tier_of(tier: ValkeyTier, url: str, **values: Any) -> GuardedTier:
     )
 
 
-async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(
-    server: Server, make: Make
-) -> None:
+async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(server, make):
     url = f"redis://{server.host_port}"
     tier = make(url)
     guarded, names, slots = guarded_tier_of(tier, url, timeout_s=0.3), names_of(8), slots_of(8, MIB)
@@ -304,7 +281,7 @@ async def test_calls_to_a_server_that_is_stopped_end_at_their_deadline(
     assert await tier.fetch(names, slots) == [Result.DONE] * 8, "it goes on with new connections"
 
 
-async def test_a_server_that_is_killed_while_it_sends(make: Make, tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_while_it_sends(make, tmp_path):
     names, sources, targets = names_of(32), [filled((4 * MIB,), 1)] * 32, slots_of(32, 4 * MIB)
     with Server(tmp_path) as server:
         tier = make(f"redis://{server.host_port}")
@@ -322,7 +299,7 @@ async def test_a_server_that_is_killed_while_it_sends(make: Make, tmp_path: Path
         assert await tier.spill(names, sources) == [Result.DONE] * 32
 
 
-async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make: Make, tmp_path: Path) -> None:
+async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make, tmp_path):
     names, slots = names_of(120), slots_of(120)
     with Cluster(tmp_path) as cluster:
         dead = cluster.servers[2]
@@ -347,12 +324,12 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_killed(make: Make, tmp_
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: Any) -> Iterator[Cluster]:
+def pair(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("pair"), 2) as cluster:
         yield cluster
 
 
-async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, make: Make) -> None:
+async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair, make):
     names, slots = names_of(60), slots_of(60)
     hung = pair.servers[1]
     is_on_hung = [cluster_slot_of(key_of(name)) >= 16384 // 2 for name in names]
@@ -370,7 +347,7 @@ async def test_the_others_of_a_cluster_go_on_when_one_is_stopped(pair: Cluster, 
         hung.go_on()
 
 
-async def test_keys_that_have_moved_to_another_server_are_found(pair: Cluster, make: Make) -> None:
+async def test_keys_that_have_moved_to_another_server_are_found(pair, make):
     """The last test with this cluster."""
     names, slots = names_of(60), slots_of(60)
     tier = make(f"redis://{pair.servers[0].host_port}")

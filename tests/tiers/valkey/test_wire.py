@@ -1,7 +1,5 @@
 """What is made of the bytes that a server answers, whatever they are and however they are cut."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys
@@ -46,7 +44,7 @@ class Transport:
 
 
 @pytest.fixture
-async def wire() -> Wire:
+async def wire():
     wire = Wire()
     wire.connection_made(Transport())  # type: ignore[arg-type]
     return wire
@@ -73,7 +71,7 @@ CUTS = {"whole": 1 << 30, "bytes": 1, "pieces": 700}
 
 
 @pytest.mark.parametrize("size", CUTS.values(), ids=CUTS)
-async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, size: int) -> None:
+async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire, size):
     rng = random.Random(size)
     source, target, empty = filled((10, 3000, 0, 90), 1), slot_of((3100,)), slot_of((3100,))
     noted = bytearray()
@@ -108,7 +106,7 @@ async def test_replies_of_all_kinds_are_read_however_they_are_cut(wire: Wire, si
     assert not wire.is_closed
 
 
-async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire: Wire) -> None:
+async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire):
     source, target = filled((1000, SMALL_BYTES)), slot_of((1000, SMALL_BYTES))
     noted = bytearray()
     wire.ask_value([b""], target, noted.extend)
@@ -124,7 +122,7 @@ async def test_the_bytes_of_a_large_object_are_received_into_its_slot(wire: Wire
     assert bytes_of(target) == noted == bytes_of(source)
 
 
-async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire: Wire) -> None:
+async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire):
     source, target = filled((RECEIPT_BYTES + 5,)), slot_of((RECEIPT_BYTES + 5,))
     wire.ask_value([b""], target)
     data = value(source)
@@ -137,7 +135,7 @@ async def test_of_a_large_object_no_more_is_received_than_a_cache_holds(wire: Wi
     assert bytes_of(target) == bytes_of(source)
 
 
-async def test_small_objects_are_received_many_at_a_time(wire: Wire) -> None:
+async def test_small_objects_are_received_many_at_a_time(wire):
     sources = [filled((1000, 20_000), seed) for seed in range(7)]
     targets = [slot_of((1000, 20_000)) for _ in sources]
     replies = [wire.ask_value([b""], target) for target in targets]
@@ -148,7 +146,7 @@ async def test_small_objects_are_received_many_at_a_time(wire: Wire) -> None:
     assert list(map(bytes_of, targets)) == list(map(bytes_of, sources))
 
 
-async def test_many_replies_of_one_line_are_read_at_once(wire: Wire) -> None:
+async def test_many_replies_of_one_line_are_read_at_once(wire):
     reply = wire.ask_lines([b""], 5600)
     flags = [random.Random(3).randint(0, 1) for _ in range(5600)]
     rng = random.Random(4)
@@ -199,7 +197,7 @@ BAD_TREES = {
 
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD)
-async def test_what_is_no_line_ends_the_connection(wire: Wire, data: bytes) -> None:
+async def test_what_is_no_line_ends_the_connection(wire, data):
     reply = wire.ask_lines([b""], 1)
     feed(wire, data)
     assert wire.is_closed
@@ -212,7 +210,7 @@ async def test_what_is_no_line_ends_the_connection(wire: Wire, data: bytes) -> N
 
 
 @pytest.mark.parametrize("data", BAD_VALUES.values(), ids=BAD_VALUES)
-async def test_what_is_no_value_ends_the_connection(wire: Wire, data: bytes) -> None:
+async def test_what_is_no_value_ends_the_connection(wire, data):
     slot = slot_of((100,))
     replies = wire.ask_value([b""], slot), wire.ask_value([b""], slot)
     feed(wire, data)
@@ -227,7 +225,7 @@ async def test_what_is_no_value_ends_the_connection(wire: Wire, data: bytes) -> 
 
 
 @pytest.mark.parametrize("data", BAD_TREES.values(), ids=BAD_TREES)
-async def test_what_is_no_list_ends_the_connection(wire: Wire, data: bytes) -> None:
+async def test_what_is_no_list_ends_the_connection(wire, data):
     reply = wire.ask_tree([b""])
     feed(wire, data)
     with pytest.raises(WireError):
@@ -235,19 +233,19 @@ async def test_what_is_no_list_ends_the_connection(wire: Wire, data: bytes) -> N
     assert wire.is_closed
 
 
-async def test_what_was_not_asked_for_ends_the_connection(wire: Wire) -> None:
+async def test_what_was_not_asked_for_ends_the_connection(wire):
     feed(wire, b":1\r\n")
     assert wire.is_closed
 
 
 @pytest.mark.parametrize("code", ["ERR", "x" * 5, "A" * 40, "Über", ""])
-async def test_only_the_code_of_an_error_is_taken_for_one(wire: Wire, code: str) -> None:
+async def test_only_the_code_of_an_error_is_taken_for_one(wire, code):
     reply = wire.ask_lines([b""], 1)
     feed(wire, f"-{code} text\r\n".encode())
     assert await reply == [ErrorReply("ERR", "text")]
 
 
-async def test_a_lost_connection_fails_all_replies(wire: Wire) -> None:
+async def test_a_lost_connection_fails_all_replies(wire):
     replies = [wire.ask_lines([b""], 1), wire.ask_value([b""], slot_of((10,)))]
     wire.connection_lost(None)
     for reply in replies:
@@ -256,7 +254,7 @@ async def test_a_lost_connection_fails_all_replies(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("data", [b"$-7\r\n", b"*-5\r\n", b"", b"x" * 2000])
-async def test_a_connection_that_ends_keeps_no_memory(wire: Wire, data: bytes) -> None:
+async def test_a_connection_that_ends_keeps_no_memory(wire, data):
     """It lives on for a while: the error that ends it and its traceback know each other."""
     scratch = wire.get_buffer(-1).obj
     reply = wire.ask_value([b""], slot_of((100,)))
@@ -267,7 +265,7 @@ async def test_a_connection_that_ends_keeps_no_memory(wire: Wire, data: bytes) -
     assert sys.getrefcount(scratch) == 2, "this test and the question have it"
 
 
-async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire: Wire) -> None:
+async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire):
     slot = slot_of((100,))
     reply = wire.ask_value([b""], slot)
     feed(wire, value(filled((100,)))[: -(2 + 50)])
@@ -279,3 +277,14 @@ async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire: Wire) -
     assert isinstance(reply, asyncio.Future)
     with pytest.raises(WireError):
         await reply
+
+
+async def test_a_text_may_be_as_long_as_was_said(wire: Wire) -> None:
+    size = 150_000
+    reply = wire.ask_tree([b""], text_bytes_max=size)
+    feed(wire, b"$%d\r\n%b\r\n" % (size, b"x" * size))
+    assert await reply == b"x" * size
+    longer = wire.ask_tree([b""], text_bytes_max=size)
+    feed(wire, b"$%d\r\n" % (size + 1))
+    with pytest.raises(WireError, match="too long a text"):
+        await longer

@@ -9,8 +9,6 @@ The expected bytes are worked out here block by block from the geometry alone, a
 as a whole: GPU storage and host pool, gaps and neighbours included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from abc import ABC, abstractmethod
@@ -61,15 +59,10 @@ GEOMETRIES = {
 
 
 class Subject(ABC):
-    """A backend and the memory that it copies between.
+    """A backend and the memory that it copies between."""
 
-    Attributes:
-        backend: under test.
-        layout: where the slots lie in the host memory.
-    """
-
-    backend: Backend
-    layout: HostLayout
+    backend: Backend  # under test
+    layout: HostLayout  # where the slots lie in the host memory
 
     @property
     def geometry(self) -> Geometry:

@@ -163,13 +163,9 @@ class FakeEvent:
 
 
 class Capture:
-    """A CUDA graph that is being captured.
+    """A CUDA graph that is being captured."""
 
-    Attributes:
-        invalidated_by: the first unsafe call of a thread that was not relaxed.
-    """
-
-    invalidated_by = ""
+    invalidated_by = ""  # the first unsafe call of a thread that was not relaxed
 
 
 class ThreadState(threading.local):
@@ -187,55 +183,40 @@ class ThreadState(threading.local):
 class FakeGpu:
     """One GPU. The thread that makes it has used it already, as vLLM's has.
 
-    Args:
-        missing: symbols that the driver's library lacks.
-        is_hip: HIP instead of CUDA.
-        hip_version: as the runtime numbers itself.
-        architecture: of a HIP device.
-        has_cupy: whether cupy is installed.
-
-    Attributes:
-        compute: the compute stream.
-        calls: names of the copying calls so far.
-        refused: calls that fail, with their status: copy, copy_batch, launch, lock, empty.
-        num_lockable: calls of `lock` that succeed.
-        locked: address and size of what is locked.
-        may_lock, may_unlock: held back while they are not set, the first lock excepted.
-        delay_s, lock_delay_s: how long every copy, and every lock, takes.
-        call_delays_s: how much longer calls of a name take, on the stream.
-        corrupted: (call, is it a store) whose last byte arrives changed.
-        is_broken: events report an error of the device's.
-        has_read_only_home: cupy cannot keep compiled kernels there.
-        device_offset: between a host address and the one that kernels see.
-        violations: what a real device would have taken for an access of freed or foreign memory,
-            and waits that did not end and would have lasted for ever there.
-        pooled: sizes of device memory that was allocated from the pool of a caller (`pool`).
-        on_give: called with the stream by a thread that gives it a copy, before the driver answers.
+    `may_lock`, `may_unlock`: held back while they are not set, the first lock excepted; `delay_s`,
+    `lock_delay_s`: how long every copy, and every lock, takes.
     """
 
     def __init__(
         self,
-        *missing: str,
-        is_hip: bool = False,
-        hip_version: int = 71_300_000,
-        architecture: str = "gfx942:sramecc+:xnack-",
-        has_cupy: bool = True,
+        *missing: str,  # symbols that the driver's library lacks
+        is_hip: bool = False,  # HIP instead of CUDA
+        hip_version: int = 71_300_000,  # as the runtime numbers itself
+        architecture: str = "gfx942:sramecc+:xnack-",  # of a HIP device
+        has_cupy: bool = True,  # whether cupy is installed
     ) -> None:
-        self.calls: list[str] = []
+        self.calls: list[str] = []  # names of the copying calls so far
+        # Calls that fail, with their status: copy, copy_batch, launch, lock, empty.
         self.refused: dict[str, int] = {}
-        self.num_lockable = 1 << 30
-        self.locked: dict[int, int] = {}
+        self.num_lockable = 1 << 30  # calls of `lock` that succeed
+        self.locked: dict[int, int] = {}  # address and size of what is locked
         self.may_lock, self.may_unlock = threading.Event(), threading.Event()
         self.may_lock.set()
         self.may_unlock.set()
+        # (call, is it a store) whose last byte arrives changed.
         self.corrupted: set[tuple[str, bool]] = set()
-        self.is_broken = False
+        self.is_broken = False  # events report an error of the device's
         self.delay_s = self.lock_delay_s = 0.0
+        # How much longer calls of a name take, on the stream.
         self.call_delays_s: dict[str, float] = {}
-        self.device_offset = 0
-        self.has_read_only_home = False
+        self.device_offset = 0  # between a host address and the one that kernels see
+        self.has_read_only_home = False  # cupy cannot keep compiled kernels there
+        # What a real device would have taken for an access of freed or foreign memory, and waits
+        # that did not end and would have lasted for ever there.
         self.violations: list[str] = []
+        # Sizes of device memory that was allocated from the pool of a caller (`pool`).
         self.pooled: list[int] = []
+        # Called with the stream by a thread that gives it a copy, before the driver answers.
         self.on_give: Callable[[FakeStream], None] = lambda stream: None
         self.capture: Capture | None = None
         self.streams: dict[int, FakeStream] = {}
@@ -247,7 +228,7 @@ class FakeGpu:
         self.thread.device, self.thread.has_context = INDEX, True
         self.allocations: dict[int, tuple[int, FakeStream]] = {}
         self._kept: list[Any] = []
-        self.compute = self.make_stream()
+        self.compute = self.make_stream()  # the compute stream
         self.properties = SimpleNamespace(
             gcnArchName=architecture, pci_domain_id=0, pci_bus_id=7, pci_device_id=0
         )

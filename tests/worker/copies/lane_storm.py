@@ -3,8 +3,6 @@
 The same on a device of threads (test_gpu.py) and on a GPU (tests/gpu/test_lane.py).
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a copy is expected to take, learnt from three that were timed."""
 
-from __future__ import annotations
-
 import pytest
 
 from safe_offload.worker.copies.cost import Cost, Timed
@@ -13,7 +11,7 @@ LONG = Timed(32, 32 * MIB, 720e-6)
 
 
 @pytest.fixture
-def cost() -> Cost:
+def cost():
     learnt = Cost.learn([SMALL, MANY, LONG])
     assert learnt is not None
     return learnt

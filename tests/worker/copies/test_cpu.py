@@ -1,12 +1,10 @@
 """The backend for a KV cache in host memory: the contract, and what only it does."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -28,7 +26,6 @@ from tests.worker.copies.contract import (
     PATIENCE_S,
     BackendContract,
     Bytes,
-    MakeSubject,
     Subject,
 )
 from tests.worker.memory.pools import is_closed
@@ -109,7 +106,7 @@ class CpuSubject(Subject):
 
 
 @pytest.fixture
-def make_cpu_subject() -> Iterator[Callable[..., CpuSubject]]:
+def make_cpu_subject():
     subjects: list[CpuSubject] = []
 
     def make(geometry: Geometry, num_slots: int, num_threads: int = 1) -> CpuSubject:
@@ -122,29 +119,27 @@ def make_cpu_subject() -> Iterator[Callable[..., CpuSubject]]:
 
 
 @pytest.fixture
-def subject(make_cpu_subject: Callable[..., CpuSubject]) -> CpuSubject:
+def subject(make_cpu_subject):
     return make_cpu_subject(GEOMETRIES["layers outermost"], NUM_SLOTS)
 
 
 @NEEDS_COMPILED
 class TestCompiledLoop(BackendContract):
     @pytest.fixture
-    def make_subject(self, make_cpu_subject: Callable[..., CpuSubject]) -> MakeSubject:
+    def make_subject(self, make_cpu_subject):
         return make_cpu_subject
 
 
 class TestInterpretedLoop(BackendContract):
     @pytest.fixture
-    def make_subject(
-        self, make_cpu_subject: Callable[..., CpuSubject], monkeypatch: pytest.MonkeyPatch
-    ) -> MakeSubject:
+    def make_subject(self, make_cpu_subject, monkeypatch):
         monkeypatch.setattr(cpu, "find_move", lambda: cpu.move_each)
         return make_cpu_subject
 
 
 class TestSeveralThreads(BackendContract):
     @pytest.fixture
-    def make_subject(self, make_cpu_subject: Callable[..., CpuSubject]) -> MakeSubject:
+    def make_subject(self, make_cpu_subject):
         return lambda geometry, num_slots: make_cpu_subject(geometry, num_slots, num_threads=3)
 
 

@@ -1,7 +1,5 @@
 """The drivers' calls, over libraries that are Python objects: names, arguments, chunks, errors."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable
@@ -14,7 +12,7 @@ import pytest
 from safe_offload.errors import CaptureError, DeviceError
 from safe_offload.worker.copies import driver
 from safe_offload.worker.copies.base import Direction
-from safe_offload.worker.copies.driver import DESCRIPTORS_MAX, CudaDriver, Driver, HipDriver
+from safe_offload.worker.copies.driver import DESCRIPTORS_MAX, CudaDriver, HipDriver
 from safe_offload.worker.copies.lane import PIECE_RANGES
 from safe_offload.worker.copies.ranges import Ranges
 from tests.worker.copies.fake_device import FakeGpu, value
@@ -24,17 +22,12 @@ HIP_7_2_3, HIP_7_13, HIP_8_0 = 70_200_003, 71_300_000, 80_000_000
 
 
 class FakeLibrary:
-    """Functions of both drivers under their own names; every call is kept.
-
-    Attributes:
-        calls: name and arguments.
-        status: what each call named here answers, 0 if it is not named.
-        batches: for each batched copy its sources, sizes, source order and indices of attributes.
-    """
+    """Functions of both drivers under their own names; every call is kept."""
 
     def __init__(self, *missing: str, hip_version: int = HIP_7_13) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.status: dict[str, int] = {}
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []  # name and arguments
+        self.status: dict[str, int] = {}  # what each call named here answers, 0 if it is not named
+        # For each batched copy its sources, sizes, source order and indices of attributes.
         self.batches: list[tuple[list[int], list[int], int, list[int]]] = []
         self.batch_address: int | None = None
         self._missing = missing
@@ -80,7 +73,7 @@ DRIVERS = [CudaDriver, HipDriver]
 
 
 @pytest.fixture(params=DRIVERS, ids=["CUDA", "HIP"])
-def both(request: pytest.FixtureRequest) -> tuple[FakeLibrary, Driver]:
+def both(request):
     library = FakeLibrary()
     return library, request.param(library)
 

@@ -1,7 +1,5 @@
 """The GPU backend over a device of threads: the contract on every copy path, locking, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -9,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from tests.worker.copies.contract import (
     PATIENCE_S,
     BackendContract,
     Bytes,
-    MakeSubject,
     Subject,
     _layers_outermost,
 )
@@ -120,7 +117,7 @@ MakeGpu = Callable[..., FakeGpuSubject]
 
 
 @pytest.fixture(autouse=True)
-def _quick_locking(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _quick_locking(monkeypatch, request):
     """Small slabs are many, and the system takes long to say where they lie."""
     monkeypatch.setattr(page_lock, "PAUSE_S", 0.0)
     if "is_logged" not in request.node.name:
@@ -129,7 +126,7 @@ def _quick_locking(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 
 
 @pytest.fixture
-def make_gpu() -> Iterator[MakeGpu]:
+def make_gpu():
     subjects: list[FakeGpuSubject] = []
 
     def make(
@@ -150,7 +147,7 @@ def make_gpu() -> Iterator[MakeGpu]:
 
 
 @pytest.fixture
-def subject(make_gpu: MakeGpu) -> FakeGpuSubject:
+def subject(make_gpu):
     return make_gpu()
 
 
@@ -162,7 +159,7 @@ class TestDuringCapture(BackendContract):
     """
 
     @pytest.fixture
-    def make_subject(self, make_gpu: MakeGpu, path: CopyPath | None) -> Iterator[MakeSubject]:
+    def make_subject(self, make_gpu, path):
         gpus: list[FakeGpu] = []
         with contextlib.ExitStack() as captures:
 
@@ -227,7 +224,7 @@ def test_without_a_kernel_or_an_address_for_it_everything_is_batched(make_gpu, h
 
 
 @pytest.fixture
-def locking(make_gpu: MakeGpu) -> FakeGpuSubject:
+def locking(make_gpu):
     """Only the first slab is locked, until `may_lock` is set."""
     gpu = FakeGpu()
     gpu.may_lock.clear()
@@ -511,7 +508,7 @@ SCATTERED = list(range(0, MANY_BLOCKS, 2))
 
 
 @pytest.fixture
-def large(make_gpu: MakeGpu) -> FakeGpuSubject:
+def large(make_gpu):
     """A GPU with room for copies of many ranges."""
     geometry = _layers_outermost(MANY_BLOCKS, 8, 8)
     return make_gpu(geometry, MANY_BLOCKS, slots_per_slab=MANY_BLOCKS, path=CopyPath.BATCH)

@@ -1,7 +1,5 @@
 """Ids to byte ranges: what is joined, and that nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 What it does is tested by the contract, where the C++ compiler builds it (fake_device.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from pathlib import Path

@@ -4,8 +4,6 @@ Started with `pose SIZE NAME…` it is the first rank at these addresses before 
 `knock NAME [USER]` it connects to one that listens. Once it is ready it waits for a line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,10 +1,7 @@
 """Host memory that is made ready shortly before it is used."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -40,7 +37,7 @@ class Touched:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FirstTouch]]:
+def start(monkeypatch):
     monkeypatch.setattr(first_touch, "STOP_TIMEOUT_S", PATIENCE_S)  # the thread has no priority
     started: list[FirstTouch] = []
 

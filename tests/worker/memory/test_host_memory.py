@@ -17,6 +17,7 @@ from safe_offload.worker.memory.host_memory import (
     available_host_bytes,
     check_host_bytes,
 )
+from tests.fresh_process import run_script
 from tests.worker.memory.pools import is_closed
 
 
@@ -144,6 +145,36 @@ def test_a_system_that_takes_no_advice_gives_memory_all_the_same(monkeypatch):
     memory.close()
 
 
+@pytest.mark.parametrize("end", ["memory.close()", "del memory, view", "memory.close(); del view"])
+def test_a_forked_child_does_not_unmap_what_lies_where_the_memory_was(tmp_path, end):
+    """Found as a crash of children in which the garbage collector ran, at a random place."""
+    run_script(FORKED.format(end=end), tmp_path, {})
+
+
+FORKED = """
+import ctypes, mmap, os, sys
+from safe_offload.worker.memory.host_memory import HostMemory
+
+SIZE_BYTES = 64 << 20
+memory = HostMemory.allocate(SIZE_BYTES)
+view = memory.tensor[:1]
+address = memory.tensor.data_ptr()
+child = os.fork()
+if child:
+    memory.tensor.fill_(1)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+map_at = ctypes.CDLL(None).mmap
+map_at.restype = ctypes.c_void_p
+map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+MAP_FIXED_NOREPLACE = 0x100000
+flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+assert map_at(address, SIZE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+ctypes.memset(address, 7, SIZE_BYTES)
+{end}
+os._exit(ctypes.string_at(address, SIZE_BYTES) != bytes([7]) * SIZE_BYTES)
+"""
+
+
 class Machine:
     """A machine made of files, as the kernel would write them."""
 
@@ -172,7 +203,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     return Machine(tmp_path, available_bytes=100 * GIB)
 
 

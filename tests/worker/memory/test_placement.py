@@ -1,10 +1,7 @@
 """Where host memory lies, from what the system tells of nodes and pages."""
 
-from __future__ import annotations
-
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +28,7 @@ NUMA_MAPS = """\
 
 
 @pytest.fixture
-def system(tmp_path: Path) -> Path:
+def system(tmp_path):
     """A machine with a GPU on the second of two nodes, and one whose node is not known."""
     for address, node in (("0000:07:00.0", "1"), ("0000:08:00.0", "-1")):
         folder = tmp_path / "bus/pci/devices" / address

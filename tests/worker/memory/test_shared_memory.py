@@ -1,7 +1,5 @@
 """One memory for several ranks: they all have it or none has, and it goes with the last of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -28,6 +26,7 @@ from safe_offload.protocol import Transfer, ids_of
 from safe_offload.worker.memory import shared_memory
 from safe_offload.worker.memory.host_memory import HostMemory
 from safe_offload.worker.memory.shared_memory import Share, address_of, checksum_table, share_memory
+from tests.fresh_process import start
 from tests.worker.waiting import PATIENCE_S, wait_until
 
 LAYOUT = HostLayout.in_one_slab(Geometry((Segment(64, 0, 64),), num_blocks=8), num_slots=100)
@@ -84,7 +83,7 @@ class Ranks:
 
 
 @pytest.fixture
-def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ranks]]:
+def make_ranks(monkeypatch):
     monkeypatch.setattr(shared_memory, "time", time)  # which `pass_deadline` replaces
     if ours_in(os.getpid()) != (0, 0):
         gc.collect()  # what other tests no longer use
@@ -408,15 +407,15 @@ def run_rank(index: int, secret: bytes, pipe: Connection) -> None:
             memory.tensor.fill_(7)
 
 
-def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the_system():
-    secret, context = secrets.token_bytes(), multiprocessing.get_context("fork")
+def test_a_rank_that_is_killed_leaves_its_bytes_to_the_others_and_nothing_to_the_system(tmp_path):
+    secret = secrets.token_bytes()
     before = set(os.listdir("/dev/shm"))
     pipes, children = [], []
     for index in range(2):
-        mine, of_rank = context.Pipe()
+        mine, of_rank = multiprocessing.Pipe()
         pipes.append(mine)
-        children.append(context.Process(target=run_rank, args=(index, secret, of_rank)))
-        children[-1].start()
+        how = {"log": tmp_path / f"log-{index}", "environment": os.environ}
+        children.append(start(run_rank, index, secret, of_rank, **how))
         of_rank.close()
     try:
         assert [pipe.recv() for pipe in pipes] == [0, 0]

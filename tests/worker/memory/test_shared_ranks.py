@@ -1,8 +1,6 @@
 """Ranks that hold the same KV cache, over one host memory: who stores what, and what is loaded."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +28,7 @@ MakeRanks = Callable[..., list[Worker]]
 
 
 @pytest.fixture
-def make_ranks() -> Iterator[MakeRanks]:
+def make_ranks():
     """Workers that register their KV cache at the same time, as threads."""
     workers: list[Worker] = []
 

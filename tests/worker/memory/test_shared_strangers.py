@@ -1,7 +1,5 @@
 """Processes that are no ranks, where ranks meet: they get nothing, and the ranks go on."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -16,6 +14,7 @@ import pytest
 
 from safe_offload.errors import SharingError
 from safe_offload.layout import PAGE_BYTES
+from tests.fresh_process import start
 from tests.worker.memory.test_shared_memory import (
     PATIENCE_S,
     SIZE_BYTES,
@@ -93,7 +92,9 @@ def read_by(posing: subprocess.Popen[str]) -> str:
 
 
 def run_rank(index: int, pipe: Connection) -> None:
-    """Of a rank: tell how many share its memory, write a byte to it, and tell what is there."""
+    """Of a rank: tell whose child it is, how many share its memory, and what is written there."""
+    pipe.send(os.getppid())
+    pipe.recv()
     worker = Worker(rank=FIRST + index, ranks_per_copy=2).register()
     assert worker.bridge.opened is not None
     assert worker.host is not None
@@ -107,19 +108,21 @@ def run_rank(index: int, pipe: Connection) -> None:
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="no PID namespaces: this takes root")
-def test_nobody_can_guess_where_the_ranks_of_an_engine_meet():
+def test_nobody_can_guess_where_the_ranks_of_an_engine_meet(tmp_path):
     """From a process of the same user and network, in a container of its own."""
     size_bytes = -(-12 * SLOT_BYTES // PAGE_BYTES) * PAGE_BYTES + 12 * 8
-    guess = f"safe-offload/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{FIRST}"
+    pipes, processes = [], []
+    for index in range(2):
+        mine, of_rank = multiprocessing.Pipe()
+        pipes.append(mine)
+        how = {"log": tmp_path / f"log-{index}", "environment": os.environ}
+        processes.append(start(run_rank, index, of_rank, **how))
+    (parent,) = {pipe.recv() for pipe in pipes}
+    guess = f"safe-offload/{os.stat('/proc/self/ns/pid').st_ino}/{parent}/{FIRST}"
     with stranger(OTHER_NAMESPACE, "pose", str(size_bytes), guess) as posing:
         assert line_of(posing) == "ready"
-        context = multiprocessing.get_context("fork")
-        pipes, processes = [], []
-        for index in range(2):
-            mine, of_rank = context.Pipe()
-            pipes.append(mine)
-            processes.append(context.Process(target=run_rank, args=(index, of_rank)))
-            processes[-1].start()
+        for pipe in pipes:
+            pipe.send(None)
         counts = [pipe.recv() for pipe in pipes]
         found = []
         for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from safe_offload.commands.doctor.findings import Finding
@@ -22,31 +21,16 @@ _KINDS: dict[str, tuple[Callable[[TierConfig], Any], Callable[..., Iterator[Find
 }
 
 
-def check_tier(
-    config: TierConfig,
-    measured: list[Any],
-    token_bytes: int = 0,
-    compute_tokens_per_s: int = 0,
-) -> Iterator[Finding]:
-    """Try a tier, and judge what was found.
-
-    Args:
-        measured: what was found is added to it.
-        token_bytes: of all ranks; 0 if the model is not known.
-        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-    """
+def check_tier(config: TierConfig, token_bytes: int = 0) -> Iterator[Finding]:
+    """Try a tier, and judge what was found; a token takes `token_bytes`, 0 if that is unknown."""
     yield from check_safety(config)
     try_out, _ = _KINDS[config.location.scheme]
-    trial = try_out(config)
-    measured.append(asdict(trial))
-    yield from judge(config, trial, token_bytes, compute_tokens_per_s)
+    yield from judge(config, try_out(config), token_bytes)
 
 
-def judge(
-    config: TierConfig, trial: TierTrial, token_bytes: int, compute_tokens_per_s: int
-) -> Iterator[Finding]:
+def judge(config: TierConfig, trial: TierTrial, token_bytes: int) -> Iterator[Finding]:
     """Judge what the trial of a tier found; see `check_tier`."""
     _, check = _KINDS[config.location.scheme]
     yield from check(config, trial)
     if not trial.problem:
-        yield check_rates(trial, token_bytes, compute_tokens_per_s)
+        yield check_rates(trial, token_bytes)

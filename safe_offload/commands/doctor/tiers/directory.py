@@ -40,14 +40,10 @@ class DirectoryTrial(TierTrial):
     """What the trial of a directory found.
 
     Attributes:
-        fix: of that, where there is a special one.
-        exists: the directory is there.
+        fix: of the problem, where there is a special one.
         uid: that owns what this process writes.
         others: users that own namespaces in it.
-        file_system: its type, empty if unknown.
-        free_bytes: that this user may still write.
         held_bytes: what the tier holds already.
-        is_direct: files can bypass the page cache.
         lock_problem: what is wrong with `flock`; empty if nothing is.
     """
 
@@ -59,7 +55,6 @@ class DirectoryTrial(TierTrial):
     file_system: str = ""
     free_bytes: int = 0
     held_bytes: int = 0
-    is_direct: bool = True
     lock_problem: str = ""
 
 
@@ -74,7 +69,7 @@ def try_directory(config: TierConfig) -> DirectoryTrial:
         with tempfile.TemporaryDirectory(prefix="safe-offload-doctor-", dir=nearest) as name:
             folder_fd = open_root(name)
             try:
-                is_direct, uid = takes_direct(folder_fd, "direct")
+                uid = takes_direct(folder_fd, "direct")[1]
             finally:
                 os.close(folder_fd)
             found = os.statvfs(name)
@@ -91,7 +86,6 @@ def try_directory(config: TierConfig) -> DirectoryTrial:
                 file_system=file_system_of(nearest),
                 free_bytes=found.f_bavail * found.f_frsize,
                 held_bytes=_held_bytes(path),
-                is_direct=is_direct,
                 lock_problem=_lock_problem(f"{name}/lock"),
                 write_bytes_per_s=write_rate,
                 read_bytes_per_s=read_rate,
@@ -169,10 +163,6 @@ def check_directory(config: TierConfig, trial: DirectoryTrial) -> Iterator[Findi
         yield ok(id, f"{trial.label} {can} by user {trial.uid}")
     yield _file_system(trial)
     yield _room(config, trial)
-    how = "past" if trial.is_direct else "through"
-    yield info(
-        "tiers.direct-io", f"files of {trial.label} are read and written {how} the page cache"
-    )
     id = "tiers.lock"
     if trial.lock_problem:
         yield warning(

@@ -1,4 +1,4 @@
-"""How fast a tier writes and reads objects, and what that means against computing."""
+"""Whether a tier takes and gives back objects, and how fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from safe_offload.commands.doctor.findings import Finding, info, warning
 from safe_offload.config.tiers import TierConfig
@@ -58,8 +58,8 @@ def trial_names(namespace: bytes) -> list[Name]:
 
 def try_rates(
     config: TierConfig,
-    places: Callable[[bytes], Iterable[str]],
-    delete: Callable[[str], object],
+    places: Callable[[bytes], Iterable[T]],
+    delete: Callable[[T], object],
 ) -> tuple[float, float]:
     """Return bytes a second of writing and of reading over the network; nothing is left there.
 
@@ -131,13 +131,8 @@ def in_time(label: str, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     return found[0] if found else failed(f"{label} does not come to an end")
 
 
-def check_rates(trial: TierTrial, token_bytes: int, compute_tokens_per_s: int) -> Finding:
-    """Judge the rates of a tier.
-
-    Args:
-        token_bytes: of all ranks; 0 if the model is not known.
-        compute_tokens_per_s: what this machine computes at most; 0 if unknown.
-    """
+def check_rates(trial: TierTrial, token_bytes: int) -> Finding:
+    """Judge the rates of a tier; `token_bytes` of all ranks, 0 if the model is not known."""
     id, label = "tiers.rate", trial.label
     write, read = trial.write_bytes_per_s / 1e9, trial.read_bytes_per_s / 1e9
     if not (write and read):
@@ -150,21 +145,4 @@ def check_rates(trial: TierTrial, token_bytes: int, compute_tokens_per_s: int) -
     found = f"{label}: objects are written at {write:.2g} GB/s and read at {read:.2g} GB/s"
     if token_bytes:
         found += f", {trial.read_bytes_per_s / token_bytes:.0f} tokens a second"
-    if compute_tokens_per_s:
-        found += f" (computing: at most {compute_tokens_per_s}; the server measures both)"
     return info(id, found)
-
-
-def round_trip(call: Callable[[], Any], count: int) -> float:
-    """Return the median of how many seconds a call takes."""
-    taken = []
-    for _ in range(count):
-        start_s = time.monotonic()
-        call()
-        taken.append(time.monotonic() - start_s)
-    return sorted(taken)[count // 2]
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a time for people."""
-    return f"{seconds * 1e3:.2g} ms"

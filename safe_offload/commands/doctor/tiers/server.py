@@ -8,20 +8,16 @@ Source: https://valkey.io/commands/info/ and https://valkey.io/topics/lru-cache/
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from safe_offload.commands.cache.valkey_client import Server, code_of
+from safe_offload.commands.cache.valkey_client import Client
 from safe_offload.commands.doctor.findings import Finding, error, info, ok, refusal, warning
 from safe_offload.commands.doctor.tiers.rates import (
     TierTrial,
     in_time,
-    milliseconds,
-    round_trip,
     trial_facts,
     trial_names,
     try_rates,
@@ -47,12 +43,10 @@ from safe_offload.tiers.valkey.commands import (
 )
 from safe_offload.tiers.valkey.login import CLIENT_NAME
 from safe_offload.tiers.valkey.names import ALL_KEYS, description_key, key_of
-
-if TYPE_CHECKING:
-    from redis import Redis
+from safe_offload.tiers.valkey.replies import ErrorReply
+from safe_offload.tiers.valkey.servers import Node
 
 ANSWER_S: Final = 3.0
-NUM_PINGS: Final = 21
 TTL_S: Final = 300
 _LRU: Final = "allkeys-lru"
 _WORD_LENGTH_MAX: Final = 40
@@ -63,19 +57,9 @@ class ServerTrial(TierTrial):
     """What the trial of a server found; None and empty stand for what could not be seen.
 
     Attributes:
-        version: its name and version.
-        num_nodes: that have keys.
-        is_cluster: keys are spread over nodes.
-        maxmemory_bytes: of all nodes; 0 for no limit.
-        used_bytes: of all nodes.
-        policies: what nodes evict.
-        persistence: what is written to disk.
-        num_evicted: keys, since the nodes started.
+        maxmemory_bytes: of all nodes, as `used_bytes`; 0 for no limit.
         denied: commands of the tier that are not allowed, or fail, by their names in an ACL, with
             the code of the answer.
-        unseen: what could not be asked.
-        ttl_s: what the server says of a key that lives TTL_S.
-        latency_s: of one round trip.
     """
 
     with_rates = "a server with room for some MiB that answers in time"
@@ -89,8 +73,6 @@ class ServerTrial(TierTrial):
     num_evicted: int | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
-    ttl_s: float | None = None
-    latency_s: float = 0.0
 
 
 def try_server(config: TierConfig) -> ServerTrial:
@@ -102,24 +84,21 @@ def try_server(config: TierConfig) -> ServerTrial:
 
 
 def _try(config: TierConfig) -> ServerTrial:
-    server = Server(config, ANSWER_S)
+    client = Client(config, ANSWER_S)
     try:
-        with server.errors():
-            latency_s = max(round_trip(partial(_name, node), NUM_PINGS) for node in server.nodes)
-            seen = [look(node) for node in server.nodes]
-            refused, is_cluster, ttl_s = _refusals(server)
-            sent = *sent_by(config), *([GET] if GETEX in refused else [])
-            denied = {name: refused[name] for name in sent if name in refused}
-            rates = 0.0, 0.0
-            if not _without_use(denied, is_cluster):
-                rates = _rates(config, server, refused)
+        seen = [look(client, node) for node in client.nodes]
+        refused, is_cluster = _refusals(client)
+        sent = *sent_by(config), *([GET] if GETEX in refused else [])
+        denied = {name: refused[name] for name in sent if name in refused}
+        rates = 0.0, 0.0
+        if not _without_use(denied, is_cluster):
+            rates = _rates(config, client, refused)
     finally:
-        with contextlib.suppress(Exception):
-            server.close()
+        client.close()
     return ServerTrial(
-        label=server.label,
+        label=client.label,
         version=next((each["version"] for each in seen if "version" in each), ""),
-        num_nodes=len(server.nodes),
+        num_nodes=len(client.nodes),
         is_cluster=is_cluster,
         maxmemory_bytes=_sum(seen, "maxmemory"),
         used_bytes=_sum(seen, "used_memory"),
@@ -128,35 +107,36 @@ def _try(config: TierConfig) -> ServerTrial:
         num_evicted=_sum(seen, "evicted_keys"),
         denied=denied,
         unseen=tuple(sorted({name for each in seen for name in each["unseen"]})),
-        ttl_s=ttl_s,
-        latency_s=latency_s,
         write_bytes_per_s=rates[0],
         read_bytes_per_s=rates[1],
     )
 
 
-def look(node: Redis) -> dict[str, Any]:
+def look(client: Client, node: Node) -> dict[str, Any]:
     """Return how a node is set, as far as it tells."""
-    from redis.exceptions import ResponseError
-
+    info, settings = client.ask(node, (b"INFO",), (b"CONFIG", b"GET", b"save"))
     found: dict[str, Any] = {"unseen": []}
-    try:
-        facts: Any = node.info()
-        found |= {name: facts[name] for name in ("maxmemory", "used_memory", "evicted_keys")}
-        name = "Valkey" if "valkey_version" in facts else "Redis"
-        version = facts.get("valkey_version") or facts["redis_version"]
-        found["version"] = f"{name} {printable(str(version), _WORD_LENGTH_MAX)}"
-        found["policy"] = printable(str(facts["maxmemory_policy"]), _WORD_LENGTH_MAX)
-        found["append-only file"] = bool(facts["aof_enabled"])
-    except ResponseError:
+    if isinstance(info, bytes):
+        lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
+        facts = {name: value for name, _, value in lines}
+        try:
+            found |= {
+                name: int(facts[name]) for name in ("maxmemory", "used_memory", "evicted_keys")
+            }
+            name = "Valkey" if "valkey_version" in facts else "Redis"
+            version = facts.get("valkey_version") or facts["redis_version"]
+            found["version"] = f"{name} {printable(version, _WORD_LENGTH_MAX)}"
+            found["policy"] = printable(facts["maxmemory_policy"], _WORD_LENGTH_MAX)
+            found["append-only file"] = facts["aof_enabled"] != "0"
+        except (KeyError, ValueError):  # a server that speaks the protocol and is none of the two
+            found["unseen"].append("parts of INFO")
+    else:
         found["unseen"].append("INFO")
-    except KeyError:  # a server that speaks the protocol and is none of the two
-        found["unseen"].append("parts of INFO")
-    try:
-        settings: Any = node.config_get("save")
-        found["snapshots"] = bool(settings["save"])
-    except (ResponseError, KeyError):
-        found["unseen"].append("CONFIG GET save")
+    match settings:
+        case [b"save", bytes(save)]:
+            found["snapshots"] = bool(save)
+        case _:
+            found["unseen"].append("CONFIG GET save")
     return found
 
 
@@ -176,49 +156,32 @@ def _persistence(seen: list[dict[str, Any]]) -> tuple[str, ...] | None:
     return tuple(kind for kind in kinds if any(each.get(kind) for each in seen))
 
 
-def _name(node: Redis) -> str:
-    """Give a connection the name that the tier gives it; return the code of an error."""
-    return _code_of_answer(node, SETNAME, CLIENT_NAME)
+def _code_of_answer(client: Client, node: Node, name: str, *arguments: bytes) -> str:
+    (answer,) = client.ask(node, (*words_of(name), *arguments))
+    return answer.code if isinstance(answer, ErrorReply) else ""
 
 
-def _code_of_answer(node: Redis, name: str, *arguments: object) -> str:
-    from redis.exceptions import ResponseError
-
-    execute: Any = node.execute_command
-    try:
-        execute(*words_of(name), *arguments)
-    except ResponseError as problem:
-        return code_of(problem)
-    return ""
-
-
-def _refusals(server: Server) -> tuple[dict[str, str], bool, float | None]:
-    """Try what tiers send.
-
-    Returns:
-        The codes of what is refused, by command; whether keys are spread over nodes; and how long
-        a key lives that was to live TTL_S, None if that is not told.
-    """
-    from redis.exceptions import ResponseError
-
-    keys = [key_of(name).decode() for name in trial_names(namespace(trial_facts()))]
-    node, expiry = server.node_of(keys[0]), ("PX", TTL_S * 1000)
-    may_ask = _code_of_answer(node, SLOTS) != "NOPERM"
-    codes = {SETNAME: _name(node), SLOTS: "" if may_ask else "NOPERM"}
+def _refusals(client: Client) -> tuple[dict[str, str], bool]:
+    """Try what tiers send; return codes of what is refused, and whether there are more nodes."""
+    keys = [key_of(name) for name in trial_names(namespace(trial_facts()))]
+    node, milliseconds = client.node_of(keys[0]), b"%d" % (TTL_S * 1000)
+    expiry = b"PX", milliseconds
+    may_ask = _code_of_answer(client, node, SLOTS) != "NOPERM"
+    codes = {
+        SETNAME: _code_of_answer(client, node, SETNAME, CLIENT_NAME.encode()),
+        SLOTS: "" if may_ask else "NOPERM",
+    }
     for name, *arguments in (
-        *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, TTL_S * 1000)),
+        *((SET, b"x", *expiry), (GET,), (GETEX, *expiry), (EXISTS,), (PEXPIRE, milliseconds)),
     ):
-        codes[name] = _code_of_answer(node, name, keys[0], *arguments)
-    ttl_s = None
-    with contextlib.suppress(ResponseError):
-        ttl_s = node.pttl(keys[0]) / 1000
-    codes[DEL] = _code_of_answer(node, DEL, keys[0])
+        codes[name] = _code_of_answer(client, node, name, keys[0], *arguments)
+    codes[DEL] = _code_of_answer(client, node, DEL, keys[0])
     # Where it may not be asked, MOVED is all that tells a node of a cluster.
-    is_cluster = server.is_cluster or (
-        not may_ask and any(_code_of_answer(node, EXISTS, key) == "MOVED" for key in keys)
+    is_cluster = client.is_cluster or (
+        not may_ask and any(_code_of_answer(client, node, EXISTS, key) == "MOVED" for key in keys)
     )
     is_told = {name: code for name, code in codes.items() if code and code != "MOVED"}
-    return is_told, is_cluster, ttl_s
+    return is_told, is_cluster
 
 
 def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
@@ -226,15 +189,15 @@ def _without_use(refused: Collection[str], is_cluster: bool) -> bool:
     return not NOT_NEEDED.issuperset(refused) or (is_cluster and SLOTS in refused)
 
 
-def _rates(config: TierConfig, server: Server, refused: Collection[str]) -> tuple[float, float]:
-    def keys(space: bytes) -> list[str]:
-        return [key.decode() for key in (*map(key_of, trial_names(space)), description_key(space))]
+def _rates(config: TierConfig, client: Client, refused: Collection[str]) -> tuple[float, float]:
+    def keys(space: bytes) -> list[bytes]:
+        return [*map(key_of, trial_names(space)), description_key(space)]
 
     may_expire = not set(WITH_TTL).intersection(refused)
     if DEL in refused and not may_expire:
         return 0.0, 0.0  # it would stay
     config = dataclasses.replace(config, ttl_s=TTL_S if may_expire else None)
-    return try_rates(config, keys, lambda key: server.node_of(key).delete(key))
+    return try_rates(config, keys, lambda key: client.ask(client.node_of(key), (b"DEL", key)))
 
 
 def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
@@ -261,15 +224,12 @@ def check_server(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
         )
     elif trial.persistence is not None:
         yield ok("tiers.persistence", f"{label} writes nothing to disk, as far as it tells")
-    if config.ttl_s is not None:
-        yield _ttl(trial)
     if trial.unseen:
         yield info(
             "tiers.unseen",
             f"{label} does not tell this user everything: {', '.join(trial.unseen)}; a user with "
             "+info +config|get sees it",
         )
-    yield info("tiers.latency", f"{label}: a round trip takes {milliseconds(trial.latency_s)}")
 
 
 def _access(trial: ServerTrial) -> Finding:
@@ -325,17 +285,3 @@ def _eviction(config: TierConfig, trial: ServerTrial) -> Iterator[Finding]:
         else:
             so_far = "" if trial.num_evicted is None else f"; {trial.num_evicted:,} keys so far"
             yield ok(id, f"{found}{so_far}")
-
-
-def _ttl(trial: ServerTrial) -> Finding:
-    id = "tiers.ttl"
-    if trial.ttl_s is None:
-        return info(id, f"{trial.label} does not tell how long a key lives (PTTL)")
-    if not TTL_S - 60 <= trial.ttl_s <= TTL_S:
-        return warning(
-            id,
-            f"{trial.label} gave {trial.ttl_s:.0f} s to a key that was to live {TTL_S} s",
-            "keys that live as long as they are told to",
-            "look for a proxy, or a clock of the server that jumps",
-        )
-    return ok(id, f"{trial.label} lets keys live as long as they are told to")

@@ -1,10 +1,7 @@
 """`safe-offload doctor` on directories of tiers: real ones, and file systems that are not here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +36,11 @@ CONFIG = TierConfig(Location("file", "/mnt/kv"), capacity_bytes=100 * GIB)
 
 def check(config: TierConfig = CONFIG, **changes: Any) -> dict[str, Finding]:
     trial = dataclasses.replace(SOUND_TIER, **changes)
-    return {one.id: one for one in judge(config, trial, 131072, 15000)}
+    return {one.id: one for one in judge(config, trial, 131072)}
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path, exists: bool) -> None:
+def test_a_directory_is_tried_and_left_as_it_was(tmp_path, exists):
     path = tmp_path / "kv"
     if exists:
         path.mkdir()
@@ -56,7 +53,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path, exists: bool) -
     assert list(tmp_path.rglob("*")) == [path] * exists
 
 
-def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_directory(tmp_path):
     (tmp_path / "file").touch()
     trial = try_directory(TierConfig(Location("file", str(tmp_path / "file" / "kv"))))
     assert "Not a directory" in trial.problem
@@ -64,7 +61,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     assert (problem.id, problem.severity) == ("tiers.directory", Severity.ERROR)
 
 
-def test_what_another_user_stored(tmp_path: Path) -> None:
+def test_what_another_user_stored(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder to another user")
     namespace = tmp_path / namespace_folder(bytes(NAMESPACE_BYTES))
@@ -77,11 +74,11 @@ def test_what_another_user_stored(tmp_path: Path) -> None:
     assert "belongs to user 4711" in wrong(list(found.values()))["tiers.directory"].found
 
 
-def test_a_sound_tier() -> None:
+def test_a_sound_tier():
     found = check()
     assert not wrong(list(found.values()))
     assert "80.00 GiB free, 20.00 GiB held already" in found["tiers.room"].found
-    assert "30518 tokens a second (computing: at most 15000" in found["tiers.rate"].found
+    assert "30518 tokens a second" in found["tiers.rate"].found
 
 
 @pytest.mark.parametrize(
@@ -94,14 +91,14 @@ def test_a_sound_tier() -> None:
         ("tiers.rate", {"read_bytes_per_s": 0.0}, "the other findings"),
     ],
 )
-def test_what_is_wrong_with_a_tier(id: str, changes: dict[str, Any], fix: str) -> None:
+def test_what_is_wrong_with_a_tier(id, changes, fix):
     problems = wrong(list(check(**changes).values()))
     assert list(problems) == [id]
     assert problems[id].severity is Severity.WARNING
     assert fix in problems[id].fix
 
 
-def test_the_type_of_a_file_system(tmp_path: Path) -> None:
+def test_the_type_of_a_file_system(tmp_path):
     inner = tmp_path / "a b" / "inner"
     inner.mkdir(parents=True)
     point = str(tmp_path / "a b").replace(" ", r"\040")
@@ -116,12 +113,12 @@ def test_the_type_of_a_file_system(tmp_path: Path) -> None:
     assert file_system_of(inner, tmp_path / "missing") == ""
 
 
-def test_a_lock_that_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_does_not_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(tier_directory.fcntl, "flock", lambda *_: None)
     assert "two at once" in try_directory(TierConfig(Location("file", str(tmp_path)))).lock_problem
 
 
-def test_the_command_tries_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_tries_every_tier(tmp_path, monkeypatch):
     from safe_offload.commands.doctor import trial
 
     monkeypatch.setattr(trial, "run_trial", lambda *_: TRIAL)
@@ -129,7 +126,6 @@ def test_the_command_tries_every_tier(tmp_path: Path, monkeypatch: pytest.Monkey
     written = Written.read(
         ours(tiers=[{"url": f"file://{tmp_path / name}"} for name in ("near", "far")])
     )
-    found, measured = examine(written, Answer(SOUND), MACHINE)
+    found = examine(written, Answer(SOUND), MACHINE)
     labels = [one.found.split()[0] for one in found if one.id == "tiers.directory"]
     assert labels == [f"file://{tmp_path}/near", f"file://{tmp_path}/far"]
-    assert [one["label"] for one in measured["tiers"]] == labels

@@ -1,9 +1,6 @@
 """`safe-offload doctor` on what the page on security asks for and a tier lacks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,12 +36,12 @@ def found_of(url: str, **values: Any) -> dict[str, str]:
         ("s3://kv", {"hmac_key_file": KEY, "endpoint": "HTTP://minio"}, {"tiers.tls"}),
     ],
 )
-def test_what_a_tier_lacks_is_named(url: str, values: dict[str, str], ids: set[str]) -> None:
+def test_what_a_tier_lacks_is_named(url, values, ids):
     assert set(found_of(url, **values)) == ids
 
 
 @pytest.mark.parametrize("password", ["CHANGE-ME", "PASSWORD", "change_me", "Secret1\n"])
-def test_the_password_of_an_example_is_known_and_never_shown(password: str, tmp_path: Path) -> None:
+def test_the_password_of_an_example_is_known_and_never_shown(password, tmp_path):
     file = tmp_path / "kv"
     file.write_text(password)
     found = found_of("redis://vllm@127.0.0.1", password_file=str(file))
@@ -54,13 +51,13 @@ def test_the_password_of_an_example_is_known_and_never_shown(password: str, tmp_
     assert password.strip() not in json.dumps([found, in_url]).replace('"a password', "")
 
 
-def test_a_password_of_ones_own_is_none_of_them(tmp_path: Path) -> None:
+def test_a_password_of_ones_own_is_none_of_them(tmp_path):
     (tmp_path / "kv").write_text("3f0c9d2be1")
     for file in ("kv", "none"):
         assert not found_of("redis://vllm@127.0.0.1", password_file=str(tmp_path / file))
 
 
-def test_an_engine_that_would_run_as_root_is_named() -> None:
+def test_an_engine_that_would_run_as_root_is_named():
     assert not list(check_user(is_root=False))
     (found,) = check_user(is_root=True)
     assert found.id == "tiers.user"

@@ -1,13 +1,12 @@
 """The tiny models are complete, what vLLM expects by name and shape, and follow from the seed."""
 
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from safe_offload.commands.bench.tiny_models import (
+from examples.tiny_models import (
     ANSWER_BYTES,
     BOS_ID,
     EOS_ID,
@@ -23,9 +22,7 @@ KINDS = get_args(ModelKind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_checkpoint_has_the_tensors_that_transformers_expects(
-    kind: ModelKind, tmp_path: Path
-) -> None:
+def test_the_checkpoint_has_the_tensors_that_transformers_expects(kind, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_tiny_model(kind, tmp_path)
@@ -39,7 +36,7 @@ def test_the_checkpoint_has_the_tensors_that_transformers_expects(
     assert found == expected
 
 
-def test_the_weights_follow_from_the_seed(tmp_path: Path) -> None:
+def test_the_weights_follow_from_the_seed(tmp_path):
     first, again, other = (
         (write_tiny_model("llama", tmp_path / f"{index}", seed=seed) / "model.safetensors")
         for index, seed in enumerate((1, 1, 2))
@@ -48,17 +45,17 @@ def test_the_weights_follow_from_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("gpt", 2), ("llama", 0)])
-def test_a_model_that_cannot_be_made_is_refused(tmp_path: Path, kind: Any, num_layers: int) -> None:
+def test_a_model_that_cannot_be_made_is_refused(tmp_path, kind, num_layers):
     with pytest.raises(ConfigError, match="expected"):
         write_tiny_model(kind, tmp_path, num_layers=num_layers)
 
 
-def test_only_readable_bytes_can_be_answered(tmp_path: Path) -> None:
+def test_only_readable_bytes_can_be_answered(tmp_path):
     output = load_file(write_tiny_model("llama", tmp_path) / "model.safetensors")["lm_head.weight"]
     assert set(np.flatnonzero(output.any(axis=1)).tolist()) == set(ANSWER_BYTES)
 
 
-def test_a_token_id_is_the_byte(tmp_path: Path) -> None:
+def test_a_token_id_is_the_byte(tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(write_tiny_model("llama", tmp_path))
     text = "Long context,\n\ttwice: 日本 é \0 ~"
@@ -69,7 +66,7 @@ def test_a_token_id_is_the_byte(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS_ID, EOS_ID)
 
 
-def test_the_chat_template_names_the_roles(tmp_path: Path) -> None:
+def test_the_chat_template_names_the_roles(tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(write_tiny_model("llama", tmp_path))
     prompt = tokenizer.apply_chat_template(
@@ -85,7 +82,7 @@ def test_the_chat_template_names_the_roles(tmp_path: Path) -> None:
     ]
 
 
-def test_a_hybrid_prompt_holds_a_window_in_each_sliding_group() -> None:
+def test_a_hybrid_prompt_holds_a_window_in_each_sliding_group():
     sizes = {"block_size": 32, "max_num_batched_tokens": 2048}
     assert count_prompt_blocks("llama", 16_001, **sizes) == 501
     # 512 - 1 + 2048 tokens are 80 blocks, and one more as the window may start inside a block.

@@ -13,9 +13,6 @@ from typing import Any
 
 from safe_offload.commands.bench.engine_process import Answer, Question, answer
 
-PROBE = "safe_offload.commands.bench.engine_watch.WorkerProbe"
-"""vLLM's engine argument `worker_extension_cls`."""
-
 
 class WorkerProbe:
     """Becomes part of vLLM's worker; every name here has to be new to it.
@@ -32,11 +29,6 @@ class WorkerProbe:
 
     def take_probe(self) -> dict[str, Any]:
         return self._probe.take()
-
-    def kv_cache_bytes(self: Any) -> int:
-        """Return the size of the allocation that all tensors of this worker's pool are in."""
-        tensors = self.model_runner.kv_cache_config.kv_cache_tensors
-        return max(int(tensor.size) for tensor in tensors)
 
 
 class Recorder:

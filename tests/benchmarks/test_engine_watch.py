@@ -1,20 +1,17 @@
 """What the benchmark sees of a worker: its steps, and the copies of a real backend."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safe_offload.commands.bench import engine_watch
-from safe_offload.commands.bench.engine_watch import WorkerProbe
 from safe_offload.protocol import StepPlan, Transfer
 from safe_offload.worker.bridge import WorkerBridge
 from safe_offload.worker.copies.cpu import CpuBackend
 from safe_offload.worker.copies.gpu import GpuBackend
 from safe_offload.worker.transfers import Transfers
+from tests.benchmarks import engine_watch
+from tests.benchmarks.engine_watch import WorkerProbe
 from tests.worker.test_bridge import SLOT_BYTES, Worker
 
 
@@ -34,7 +31,7 @@ class WatchedWorker(WorkerProbe):
 
 
 @pytest.fixture
-def probe(monkeypatch: pytest.MonkeyPatch) -> WatchedWorker:
+def probe(monkeypatch):
     """A probe that has started; what it has wrapped is unwrapped when the test has ended."""
     for owner, name in (
         (Transfers, "submit"),
@@ -49,16 +46,14 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> WatchedWorker:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker():
     """A registered worker side of the connector."""
     found = Worker().register()
     yield found
     found.bridge.shutdown()
 
 
-def test_a_step_reaches_from_its_forward_to_its_sampling(
-    probe: WatchedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reaches_from_its_forward_to_its_sampling(probe, monkeypatch):
     clock = iter(range(10, 100))
     monkeypatch.setattr(engine_watch.time, "monotonic", lambda: float(next(clock)))
     assert probe.execute_model(SimpleNamespace(total_num_scheduled_tokens=32)) == "nothing yet"
@@ -71,9 +66,7 @@ def test_a_step_reaches_from_its_forward_to_its_sampling(
     assert probe.take_probe()["steps"] == [], "what was taken is not told again"
 
 
-def test_a_copy_is_seen_from_its_submission_to_its_report(
-    worker: Worker, probe: WatchedWorker
-) -> None:
+def test_a_copy_is_seen_from_its_submission_to_its_report(worker, probe):
     worker.step(StepPlan(stores_after_forward=(Transfer(3, (1, 4), (0, 1)),)))
     while not any(outcome.transfer_id == 3 for r in worker.reports for outcome in r.outcomes):
         worker.step(StepPlan())

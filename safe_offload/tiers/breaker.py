@@ -1,0 +1,96 @@
+"""A circuit breaker: what fails again and again is left alone for a while, then tried once."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+FAILURES_MAX = 3
+"""In a row, before a tier is left alone."""
+PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
+"""At first and at most. Each is twice as long as the one before, and 0.5 to 1.5 times that, so that
+engines do not come back together."""
+
+
+class BreakerState(enum.Enum):
+    """Of a circuit breaker: in between it is half open."""
+
+    CLOSED = "closed"
+    """Calls go through."""
+    OPEN = "open"
+    """None does."""
+    READY = "ready"
+    """The pause is over; the next call is a trial."""
+    TRYING = "trying"
+    """The trial runs, and no other call."""
+
+
+_NEXT = {
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.READY, BreakerState.CLOSED},
+    BreakerState.READY: {BreakerState.TRYING, BreakerState.CLOSED},
+    BreakerState.TRYING: {BreakerState.OPEN, BreakerState.CLOSED, BreakerState.READY},
+}
+
+
+class Breaker:
+    """A circuit breaker for one kind of call to a tier; it belongs to the loop's thread."""
+
+    def __init__(self, name: str, chance: Callable[[], float]) -> None:
+        self._name = name
+        self._chance = chance
+        self.state = BreakerState.CLOSED
+        self._num_failures = 0
+        self._pause_s = PAUSE_S
+
+    def __repr__(self) -> str:
+        return f"<Breaker of {self._name}, {self.state.value}>"
+
+    def admits(self) -> bool:
+        """Return whether a call may be made; if so, one of the three below must follow."""
+        if self.state is BreakerState.READY:
+            self._become(BreakerState.TRYING)
+            return True
+        return self.state is BreakerState.CLOSED
+
+    def withdraw(self) -> None:
+        """Let the next call be the trial, if the one that was has been given up."""
+        if self.state is BreakerState.TRYING:
+            self._become(BreakerState.READY)
+
+    def succeed(self) -> None:
+        """A call has worked."""
+        self._num_failures = 0
+        if self.state is not BreakerState.CLOSED:
+            self._become(BreakerState.CLOSED)
+            self._pause_s = PAUSE_S
+            logger.info("%s works again.", self._name)
+
+    def fail(self, problem: str) -> None:
+        """A call has failed."""
+        self._num_failures += 1
+        if self.state is BreakerState.CLOSED and self._num_failures >= FAILURES_MAX:
+            logger.warning(
+                "%s has failed %d times in a row, last because %s. It is left alone and tried "
+                "again in about %g s, then after longer pauses. Requests are served without it "
+                "meanwhile.",
+                *(self._name, self._num_failures, problem, self._pause_s),
+            )
+        elif self.state is not BreakerState.TRYING:
+            return
+        self._become(BreakerState.OPEN)
+        pause_s = self._pause_s * (0.5 + self._chance())
+        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        asyncio.get_running_loop().call_later(pause_s, self._end_pause)
+
+    def _end_pause(self) -> None:
+        if self.state is BreakerState.OPEN:
+            self._become(BreakerState.READY)
+
+    def _become(self, state: BreakerState) -> None:
+        assert state in _NEXT[self.state], (self.state, state)
+        self.state = state

@@ -1,0 +1,272 @@
+"""No connector, ours, SimpleCPUOffloadConnector and OffloadingConnector on one model, in turns.
+
+All engines live beside each other, and each round is run on one after the other; which one begins
+changes from round to round. An engine that does not start here is named and left out.
+
+return: prompts A, B, C, A, B, C, C go one by one to a KV pool of 1.6 prompts, as in `bench engine`.
+busy: a prompt that is on the host comes back among three new ones of its length, all at once.
+locking: prompts of 512 tokens while the host memory is made ready, and afterwards.
+restart: prompts A, B, C; then an engine over the same directory is asked for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safe_offload.commands.bench import engine as bench_engine
+from safe_offload.commands.bench.engine import DEFAULT_CPU_BYTES, BenchOptions, engine_options
+from safe_offload.commands.bench.engine_process import EngineProcess, Question, answer, generate
+from safe_offload.commands.bench.engine_report import BASELINE
+from safe_offload.commands.bench.report import (
+    Report,
+    describe_machine,
+    median_and_spread,
+    publish,
+    table,
+)
+from safe_offload.errors import SafeOffloadError
+from tests.benchmarks.engine import tiny
+from tests.benchmarks.engines import TIMEOUT_S, ours, random_prompt
+from tests.gpu import shapes
+
+NONE = "none"
+PEERS = {"SCO": "SimpleCPUOffloadConnector", "OC": "OffloadingConnector"}
+ENGINES = (NONE, "ours", *PEERS)
+NUM_PROMPTS, NUM_OTHERS = 3, 3
+SHORT_TOKENS, AFTER = 512, 30
+"""Of `locking`: tokens of a prompt, and prompts that are asked when all memory is ready."""
+SETTLE_S = 0.5
+"""After a prompt was seen for the first time, for its stores."""
+READY, WANTED = "vllm:safe_offload_slots", "vllm:safe_offload_configured_slots"
+
+CAUSE = re.compile(r"\b(?!RuntimeError: Engine core)\w+(?:Error|Exception): .+")
+
+Samples = dict[str, dict[str, list[float]]]
+"""By engine: the samples of each figure, in seconds or tokens."""
+
+
+class Found(NamedTuple):
+    samples: Samples
+    absent: dict[str, str]  # engines that did not start, with the reason
+    num_different: int  # answers that differ from vLLM's own hit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    bench_engine.add_arguments(parser)
+    parser.set_defaults(model="llama")
+    shapes.add_arguments(parser)
+    add = parser.add_argument
+    add("--scenario", choices=list(SCENARIOS), default="return", help="(%(default)s)")
+    add("--only", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: all)")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run `python -m tests.benchmarks connectors`; return 1 if tokens differ from vLLM's hit."""
+    machine = describe_machine()
+    options = bench_engine.read_options(arguments)
+    with tempfile.TemporaryDirectory(prefix="safe-offload-connectors-") as name:
+        folder = arguments.logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        options = shapes.take_shape(options, arguments.shape, Path(name))
+        options = bench_engine.fit_to_model(tiny(options, Path(name)), folder, print)
+        found = SCENARIOS[arguments.scenario](options, arguments.only, folder)
+    publish(make_report(arguments.scenario, found, options, machine), arguments)
+    return int(found.num_different > 0 or not found.samples)
+
+
+def make_config(engine: str, options: BenchOptions, **extra: Any) -> dict[str, Any] | None:
+    """Return vLLM's `kv_transfer_config` of an engine; None for no connector."""
+    sized = {"cpu_bytes_to_use": options.cpu_bytes or DEFAULT_CPU_BYTES} | extra
+    if engine == NONE:
+        return None
+    if engine in PEERS:
+        return {
+            "kv_connector": PEERS[engine],
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": sized,
+        }
+    return ours(**sized)
+
+
+@contextmanager
+def running(
+    names: Sequence[str], options: BenchOptions, folder: Path, **extra: Any
+) -> Iterator[tuple[dict[str, EngineProcess], dict[str, str]]]:
+    """Start engines; yield those that did, and why others did not."""
+    engines, absent = {}, {}
+    with ExitStack() as on:
+        for name in names:
+            config = make_config(name, options, **extra)
+            choices = engine_options(replace(options, kv_transfer_config=config or ours()))
+            how = choices[config["kv_connector"] if config else BASELINE]
+            process = on.enter_context(EngineProcess(name, how, folder / f"{name}.log"))
+            try:
+                started = process.wait_until_started(TIMEOUT_S)
+            except SafeOffloadError as error:
+                errors = CAUSE.findall(str(error)) or [str(error)]
+                absent[name] = errors[-1]
+                process.stop()
+                print(f"{name}: does not start ({absent[name]})")
+                continue
+            engines[name] = process
+            print(f"{name}: ready after {started.start_s:.0f} s", flush=True)
+        yield engines, absent
+
+
+def in_turns(engines: Mapping[str, EngineProcess], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield rounds and engines; round 0 is a warm-up."""
+    order = list(engines)
+    for index in range(rounds + 1):
+        order.reverse()
+        for name in order:
+            print(f"round {index} of {rounds}, {name}", flush=True)
+            yield index, name
+
+
+def note(samples: Samples, engine: str, **figures: float) -> None:
+    for name, value in figures.items():
+        samples.setdefault(engine, {}).setdefault(name.replace("_", " "), []).append(value)
+
+
+# ---- the scenarios -------------------------------------------------------------------------------
+
+
+def measure_return(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    num_different = 0
+    with running(names, options, folder) as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            prompts = [bench_engine.make_question(options, index, i) for i in range(NUM_PROMPTS)]
+            asked = [*prompts, *prompts, prompts[-1]]
+            answers = [engines[name].call(answer, one, TIMEOUT_S) for one in asked]
+            first, second, own = answers[:NUM_PROMPTS], answers[NUM_PROMPTS:-1], answers[-1]
+            if not index:
+                continue
+            num_different += (
+                second[-1].num_host_tokens > 0 and second[-1].token_ids != own.token_ids
+            )
+            note(
+                samples,
+                name,
+                first_pass=statistics.fmean(one.ttft_s for one in first),
+                second_pass=statistics.fmean(one.ttft_s for one in second),
+                own_hit=own.ttft_s,
+                tokens_from_the_host=sum(one.num_host_tokens for one in second),
+            )
+    return Found(samples, absent, num_different)
+
+
+def measure_busy(options: BenchOptions, names: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    with running(names, options, folder) as (engines, absent):
+        for index, name in in_turns(engines, options.rounds):
+            generator = random.Random(f"{options.seed}/busy/{index}")
+            prompts = [
+                random_prompt(generator, options.prompt_tokens) for _ in range(3 + NUM_OTHERS)
+            ]
+            asked = (prompts, options.answer_tokens)
+            back_s, others_s, all_s = engines[name].call(ask_busy, asked, TIMEOUT_S)
+            if index:
+                note(samples, name, comes_back=back_s, new_ones=others_s, all_answers=all_s)
+    return Found(samples, absent, 0)
+
+
+def ask_busy(engine: Any, asked: tuple[list[tuple[int, ...]], int]) -> tuple[float, float, float]:
+    """Return times to first token of the prompt that comes back and of new ones, and of it all.
+
+    The second and third prompt push the first one out of the KV pool.
+    """
+    (back, *pushing), others = asked[0][:3], asked[0][3:]
+    for prompt in (back, *pushing):
+        generate(engine, [prompt], [asked[1]])
+    time.sleep(SETTLE_S)
+    prompts = [*others[:2], back, *others[2:]]
+    begin_s = time.perf_counter()
+    outputs = generate(engine, prompts, [asked[1]] * len(prompts))
+    times_s = [output.metrics.first_token_latency for output in outputs]
+    return times_s.pop(2), statistics.fmean(times_s), time.perf_counter() - begin_s
+
+
+def measure_locking(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    with running(["ours"], options, folder) as (engines, absent):
+        for engine in engines.values():
+            before, after = engine.call(ask_while_locking, options.seed, TIMEOUT_S)
+            for kind, times_s in (("memory made ready", before), ("all ready", after)):
+                for one_s in times_s:
+                    note(samples, kind, first_token=one_s)
+    return Found(samples, absent, 0)
+
+
+def ask_while_locking(engine: Any, seed: int) -> tuple[list[float], list[float]]:
+    """Return times to first token until all host slots can be used, and of as many afterwards."""
+    generator = random.Random(f"{seed}/locking")
+    times_s: dict[bool, list[float]] = {False: [], True: []}
+    while len(times_s[True]) < AFTER:
+        values = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
+        is_ready = values.get(READY, 0) >= values.get(WANTED, float("inf"))
+        question = Question(random_prompt(generator, SHORT_TOKENS), 2)
+        times_s[is_ready].append(answer(engine, question).ttft_s)
+    return times_s[False], times_s[True]
+
+
+def measure_restart(options: BenchOptions, _: Sequence[str], folder: Path) -> Found:
+    samples: Samples = {}
+    num_different, left_out = 0, dict[str, str]()
+    questions = [bench_engine.make_question(options, 1, i) for i in range(NUM_PROMPTS)]
+    tier = {"url": f"file://{folder / 'tier'}", "capacity": "16GiB"}
+    answered = []
+    for pass_ in ("first start", "second start"):
+        with running(["ours"], options, folder, tiers=[tier]) as (engines, absent):
+            left_out |= absent
+            for engine in engines.values():
+                engine.call(answer, bench_engine.make_question(options, 0, 0), TIMEOUT_S)
+                answers = [engine.call(answer, one, TIMEOUT_S) for one in questions]
+                time.sleep(4 * SETTLE_S)
+                answered.append([one.token_ids for one in answers])
+                for one in answers:
+                    note(samples, pass_, first_token=one.ttft_s, from_a_tier=one.num_host_tokens)
+    if len(answered) == 2:
+        num_different = sum(a != b for a, b in zip(*answered, strict=True))
+    return Found(samples, left_out, num_different)
+
+
+SCENARIOS = {
+    "return": measure_return,
+    "busy": measure_busy,
+    "locking": measure_locking,
+    "restart": measure_restart,
+}
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def make_report(
+    scenario: str, found: Found, options: BenchOptions, machine: dict[str, Any]
+) -> Report:
+    names = list(dict.fromkeys(name for one in found.samples.values() for name in one))
+    rows = [["", *names]]
+    for engine, figures in found.samples.items():
+        forms = [".0f" if "from" in name else ".4f" for name in names]
+        rows.append([engine, *map(median_and_spread, (figures[n] for n in names), forms)])
+    left_out = [f"{engine}: not here ({why})" for engine, why in found.absent.items()]
+    compared = f"answers that differ from vLLM's own hit: {found.num_different}"
+    assert __doc__ is not None
+    return Report(
+        method=f"{scenario}: median (lowest to highest), times in seconds\n\n{__doc__.strip()}",
+        sections=[table(rows), "\n".join(left_out), compared],
+        figures={"scenario": scenario, **found._asdict()},
+        options=asdict(options),
+        machine=machine,
+    )

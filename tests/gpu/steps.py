@@ -1,0 +1,106 @@
+"""The steps of a campaign, those first that prove most a minute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FIGURES = "figures.json"
+GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+"""What vLLM does by default, with torch.compile; written down, so that a change of that is seen."""
+SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+SMALL = ("--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "128MiB")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        estimate_s: it is not begun with less than this left.
+        command: with a GPU; `{folder}` is where it may leave what is to be kept.
+        small: the same, so small that it runs on the CPU; empty if nothing of it can.
+        num_gpus: that it needs.
+    """
+
+    name: str
+    estimate_s: float
+    command: tuple[str, ...]
+    small: tuple[str, ...] = ()
+    num_gpus: int = 1
+
+
+def find_gpu_tests() -> list[Path]:
+    """Return the files that have tests of a GPU; each is run alone, as a device may be lost."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marker = "pytest.mark." + "gpu"
+    return [file for file in files if file.parent.name == "gpu" or marker in file.read_text()]
+
+
+def make_steps(python: str) -> list[Step]:
+    """Return all steps, in their order.
+
+    Args:
+        python: the interpreter that has vLLM.
+    """
+
+    def tests(file: Path, *before: str) -> Step:
+        relative = str(file.relative_to(ROOT))
+        pytest = (python, "-m", "pytest", "-m", "gpu", "-v", "-x", "-rs", "-p", "no:cacheprovider")
+        # signal: a test that hangs in Python fails alone; the limit of the step is for the rest.
+        command = (*before, *pytest, "-o", "timeout_method=signal", relative)
+        collect = (python, "-m", "pytest", "--collect-only", "-q", relative)
+        return Step(f"{'-'.join((*before[:1], file.stem))}", 60, command, collect)
+
+    def bench(name: str, estimate_s: float, *words: str, small: tuple[str, ...] = ()) -> Step:
+        figures = ("--json", f"{{folder}}/{FIGURES}")
+        command = (python, "-m", "tests.benchmarks", *words, *figures)
+        tried = (python, "-m", "tests.benchmarks", words[0], *small, *figures) if small else ()
+        return Step(name, estimate_s, command, tried)
+
+    def connectors(
+        name: str,
+        estimate_s: float,
+        scenario: str,
+        shape: str,
+        *words: str,
+        tiny: str = "llama",
+        only: tuple[str, ...] = ("none", "ours"),
+        **engine_args: Any,
+    ) -> Step:
+        sizes = ("--prompt-tokens", "16000", "--rounds", "3", "--cpu-bytes", "16GiB")
+        arguments = ("--engine-args", json.dumps(GRAPHS | engine_args))
+        small_arguments = ("--engine-args", json.dumps(engine_args)) if engine_args else ()
+        what = ("--scenario", scenario)
+        logs = ("--logs", "{folder}")
+        small = (*what, "--model", tiny, *SMALL, *small_arguments, "--only", *only, *logs)
+        full = (*what, "--shape", shape, *sizes, *words, *arguments, *logs)
+        return bench(name, estimate_s, "connectors", *full, small=small)
+
+    llama = ("--model", "llama", "--prompt-tokens", "600", "--rounds", "1", "--cpu-bytes", "64MiB")
+    quick = ("--blocks", "4", "--copy-rounds", "3")
+    one_copy = ("--device", "cpu", "--quick", "--rounds", "1", "--layers", "2", "--blocks", "4")
+    return [
+        *map(tests, find_gpu_tests()),
+        bench(
+            "layouts",
+            200,
+            *("layouts", "--device", "cuda", "--shape", "llama", "--prompt-tokens", "16000"),
+            *("--rounds", "3", "--answer-tokens", "64", "--cpu-bytes", "16GiB"),
+            small=(*llama, *quick, "--device", "cpu"),
+        ),
+        connectors("busy", 180, "busy", "llama"),
+        connectors("locking", 120, "locking", "llama", "--cpu-bytes", "64GiB"),
+        connectors("return-llama", 150, "return", "llama"),
+        connectors("return-gemma3", 150, "return", "gemma3", tiny="gemma3"),
+        connectors("return-gpt-oss", 150, "return", "gpt-oss", tiny="gemma3"),
+        connectors("return-mamba", 150, "return", "mamba"),
+        connectors("return-mla", 150, "return", "mla", tiny="deepseek"),
+        bench("copies", 150, "copies", "--device", "cuda", "--quick", small=one_copy),
+        connectors("return-speculative", 150, "return", "llama", **SPECULATIVE),
+        connectors("restart", 120, "restart", "llama"),
+        tests(ROOT / "tests/gpu/test_contents.py", "compute-sanitizer"),
+    ]

@@ -1,0 +1,267 @@
+"""`make gpu-campaign` without a GPU: steps that pass, fail, hang, die, and are cut off."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import campaign
+from tests.gpu.campaign import STOP_S, Facts, Result, Results, ask_torch, find_facts
+from tests.gpu.steps import ROOT, Step, find_gpu_tests, make_steps
+from tests.worker.waiting import wait_until
+
+GPU = Facts({"GPU": "1 x stand-in", "Commit": "abc1234"}, no_gpu="", num_gpus=1)
+HANGING_S = 0.01
+
+TESTS = """
+import pytest
+
+def test_good(): pass
+
+def test_bad(): assert 40 + 2 == 43, "the answer"
+
+@pytest.mark.skip(reason="no cupy here")
+def test_left_out(): pass
+"""
+
+
+class Budget:
+    """Has some seconds left whenever it is asked."""
+
+    def __init__(self, *left_s: float) -> None:
+        self.lefts_s = list(left_s)
+
+    def left_s(self) -> float:
+        return STOP_S + (self.lefts_s.pop(0) if len(self.lefts_s) > 1 else self.lefts_s[0])
+
+
+def python(name: str, code: str, estimate_s: float = 1.0, **options: Any) -> Step:
+    """A step that is a piece of Python."""
+    return Step(name, estimate_s, (sys.executable, "-c", code), **options)
+
+
+def verdicts_of(
+    steps: list[Step], folder: Path, *left_s: float, facts: Facts = GPU, small: bool = False
+) -> dict[str, str]:
+    """Run steps; returns what became of them."""
+    results = Results(folder)
+    budget: Any = Budget(*(left_s or (600.0,)))
+    campaign.run(steps, facts, results, budget, lambda line: None, small=small)
+    return {step.name: results.read(step).verdict for step in steps}
+
+
+class SlowToHang(subprocess.Popen[bytes]):
+    """Its time is not up before the last word of its command is in its log."""
+
+    def __init__(self, command: Sequence[str], *, stdout: BufferedWriter, **options: Any) -> None:
+        super().__init__(command, stdout=stdout, **options)
+        self.log = Path(stdout.name)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None and timeout < 2 * HANGING_S:
+            wait_until(lambda: "so far" in self.log.read_text())
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def slow_to_hang(monkeypatch):
+    monkeypatch.setattr(campaign.subprocess, "Popen", SlowToHang)
+
+
+def test_every_step_runs_whatever_became_of_the_ones_before(tmp_path):
+    steps = [
+        python("good", "print('all is well')"),
+        python("bad", "import sys; print('the reason'); sys.exit(3)"),
+        python("dead", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        Step("missing", 1.0, ("/nowhere/python",)),
+        python("last", f"print(open({str(tmp_path / campaign.REPORT)!r}).read())"),
+    ]
+    assert list(verdicts_of(steps, tmp_path).values()) == [
+        "passed",
+        "FAILED (exit status 3)",
+        "FAILED (ended by SIGSEGV)",
+        "FAILED (could not be started: [Errno 2] No such file or directory: '/nowhere/python')",
+        "passed",
+    ]
+    text = (tmp_path / campaign.REPORT).read_text()
+    assert "2 of 5 steps passed" in text
+    for words in ("the reason", "exit status 3", "abc1234"):
+        assert words in text
+    assert "| last | not run yet |" in (tmp_path / "last" / campaign.LOG).read_text()
+
+
+def test_what_does_not_fit_waits_for_the_next_time(tmp_path):
+    steps = [python("long", "pass", estimate_s=100.0), python("short", "pass", estimate_s=5.0)]
+    assert verdicts_of(steps, tmp_path, 90.0) == {"long": "not run yet", "short": "passed"}
+    before = (tmp_path / "short" / campaign.RESULT).read_bytes()
+    assert verdicts_of(steps, tmp_path, 110.0) == {"long": "passed", "short": "passed"}
+    assert (tmp_path / "short" / campaign.RESULT).read_bytes() == before, "it is not run again"
+
+
+def test_what_was_cut_off_comes_after_the_others_and_not_more_than_twice(tmp_path, slow_to_hang):
+    """Engines run in a session of their own, and some do not listen."""
+    grandchild = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    grandchild += "print('grandchild', __import__('os').getpid(), flush=True); time.sleep(1000)"
+    child = "import subprocess, sys, time\n"
+    child += f"started = subprocess.Popen([sys.executable, '-c', {grandchild!r}],"
+    child += "start_new_session=True, stdout=subprocess.PIPE, text=True)\n"
+    child += "try:\n    print(started.stdout.readline(), 'so far', flush=True)\n"
+    child += "    time.sleep(1000)\nfinally:\n    print('engines are down')"
+    steps = [python("hanging", child, 0.0), python("next", "pass", 0.0)]
+    cut_off = "cut off (did not end within 0 s)"
+    assert verdicts_of(steps, tmp_path, HANGING_S, -1.0) == {
+        "hanging": cut_off,
+        "next": "not run yet",
+    }
+    log = tmp_path / "hanging" / campaign.LOG
+    assert "engines are down" in log.read_text(), "it was asked to end first"
+    pid = int(re.search(r"grandchild (\d+)", log.read_text()).group(1))
+    wait_until(lambda: campaign.start_time_of(pid) is None)
+    assert verdicts_of(steps, tmp_path, 600.0, HANGING_S) == {"hanging": cut_off, "next": "passed"}
+    log.write_text("")
+    verdicts_of(steps, tmp_path)
+    assert log.read_text() == "", "not a third time"
+
+
+def test_a_machine_that_goes_in_the_middle_of_a_step_leaves_a_folder_that_can_be_used(tmp_path):
+    """Killed with what it runs, as a machine is that was lent."""
+    script = f"""
+import os, sys
+from pathlib import Path
+from tests import test_gpu_campaign as here
+steps = [here.python("first", "pass"), here.python("second", {KILLS!r})]
+here.verdicts_of(steps, Path(sys.argv[1]))
+"""
+    how: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], **how)
+    assert done.returncode == -9
+    steps = [python("first", "raise SystemExit(1)"), python("second", "pass")]
+    assert Results(tmp_path).read(steps[1]).verdict == "cut off (its machine went)"
+    assert verdicts_of(steps, tmp_path) == {"first": "passed", "second": "passed"}
+
+
+KILLS = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+
+
+def test_a_report_has_tables_counts_and_the_reasons_of_failures(tmp_path):
+    file = tmp_path / "test_stand_in.py"
+    file.write_text(TESTS)
+    command = (sys.executable, "-m", "pytest", "-v", "-rs", f"--rootdir={tmp_path}",
+               "-c", os.devnull, "-p", "no:cacheprovider", str(file))  # fmt: skip
+    write = "import json, sys; json.dump({'text': 'a table'}, open(sys.argv[1], 'w'))"
+    steps = [
+        Step("tests", 1.0, command),
+        Step("none", 1.0, (*command, "-k", "left_out")),
+        Step("bench", 1.0, (sys.executable, "-c", write, "{folder}/figures.json")),
+    ]
+    verdicts = verdicts_of(steps, tmp_path / "results").values()
+    assert [*verdicts] == ["FAILED (exit status 1)", "FAILED (every test was skipped)", "passed"]
+    text = (tmp_path / "results" / campaign.REPORT).read_text()
+    assert "1 failed, 1 passed, 1 skipped" in text
+    assert "```text\na table\n```" in text
+    assert "AssertionError: the answer" in text
+    assert "no cupy here" in text
+    assert "test_good PASSED" not in text
+
+
+def test_steps_that_need_more_gpus_than_there_are_do_not_run(tmp_path):
+    steps = [python("two", "pass", num_gpus=2), python("one", "pass")]
+    assert verdicts_of(steps, tmp_path) == {"two": "not run yet", "one": "passed"}
+
+
+def test_without_a_gpu_nothing_runs_and_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "find_facts", lambda python: Facts({}, "No GPU: none"))
+    assert campaign.main(["--budget-s", "60", "--folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "No GPU: none. Nothing was run.\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_file_with_tests_of_a_gpu_is_a_step_and_names_are_folders():
+    steps = make_steps(sys.executable)
+    names = [step.name for step in steps]
+    assert {file.stem for file in find_gpu_tests()} < {*names}
+    assert len({*names}) == len(names)
+    assert not [name for name in names if "/" in name]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["return-llama"])
+def test_a_step_on_the_cpu(name, tmp_path):
+    """All of them: `make gpu-campaign SMALL=1`."""
+    steps = [step for step in make_steps(sys.executable) if step.name == name]
+    facts = Facts({"GPU": "none"}, "No GPU: none")
+    assert verdicts_of(steps, tmp_path, facts=facts, small=True) == {name: "passed"}
+    assert "tokens from the host" in (tmp_path / campaign.REPORT).read_text()
+
+
+def test_make_test_gpu_collects_every_file_with_tests_of_a_gpu():
+    """And no other: the whole tree takes half a minute, and tools that a GPU machine may lack."""
+    (line,) = re.findall(r"^GPU_TESTS := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    places = [ROOT / name for name in line.split()]
+    named = {
+        file
+        for place in places
+        for file in (place.glob("test_*.py") if place.is_dir() else [place])
+    }
+    assert named == set(find_gpu_tests())
+
+
+# ---- the text ------------------------------------------------------------------------------------
+
+
+def test_secrets_of_the_environment_and_the_home_folder_are_not_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setenv("HOME", "/home/someone")
+    step, results = Step("step", 1.0, ("run",)), Results(tmp_path)
+    results.of(step).mkdir()
+    log = results.of(step) / campaign.LOG
+    log.write_text("\x1b[1;36mAuthorization: hf_abcdefgh, from /home/someone/.cache")
+    results.write(step, Result("step", "FAILED (x)", command=("run", "hf_abcdefgh"), told="told"))
+    text = campaign.render([step], results)
+    for hidden in ("abcdefgh", "someone", "\x1b"):
+        assert hidden not in text
+    assert "from ~/.cache" in text
+
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import torch_that_is_not_there", "No module named 'torch_that_is_not_there'"),
+        ("import os; os.abort()", "exit status -6"),
+        ("import time; time.sleep(1000)", "did not find out within 0.5 s"),
+        ('print(\'{"torch": "2.13.0", "gpus": []}\')', "torch 2.13.0 sees none"),
+    ],
+)
+def test_a_torch_that_is_missing_or_dies_or_hangs_is_no_gpu(code, words, monkeypatch):
+    monkeypatch.setattr(campaign, "PROBE_TIMEOUT_S", 0.5 if "sleep" in code else 600)
+    _, problem = ask_torch((sys.executable, "-c", code))
+    assert problem.startswith("No GPU")
+    assert words in problem
+
+
+def test_the_last_line_printed_is_the_path_of_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(campaign, "find_facts", lambda python: GPU)
+    for code, status in (("pass", 0), ("raise SystemExit(1)", 1)):
+        monkeypatch.setattr(campaign, "make_steps", lambda *_, code=code: [python("step", code)])
+        folder = tmp_path / str(status)
+        assert campaign.main(["--budget-s", "600", "--folder", str(folder)]) == status
+        path = Path(capsys.readouterr().out.splitlines()[-1])
+        assert path.is_relative_to(folder)
+        assert "# safe_offload on a GPU" in path.read_text()
+
+
+def test_the_facts_name_commit_packages_and_system():
+    rows = find_facts(sys.executable).rows
+    assert re.match(r"[0-9a-f]{7}|unknown", rows["Commit"])
+    assert "torch 2." in rows["Packages"]
