@@ -130,3 +130,44 @@ def peak_blocks(manager: Any, block_size: int) -> int:
         return 3 + int(spec.num_speculative_blocks + num_checkpoints)
     cap = getattr(manager, "max_admission_blocks_per_request", None)
     return sys.maxsize if cap is None or manager.block_size == block_size else int(cap)
+
+
+def boundary_blocks(coordinator: Any) -> list[int]:
+    """Return how many blocks of each group a hit needs at its end; 0 if it needs all before it.
+
+    Source: vLLM 0.32 and 0.33, SlidingWindowManager._contiguous_blocks_for_hit.
+    """
+    needs = []
+    for manager in coordinator.single_type_managers:
+        spec = manager.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            num_blocks = -(-(spec.sliding_window - 1) // manager.block_size)
+            needs.append(num_blocks + bool(getattr(manager, "use_eagle", False)))
+        else:
+            needs.append(int(isinstance(spec, MambaSpec)))
+    return needs
+
+
+def uncached_tokens(found: tuple[Any, ...]) -> int:
+    """Return how far a search of a coordinator's found blocks without windows or states.
+
+    Those are tokens behind the hit: there prompts were seen to part. An older vLLM does not say.
+    """
+    return int(found[2]) if len(found) > 2 else 0
+
+
+def kept_boundary(request: Any) -> int:
+    """Return the boundary of a request at which vLLM keeps windows and states for others; 0: none.
+
+    vLLM finds it in the look-up that precedes each call of `get_num_new_matched_tokens`.
+    Source: vLLM 0.32 and 0.33, Request.shared_prefix_boundary, KVCacheManager.get_computed_blocks.
+    """
+    return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def keep_boundary(request: Any, num_tokens: int) -> bool:
+    """Let vLLM keep windows and states at a boundary of a request; return whether it can."""
+    if not hasattr(request, "shared_prefix_boundary"):
+        return False
+    request.shared_prefix_boundary = num_tokens
+    return True

@@ -58,6 +58,8 @@ class Sizes:
     num_slots: int
     max_seqs: int = 8
     max_batched_tokens: int = MAX_BATCHED_TOKENS
+    retention_interval: int | None = None
+    num_draft_tokens: int = 0
 
     @classmethod
     def of(cls, trace: Trace) -> Sizes:
@@ -80,6 +82,8 @@ def make_engine(name: str, sizes: Sizes, copy_steps: int) -> PeerEngine:
         num_slots=sizes.num_slots,
         max_seqs=sizes.max_seqs,
         max_batched_tokens=sizes.max_batched_tokens,
+        retention_interval=sizes.retention_interval,
+        num_draft_tokens=sizes.num_draft_tokens,
         max_model_len=MAX_MODEL_LEN,
         extra=dict(contestant.extra),
     )

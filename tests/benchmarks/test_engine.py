@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from safe_offload.commands.bench.engine import OURS, BenchOptions, engine_options
 from tests.benchmarks.engine import tiny
 
 
 def test_the_pool_of_a_tiny_model_with_mla_is_counted_in_the_blocks_that_vllm_makes_of_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """vLLM's CPU engine takes 16 tokens a block there, whatever is asked for."""
     options = tiny(BenchOptions("deepseek", prompt_tokens=1584, pool_ratio=2.0), tmp_path)
     chosen = engine_options(options)[OURS].arguments

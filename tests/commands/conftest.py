@@ -1,14 +1,12 @@
 """What tests of several commands use."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.bucket_server import BucketServer
 
 
 @pytest.fixture(scope="session")
-def bucket_server() -> Iterator[BucketServer]:
+def bucket_server():
     """A real object store that no test ends."""
     with BucketServer() as server:
         yield server

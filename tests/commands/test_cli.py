@@ -52,6 +52,6 @@ def test_help_names_subcommands_and_options(arguments, word, capsys):
         (["--kv-transfer-config", "{}", "--rounds", "1"], "kv_connector"),
     ],
 )
-def test_what_cannot_be_measured_is_an_error(arguments: list[str], message: str, capsys) -> None:
+def test_what_cannot_be_measured_is_an_error(arguments, message, capsys):
     assert main(["bench", "engine", "--model", "some/model", *arguments]) == 1
     assert message in capsys.readouterr().err

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
+def model(tmp_path_factory):
     """The folder of a tiny model, written when it is first asked for."""
     folder = tmp_path_factory.mktemp("models")
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
 
 
 @pytest.fixture(scope="session")
-def plain(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> GetReport:
+def plain(model, tmp_path_factory):
     """A, B, C, A, B, C answered by an engine without connector, once for each kind of model.
 
     The pool has 1.6 prompts, so that all are computed. On a CPU vLLM computes a prompt from its
@@ -70,6 +70,6 @@ def plain(model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> GetRepor
 
 
 @pytest.fixture(scope="session")
-def plain_llama(plain: GetReport) -> Report:
+def plain_llama(plain):
     """The answers of the tiny llama."""
     return plain("llama")

@@ -287,7 +287,7 @@ def test_after_sigkill_nothing_is_left_and_the_server_starts_again_at_once(serve
     check_well(server)
 
 
-def test_sigterm_loses_no_answer_and_nothing_is_left(server: HttpServer) -> None:
+def test_sigterm_loses_no_answer_and_nothing_is_left(server):
     """As docs/operate/upgrade.md says of a rollout.
 
     Where the front end has no core, all answers have been computed before the signal comes; then

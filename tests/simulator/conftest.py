@@ -1,6 +1,5 @@
 """Engines for the faults that were reported."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.simulator.vllm_setup import EngineShape
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., EngineCore]]:
+def make_engine():
     """Make engines that have served a request, and whose connector checks itself in every step."""
     made: list[EngineCore] = []
 

@@ -39,6 +39,7 @@ FLOORS = {
     "loads-fail": Floor(stored=0.92, loaded=0.13, hit=0.40),
     "all-faults": Floor(stored=1.00, loaded=0.69, hit=0.24),
     "shared-stalls": Floor(stored=1.57, loaded=0.75, hit=0.39),
+    "shared-sparse": Floor(stored=1.42, loaded=0.73, hit=0.14),
     "mamba-large-lazy": Floor(stored=0.48, loaded=0.75, hit=0.39),
     "overdue": Floor(stored=0.82, loaded=0.60, hit=0.41),
     "tiers": Floor(stored=0.73, loaded=0.75, hit=0.74, fetched=0.16),

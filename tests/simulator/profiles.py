@@ -238,6 +238,20 @@ PROFILES: dict[str, Profile] = {
         copy_ticks_max=40,
         faults={CopyFault.STALL: 60},
     ),
+    "shared-sparse": Profile(
+        "many requests part; of windows and states there is what vLLM keeps by default",
+        replace(
+            _GPU,
+            groups=("full", "window:10", "mamba@8"),
+            retention_interval=0,
+            num_blocks=90,
+            num_slots=160,
+            max_seqs=12,
+        ),
+        _TOGETHER,
+        copy_ticks_max=40,
+        faults={CopyFault.STALL: 20, CopyFault.FAIL: 4},
+    ),
     "failing": Profile(
         "copies fail, are refused, stand still, on three ranks",
         EngineShape(tensor_ranks=3, has_events=True),

@@ -1,6 +1,5 @@
 """Transfers over a backend whose copies end when the test says so."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ from tests.worker.fake_backend import SLOT_BYTES, FakeBackend
 
 
 @pytest.fixture
-def backend() -> FakeBackend:
+def backend():
     return FakeBackend()
 
 
 @pytest.fixture
-def start(backend: FakeBackend) -> Iterator[Callable[..., DrivenTransfers]]:
+def start(backend):
     started: list[DrivenTransfers] = []
 
     def start(max_inflight_bytes: int = 10 * SLOT_BYTES, **options: Any) -> DrivenTransfers:

@@ -16,6 +16,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from safe_offload.compat import cache_hits, specs
 from safe_offload.scheduler.geometry import GroupGeometry
+from safe_offload.scheduler.loads.boundaries import Boundaries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,7 @@ class Hit:
         num_computed_tokens: tokens before the run, which are on the GPU already.
         end_max: token of the request at which the run would have ended at the latest.
         as_of: `Directory.version` and `Directory.num_forgets` when it was found.
+        parted_at: see `HostHits`.
     """
 
     slots_by_group: tuple[list[int], ...]
@@ -57,6 +59,7 @@ class Hit:
     num_computed_tokens: int
     end_max: int
     as_of: tuple[int, int]
+    parted_at: int = 0
 
     def slots(self) -> list[int]:
         """Return all real slots of the hit, each group in prefix order."""
@@ -159,7 +162,12 @@ def coordinator_over(pool: Any, vllm_config: VllmConfig, kv_cache_config: KVCach
 class HostHits:
     """Finds hits on the host.
 
-    Nothing here is mutable but `slots` and its directory, which have rules of their own.
+    Nothing else here is mutable but `slots` and its directory, which have rules of their own.
+
+    Attributes:
+        boundaries: of requests, where vLLM keeps windows and states.
+        parted_at: token of the last request that was searched for, up to which the host has all
+            that attention without gaps needs: there prompts were seen to part. 0 for none.
     """
 
     def __init__(
@@ -171,9 +179,12 @@ class HostHits:
         pool = FoundAsBlocks(self.directory, hash_block_size)
         self._coordinator = coordinator_over(pool, vllm_config, kv_cache_config)
         self.geometry = GroupGeometry(vllm_config, kv_cache_config, self._coordinator)
+        num_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.boundaries = Boundaries(self.geometry, self._coordinator, num_step_tokens)
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
+        self.parted_at = 0
         self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
     def find_hit(
@@ -189,26 +200,29 @@ class HostHits:
         Returns:
             None if there is none, or if it cannot start at `num_computed_tokens`.
         """
+        self.parted_at = 0
         if num_computed_tokens % self._alignment_tokens:
             return None
-        remaining = block_hashes[num_computed_tokens // self._hash_block_size :]
-        num_tokens_max = end_max - num_computed_tokens
-        if not remaining or num_tokens_max <= 0:
-            return None
+        size = self._hash_block_size
+        first = num_computed_tokens // size
         slots_by_group: tuple[list[int], ...]
         if self._is_plain:
-            slots = self.directory.find_run(0, remaining[: num_tokens_max // self._hash_block_size])
+            slots = self.directory.find_run(0, block_hashes[first : end_max // size])
             if not slots:
                 return None
-            slots_by_group, num_tokens = (slots,), len(slots) * self._hash_block_size
+            slots_by_group, num_tokens = (slots,), len(slots) * size
         else:
-            slots_by_group, num_tokens = self._coordinator.find_longest_cache_hit(
-                remaining, num_tokens_max
-            )[:2]
-        if not 0 < num_tokens <= num_tokens_max:
-            return None
+            remaining, num_tokens_max = block_hashes[first:], end_max - num_computed_tokens
+            if not remaining or num_tokens_max <= 0:
+                return None
+            found = self._coordinator.find_longest_cache_hit(remaining, num_tokens_max)
+            slots_by_group, num_tokens = found[:2]
+            if num_more := cache_hits.uncached_tokens(found):
+                self.parted_at = num_computed_tokens + num_tokens + num_more
+            if not 0 < num_tokens <= num_tokens_max:
+                return None
         as_of = self.directory.version, self.directory.num_forgets
-        return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of)
+        return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
 
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
@@ -253,8 +267,13 @@ class HostHits:
             else:
                 return None
         as_of = self.directory.version, self.directory.num_forgets
-        num_tokens = hit.num_tokens + num_more
-        return Hit(tuple(slots_by_group), num_tokens, num_computed_tokens, end_max, as_of), new
+        return replace(
+            hit,
+            slots_by_group=tuple(slots_by_group),
+            num_tokens=hit.num_tokens + num_more,
+            num_computed_tokens=num_computed_tokens,
+            as_of=as_of,
+        ), new
 
     def _ends_there(self, hit: Hit, block_hashes: Sequence[bytes], end_max: int) -> bool:
         """Whether a leased hit still cannot be found to end any later, or earlier."""

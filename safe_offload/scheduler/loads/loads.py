@@ -73,6 +73,8 @@ class Loads:
     ) -> None:
         self._hits = hits
         self._geometry = hits.geometry
+        self._is_plain = hits.geometry.is_plain
+        self._boundaries = hits.boundaries
         self._leases = leases
         self._counters = counters
         self._admission = Admission(hits.geometry, gpu.num_blocks)
@@ -117,11 +119,14 @@ class Loads:
         hit = progress.hit
         if hit is not None and not self._hits.is_still_longest(hit, *wanted):
             hit = self._grow_hit(progress, hit, wanted)
-        if hit is None:
-            if progress.hit is not None:
+            if hit is None:
                 self.drop_hit(state)
+        if hit is None:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
+                if not self._is_plain:
+                    self._boundaries.part(request, self._hits.parted_at)
+                    self._boundaries.move(request, num_computed_tokens)
                 return 0
         ledger = self.ledger
         if (ledger.in_flight or ledger.new) and self._begins_to_wait(wait, request, hit, now_s):
@@ -135,6 +140,7 @@ class Loads:
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
+            self._boundaries.part(request, hit.parted_at)
             self.drop_hit(state)
             return 0
         if hit is not progress.hit:
@@ -231,6 +237,8 @@ class Loads:
                 end_hash=(num_local_tokens + num_tokens) // size,
             )
             self.ledger.new.append(load)
+            if not self._is_plain and hit is not None:
+                self._boundaries.end(load, hit.parted_at)
             self._counters[Count.HIT_TOKENS] += num_tokens
             self._counters.observe(HIT_TOKENS, num_tokens)
             self._hits.slots.mark_hit(slots)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from safe_offload.compat.cache_hits import keep_boundary, kept_boundary
 from safe_offload.observe.counters import Count, Counters
 
 if TYPE_CHECKING:
@@ -143,9 +144,10 @@ class SharedLoads:
         """Whether vLLM's prefix cache has more than these tokens once the load has landed.
 
         By default vLLM keeps of sliding windows and Mamba states what a hit at the end of the
-        prompt needs and nothing else; what the load's own request has of its prompt beyond the load
-        is computed in the step that finds the load landed. A load that ends inside a block leaves
-        no Mamba state there, if the prompt of its request does not end with it.
+        prompt needs, and at one boundary more, which from now on is the end of the load if nothing
+        else helps. What the load's own request has of its prompt beyond the load is computed in the
+        step that finds the load landed. A load that ends inside a block leaves no Mamba state
+        there, if the prompt of its request does not end with it.
         """
         geometry = self._geometry
         interval, size = geometry.retention_interval, geometry.hash_block_size
@@ -159,8 +161,16 @@ class SharedLoads:
             return True
         num_tokens = load.owner.request.num_prompt_tokens - 1
         ends = [num_tokens // unit * unit for unit in units]
-        return any(
-            end > num_computed_tokens and _is_shared(load, hashes, end // size) for end in ends
+        boundary = kept_boundary(load.owner.request) // units[0] * units[0]
+        if boundary >= end:  # else it lies inside of the load, which brings nothing for it
+            ends.append(boundary)
+        if any(e > num_computed_tokens and _is_shared(load, hashes, e // size) for e in ends):
+            return True
+        is_useful = end > num_computed_tokens and not end % units[0]
+        return (
+            is_useful
+            and _is_shared(load, hashes, load.end_hash)
+            and keep_boundary(load.owner.request, end)
         )
 
 

@@ -29,7 +29,7 @@ from safe_offload.scheduler.blocks import (
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -72,7 +72,8 @@ class EagerStores(StorePolicy):
         num_decode_tokens_max: int,
     ) -> None:
         sizes, kept = hits.geometry.group_block_sizes, gpu.num_tokens_kept(hits.geometry.group_ids)
-        super().__init__(hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, kept))
+        schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, kept)
+        super().__init__(hits, gpu, stores, schedule)
         self._directory = hits.directory
         self._hash_block_size = hits.geometry.hash_block_size
         self._block_sizes = hits.geometry.group_block_sizes

@@ -16,7 +16,7 @@ from safe_offload.scheduler.blocks import (
 )
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
 from safe_offload.scheduler.stores.policy import StorePolicy
-from safe_offload.scheduler.stores.schedule import StoreSchedule
+from safe_offload.scheduler.stores.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -54,9 +54,8 @@ class LazyStores(StorePolicy):
         num_step_blocks: int,
     ) -> None:
         sizes = hits.geometry.group_block_sizes
-        super().__init__(
-            hits, gpu, stores, StoreSchedule(sizes, num_decode_tokens_max, is_lazy=True)
-        )
+        schedule = make_schedule(hits.boundaries, sizes, num_decode_tokens_max, is_lazy=True)
+        super().__init__(hits, gpu, stores, schedule)
         self._num_step_blocks = num_step_blocks
         # More than the host holds would push out what was just stored, step after step.
         self._num_ahead = min(2 * num_step_blocks, hits.slots.num_slots)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_offload.scheduler.requests import Phase
 
 if TYPE_CHECKING:
+    from safe_offload.scheduler.loads.boundaries import Boundaries
     from safe_offload.scheduler.requests import RequestState
 
 
@@ -113,3 +114,27 @@ class StoreSchedule:
         step = self._step + -(-num_missing // self._num_decode_tokens_max)  # rounded up
         step += -step % self.num_steps_between  # to the next multiple
         self._later.setdefault(step, []).append(state)
+
+
+class MovingSchedule(StoreSchedule):
+    """The same, and moves the boundary of each request that is looked at."""
+
+    def __init__(self, boundaries: Boundaries, *what: Any, is_lazy: bool) -> None:
+        super().__init__(*what, is_lazy=is_lazy)
+        self._boundaries = boundaries
+
+    def _plan_next(self, state: RequestState, num_scheduled: int) -> None:
+        num_computed_tokens = state.request.num_computed_tokens + num_scheduled
+        self._boundaries.move(state.request, num_computed_tokens)
+        super()._plan_next(state, num_scheduled)
+
+
+def make_schedule(boundaries: Boundaries, *what: Any, is_lazy: bool = False) -> StoreSchedule:
+    """Return a schedule; where there are boundaries to move, it moves them.
+
+    Args:
+        what, is_lazy: see `StoreSchedule`.
+    """
+    if boundaries.every:
+        return MovingSchedule(boundaries, *what, is_lazy=is_lazy)
+    return StoreSchedule(*what, is_lazy=is_lazy)

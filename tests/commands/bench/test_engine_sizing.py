@@ -26,7 +26,7 @@ def started(*, num_gpu_blocks: int, max_concurrency: float, max_model_len: int =
     ("cpu_bytes", "expected"),
     [(None, {"num_cpu_blocks": 400}), ("1GiB", {"cpu_bytes_to_use": "1GiB"})],
 )
-def test_the_pools_hold_as_many_requests_as_asked_for(cpu_bytes, expected) -> None:
+def test_the_pools_hold_as_many_requests_as_asked_for(cpu_bytes, expected):
     """1,000 blocks hold 10 requests, so 1.6 take 160, and four on the host 400."""
     asked = started(num_gpu_blocks=1000, max_concurrency=10.0)
     found = scale(BenchOptions(cpu_bytes=cpu_bytes), asked)

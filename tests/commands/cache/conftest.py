@@ -3,7 +3,6 @@
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.commands.cache.calls import (
     AFTER_RESET,
     FIRST,
     PASSWORD,
-    Call,
     caller,
     described,
     value_of,
@@ -166,14 +164,14 @@ class Keys(Rig):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     options = {"user": f"reader on >{PASSWORD} ~safe-offload:* +ping +cluster|slots +scan +object"}
     with Server(tmp_path_factory.mktemp("valkey"), options) as server:
         yield server
 
 
 @pytest.fixture
-def keys(server: Server) -> Iterator[Keys]:
+def keys(server):
     with server.client() as client:
         rig = Keys(server, client)
         rig.fill()
@@ -181,7 +179,7 @@ def keys(server: Server) -> Iterator[Keys]:
 
 
 @pytest.fixture
-def bucket(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+def bucket(bucket_server, monkeypatch):
     for name, value in bucket_server.environment().items():
         monkeypatch.setenv(name, value)
     rig = Bucket(bucket_server)
@@ -190,7 +188,7 @@ def bucket(bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> Buck
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path):
     (tmp_path / "tier").mkdir(mode=0o700)
     rig = Folder(tmp_path / "tier")
     rig.fill()
@@ -198,7 +196,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @pytest.fixture
-def folder_as_bucket(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> FolderAsBucket:
+def folder_as_bucket(folder, monkeypatch):
     rig = FolderAsBucket(folder.root)
     monkeypatch.setattr(places, "open_store", lambda place, config: rig.open())
     return rig
@@ -208,20 +206,20 @@ RIGS = ("folder", "keys", "bucket")
 
 
 @pytest.fixture(params=RIGS)
-def rig(request: pytest.FixtureRequest) -> Rig:
+def rig(request):
     found: Rig = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(params=["folder", "keys", "folder_as_bucket"])
-def aged(request: pytest.FixtureRequest) -> Rig:
+def aged(request):
     """A place where objects can be made to look old."""
     found: Rig = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Call:
+def call(capsys, request):
     """Run the command; buckets are those of the server here."""
     run = caller(capsys)
 

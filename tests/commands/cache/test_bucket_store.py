@@ -53,9 +53,7 @@ async def test_every_kind_of_store_is_asked(place, capsys, monkeypatch):
     assert bucket.methods() == ["GET"]
 
 
-async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(capsys, monkeypatch):
     """Who is asked for credentials answers 404, and so does a store without that bucket."""
     for variable in CREDENTIALS:
         monkeypatch.delenv(variable, raising=False)

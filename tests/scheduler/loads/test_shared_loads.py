@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from safe_offload.scheduler.loads import boundaries, shared_loads
 from safe_offload.scheduler.loads.shared_loads import WAIT_MAX_S
 from tests.counts import num_failed
 from tests.scheduler.rig import MakeRig, Rig, times_of_waiting
@@ -107,18 +108,86 @@ def test_sparse_windows_are_shared_where_vllm_keeps_them(make_rig):
     assert rig.counts["shared_waits"] == NUM_OTHERS
 
 
-def test_sparse_windows_are_not_waited_for_where_vllm_does_not_keep_them(make_rig):
-    rig = make_rig(groups=HYBRID, num_blocks=150, retention_interval=0, **WIDE)
+SPARSE = [HYBRID, ("full", "mamba"), ("window:10", "full", "mamba@8")]
+
+
+def make_sparse(make_rig: MakeRig, groups: tuple[str, ...] = HYBRID, **shape: Any) -> Rig:
+    """An engine that keeps of windows and states what vLLM keeps by default."""
+    rig = make_rig(groups=groups, num_blocks=150, retention_interval=0, **{**WIDE, **shape})
     rig.start()
+    return rig
+
+
+def parting(rig: Rig, number: int, num_blocks: int = NUM_BLOCKS_SHARED) -> list[int]:
+    """A prompt that shares some blocks with all others, and has two more of its own."""
+    shared = rig.prompt(num_blocks * BLOCK_TOKENS, 1)
+    return [*shared, *rig.prompt(2 * BLOCK_TOKENS + 1, 100 + number)]
+
+
+def serve_alone(rig: Rig, number: int, num_blocks: int = NUM_BLOCKS_SHARED) -> int:
+    """Serve one of them, and let the GPU forget it; returns how many tokens the host brought."""
+    num_tokens = rig.run_alone(f"alone{number}", parting(rig, number, num_blocks))
+    rig.forget_gpu_cache()
+    return num_tokens
+
+
+def send_parting(rig: Rig, count: int) -> list[str]:
+    names = [f"r{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        rig.add(name, parting(rig, 10 + number))
+    return names
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_draft_tokens": 2}, {"is_async": True}], ids=str)
+def test_sparse_windows_are_kept_where_a_load_ends_that_is_waited_for(make_rig, shape):
+    rig = make_sparse(make_rig, **shape)
     rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
     rig.forget_gpu_cache()
     rig.counts.clear()
-    names = ["a", "b"]
-    for number, name in enumerate(names):
-        rig.add(name, [*rig.prompt(PREFIX_TOKENS + 1, 1), *rig.prompt(30, 100 + number)])
-    finish(rig, names)
+    finish(rig, send_parting(rig, 1 + NUM_OTHERS))
+    assert rig.counts["hit_tokens"] == PREFIX_TOKENS
+    assert rig.counts["shared_waits"] == NUM_OTHERS
+
+
+def test_sparse_windows_are_not_waited_for_where_vllm_cannot_keep_them(make_rig, monkeypatch):
+    for module in boundaries, shared_loads:
+        monkeypatch.setattr(module, "keep_boundary", lambda request, num_tokens: False)
+    rig = make_sparse(make_rig)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    rig.counts.clear()
+    finish(rig, send_parting(rig, 2))
     assert rig.counts["shared_waits"] == 0
     assert rig.counts["hit_tokens"] == 2 * PREFIX_TOKENS, "each has loaded its own"
+
+
+# ---- where prompts part ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", SPARSE, ids=str)
+def test_where_two_prompts_have_parted_the_third_begins(make_rig, groups):
+    """The GPU has forgotten the first when the second comes, so that vLLM does not see it."""
+    rig = make_sparse(make_rig, groups)
+    assert [serve_alone(rig, number) for number in range(4)] == [0, 0, 40, 40]
+    assert rig.run_alone("again", parting(rig, 0)) == 48, "its own end is there too"
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["alone", "with others that wait"])
+def test_prompts_that_part_again_behind_a_hit_share_both_parts(make_rig, count):
+    rig = make_sparse(make_rig)
+    num_more = NUM_BLOCKS_SHARED + 5
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    assert serve_alone(rig, 0, num_more) == PREFIX_TOKENS
+    before = rig.counts["hit_tokens"]
+    names = [f"r{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        rig.add(name, parting(rig, 10 + number, num_more))
+    finish(rig, names)
+    rig.forget_gpu_cache()
+    assert rig.counts["hit_tokens"] - before == PREFIX_TOKENS, "one has loaded, once"
+    assert serve_alone(rig, 1, num_more) == num_more * BLOCK_TOKENS
+    assert serve_alone(rig, 2) == PREFIX_TOKENS
 
 
 def test_who_waits_takes_no_longer_than_who_loads(make_rig):
@@ -155,6 +224,74 @@ def test_a_longer_load_is_waited_for_by_who_needs_less(make_rig):
     send(rig, 1)
     finish(rig, ["r1", "longer"])
     assert rig.counts["loaded_blocks"] == NUM_BLOCKS_SHARED + 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_step_tokens", "positions"),
+    [
+        (HYBRID, 512, [144]),  # the window takes 3 blocks: a fourth of those of 48 tokens
+        (HYBRID, 32, [48, 96, 144]),
+        (HYBRID, 46, [48, 144]),  # at token 92 it is too late for the window of 96
+        (("full", "window:10", "window:5"), 512, [128]),
+        (("full", "mamba"), 32, [64, 128]),  # a step may be cut in two, every other time
+        (("full", "mamba"), 512, []),
+        (("full", "window:10", "mamba"), 32, [64, 128]),
+    ],
+    ids=str,
+)
+def test_while_nothing_is_known_positions_of_a_prompt_are_kept(
+    make_rig, groups, num_step_tokens, positions
+):
+    """With the default retention; the second finds the last of them, and keeps where it parts."""
+    num_blocks = 40
+    for boundary in [*positions, 0]:
+        rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens)
+        rig.run_alone("first", parting(rig, 0, num_blocks))
+        rig.forget_gpu_cache()
+        # It parts a little behind this position, or at the end.
+        num_shared = boundary // BLOCK_TOKENS + 3 if boundary else num_blocks
+        assert rig.run_alone("second", parting(rig, 1, num_shared)) == (
+            boundary or max(positions, default=0)
+        )
+        rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_step_tokens"), [(HYBRID, 512), (("full", "mamba"), 24)], ids=str
+)
+@pytest.mark.parametrize("shape", [{}, {"is_async": True}, {"is_v2": True, "has_streams": True}])
+def test_positions_of_an_answer_are_kept_too(make_rig, groups, num_step_tokens, shape):
+    """vllm#50551: what follows an answer begins behind most of it."""
+    rig = make_sparse(make_rig, groups, max_batched_tokens=num_step_tokens, **shape)
+    first = rig.prompt(21, 1)
+    rig.run_alone("first", first, max_tokens=100)
+    rig.forget_gpu_cache()
+    then = [*first, *rig.answers["first"], *rig.prompt(9, 2)]
+    assert rig.run_alone("then", then) == 96
+    rig.check_idle()
+
+
+def test_who_parts_before_is_not_left_behind_by_who_parts_behind(make_rig):
+    """One loads, and would keep where it leaves the first; the others go on where the load ends."""
+    rig = make_sparse(make_rig)
+    rig.run_alone("warm", rig.prompt(PREFIX_TOKENS + 1, 1), max_tokens=1)
+    rig.forget_gpu_cache()
+    num_more = NUM_BLOCKS_SHARED + 5
+    assert serve_alone(rig, 0, num_more) == PREFIX_TOKENS
+    before = rig.counts["hit_tokens"]
+    rig.add("far", parting(rig, 9, num_more))
+    finish(rig, ["far", *send_parting(rig, 3)])
+    assert rig.counts["hit_tokens"] - before == PREFIX_TOKENS, "one has loaded, once"
+
+
+def test_where_prompts_part_goes_before_a_position(make_rig):
+    rig = make_sparse(make_rig, ("full", "mamba"), max_batched_tokens=32)
+    assert [serve_alone(rig, number, num_blocks=46) for number in range(3)] == [0, 128, 184]
+
+
+def test_with_another_retention_vllm_keeps_what_it_keeps(make_rig):
+    rig = make_rig(groups=HYBRID, retention_interval=16, num_blocks=150, **WIDE)
+    assert rig.planner.hits.boundaries.every == 0
 
 
 # ---- others are not held up --------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ from tests.tiers.contract import FACTS, PATIENCE_S
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return tmp_path / "tier"
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
+def base():
     """A directory that every user may enter, and only we may write."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
@@ -28,7 +27,7 @@ def base() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def make(root: Path) -> AsyncIterator[Callable[..., FileTier]]:
+async def make(root):
     tiers: list[FileTier] = []
 
     def one_more(path: Path = root, kind: type[FileTier] = FileTier, **settings: int) -> FileTier:

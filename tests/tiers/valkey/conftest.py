@@ -1,6 +1,5 @@
 """What tests of the Valkey tier use."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,14 @@ from tests.valkey_server import Server, url_config
 
 
 @pytest.fixture(scope="session")
-def valkey(tmp_path_factory: Any) -> Iterator[Server]:
+def valkey(tmp_path_factory):
     """A server that no test ends."""
     with Server(tmp_path_factory.mktemp("valkey")) as server:
         yield server
 
 
 @pytest.fixture
-def server(valkey: Server) -> Iterator[Server]:
+def server(valkey):
     """A server as it is after its start."""
     with valkey.client() as client:
         client.flushall()
@@ -30,7 +29,7 @@ def server(valkey: Server) -> Iterator[Server]:
 
 
 @pytest.fixture
-async def make() -> AsyncIterator[Callable[..., ValkeyTier]]:
+async def make():
     """Tiers at urls, closed in the end."""
     tiers: list[ValkeyTier] = []
 

@@ -279,7 +279,7 @@ async def test_an_aborted_connection_hands_out_no_memory_of_a_slot(wire):
         await reply
 
 
-async def test_a_text_may_be_as_long_as_was_said(wire: Wire) -> None:
+async def test_a_text_may_be_as_long_as_was_said(wire):
     size = 150_000
     reply = wire.ask_tree([b""], text_bytes_max=size)
     feed(wire, b"$%d\r\n%b\r\n" % (size, b"x" * size))

@@ -77,8 +77,8 @@ def test_what_cannot_be_used(bucket_server, monkeypatch, url):
 
 
 async def test_a_machine_without_a_role_is_not_only_told_of_a_missing_bucket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     async with ScriptedBucket(lambda request: answer("404 Not Found")) as no_role:

@@ -211,7 +211,7 @@ def test_tls(tmp_path):
 # ---- no server --------------------------------------------------------------------------------
 
 
-def test_no_server() -> None:
+def test_no_server():
     held, port = hold_port()
     with held:
         (problem,) = check_tier(TierConfig.at(f"redis://{LOCALHOST}:{port}"))
@@ -251,7 +251,7 @@ def test_a_server_that_drips(monkeypatch):
     assert "does not come to an end" in trial.problem
 
 
-def test_what_a_server_says_of_itself_is_printed_escaped() -> None:
+def test_what_a_server_says_of_itself_is_printed_escaped():
     said = "\x1b]0;owned\x07" * 100
 
     numbers = dict.fromkeys(("maxmemory", "used_memory", "evicted_keys", "aof_enabled"), 1)
