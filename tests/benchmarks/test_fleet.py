@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from safe_offload.tiers.base import Buffers, Name, Result
+from safe_offload.tiers.breaker import FAILURES_MAX
 from safe_offload.tiers.files.tier import FileTier
-from safe_offload.tiers.guarded_tier import FAILURES_MAX
 from tests.benchmarks import fleet_engine
 from tests.benchmarks.fleet import MIDDLE, START, VOCABULARY, Fleet, Row, make_prompts
 from tests.benchmarks.fleet_engine import FleetCore, Sample

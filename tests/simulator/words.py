@@ -15,6 +15,7 @@ ZEROED = 0
 """What vLLM's zeroing of a new block leaves."""
 _GROUP_BITS = 4
 _MASK = (1 << 61) - 1
+_WORD_MASK = _MASK >> _GROUP_BITS  # with the group, a word is a signed number of 64 bits
 
 
 @functools.cache
@@ -64,7 +65,7 @@ class Sequel:
         if len(words) < end:
             self._prefix_word(end - 1)
             chain = self._chain[len(words) : end]
-            words += [word << _GROUP_BITS ^ place_bits for word in chain]
+            words += [(word & _WORD_MASK) << _GROUP_BITS ^ place_bits for word in chain]
         return words[start:end]
 
     def _prefix_word(self, position: int) -> int:

@@ -96,6 +96,10 @@ class TensorDevice:
         operation = self._add("check", block_id, first, expected)
         operation.reports.append((len(operation.words), report))
 
+    def strangers(self, block_id: int, num_words: int, group_idx: int) -> list[int]:
+        """None: the simulator's device looks for them; here nothing is read beside the stream."""
+        return []
+
     def _add(self, kind: str, block_id: int, first: int, words: list[int]) -> Operation:
         if not self._operations or self._operations[-1].kind != kind:
             self._operations.append(Operation(kind))

@@ -37,6 +37,7 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("\nHow.\n\na table\n\na line\n\nwrote ")
     assert json.loads(file.read_text()) == {
         "method": "How.",
+        "text": "How.\n\na table\n\na line",
         "machine": {"cores": 4},
         "options": {"rounds": 2},
         "rows": [1],
