@@ -188,8 +188,12 @@ def _snapshot(place: ModelPlace, listing: _Listing) -> str:
 
 
 def process_started_ns() -> int:
-    """Return when this process was started, by the clock that files are stamped with."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    """Return when this process was started, by the clock that files are stamped with.
+
+    Linux gives the tick in which it was. The end of that is meant: no process loads a model in its
+    first tick, and a file that was written just before the start has not changed after it.
+    """
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) + 1
     started_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started_ns)
 

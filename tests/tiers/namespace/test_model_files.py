@@ -11,6 +11,8 @@ import os
 import random
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -757,6 +759,15 @@ def test_each_change_after_the_start_is_a_doubt(model, kept, tmp_path):
         wait_for_a_tick()
         change()
         assert doubts_of(current, kept, since_ns) != (), number
+
+
+def test_what_was_written_just_before_the_start_has_not_changed_after_it(tmp_path):
+    """Linux says in which hundredth of a second a process started, and it may be the same."""
+    script = f"from {model_files.__name__} import process_started_ns as f; print(f())"
+    for number in range(5):
+        (tmp_path / f"{number}").touch()
+        shown = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True)
+        assert int(shown.stdout) >= (tmp_path / f"{number}").stat().st_ctime_ns
 
 
 @pytest.mark.parametrize("how", ["edited", "linked"])
