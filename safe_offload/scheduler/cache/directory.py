@@ -163,9 +163,9 @@ class Directory:
         return held
 
     def forget_all(self) -> list[int]:
-        """Begin a new epoch with empty tables; return the slots that were in them."""
+        """Begin a new epoch with empty tables; return those that were filled, the last first."""
         self.epoch += 1
-        return self.forget(list(self.hashes))
+        return self.forget(sorted(self.hashes, reverse=True))
 
     def mend(self, leased: Iterable[int]) -> None:
         """After an error: rebuild the tables, without what was being stored without a lease."""

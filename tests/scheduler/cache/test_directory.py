@@ -57,7 +57,7 @@ def test_forgetting_all_begins_another_epoch():
     directory = Directory(4, 2)
     filled(directory, "a")
     directory.begin_store([1], 1, hashes_of("a"), {})
-    assert directory.forget_all() == [0, 1]
+    assert directory.forget_all() == [1, 0]
     assert directory.epoch == 1
     assert directory.kept() == {}
     assert not any(directory.tables)

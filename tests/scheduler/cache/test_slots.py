@@ -56,6 +56,17 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
 
 
+def test_after_a_reset_slots_are_granted_from_the_first_on():
+    pool = pool_of(5)
+    first, second = fill(pool, "a", "b"), fill(pool, "c", "d", "e")
+    pool.release(second)
+    pool.release(first)
+    pool.lease([1, 4])
+    pool.release([4])
+    pool.forget_all()
+    assert pool.grant(5) == [0, 2, 3, 4]
+
+
 # ---- leases ------------------------------------------------------------------------------------
 
 
