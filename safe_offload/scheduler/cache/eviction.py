@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -20,7 +20,9 @@ PROTECTED_SHARE = 0.2
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
 HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
 GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
-NO_HASHES: Mapping[int, bytes] = {}
+
+
+Hashes = Sequence[bytes | None]
 
 
 class EvictionPolicy:
@@ -31,7 +33,7 @@ class EvictionPolicy:
     `hashes` has what each filled slot holds, for policies that know again what they evicted.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         # Mutable, here and in each policy: changed by the methods below and by nothing else.
         self._queue = _Queue(num_slots)
         self._age_s = 0.0
@@ -112,7 +114,7 @@ class Slru(EvictionPolicy):
     and that the share is of what is evictable, enforced when something is evicted.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         super().__init__(num_slots, hashes)  # its queue is the one on probation
         self._protected = _Queue(num_slots)
         self._was_hit = bytearray(num_slots)
@@ -175,9 +177,9 @@ class Returns(EvictionPolicy):
     known again by the hash of their first block, so that what returns too late is learned of too.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         super().__init__(num_slots, hashes)  # its queue has what was hurried
-        self._hashes = hashes
+        self._hashes = hashes or [None] * num_slots
         self._now_s = 0.0
         self._last_ticket = 0
         self._num_slots = 0  # in batches
@@ -282,7 +284,7 @@ class Returns(EvictionPolicy):
         """Add slots that follow on nothing, unless what they hold was evicted before."""
         if slots:
             kind = _NEW
-            ghost = self._ghosts.pop(self._hashes.get(slots[-1], b""), None)
+            ghost = self._ghosts.pop(self._hashes[slots[-1]] or b"", None)
             if ghost is not None:
                 gap_s = self._now_s - ghost.released_s
                 kind = self._used_again(ghost.kind & ~_SHARED, gap_s, ghost.size, was_gone=True)
@@ -322,7 +324,7 @@ class Returns(EvictionPolicy):
     def _bury(self, batch: _Batch, first_slot: int) -> None:
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
-        first_hash = self._hashes.get(first_slot)
+        first_hash = self._hashes[first_slot]
         if first_hash is not None:
             self._ghosts[first_hash] = batch
             if len(self._ghosts) > GHOSTS_MAX:
