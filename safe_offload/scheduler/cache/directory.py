@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SPLIT_FROM = 1 << 18
 """Slots from which on a table is many dictionaries: one makes itself anew in 25 ms, as it grows and
-again after as many changes (docs/benchmarks/scheduler.md)."""
+again after as many changes (docs/benchmarks.md: large hosts)."""
 
 
 class Key(NamedTuple):
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 class SplitTable(MutableMapping[bytes, int]):
-    """256 dictionaries, by the first byte of a hash, so that none takes long to make itself anew."""
+    """256 dictionaries, by the first byte of a hash: none takes long to make itself anew."""
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(256)]
@@ -51,6 +51,7 @@ class SplitTable(MutableMapping[bytes, int]):
         return sum(map(len, self._parts))
 
     def get(self, block_hash: bytes, default: Any = None) -> Any:
+        """Return the slot, or the default."""
         return self._parts[block_hash[0]].get(block_hash, default)
 
 

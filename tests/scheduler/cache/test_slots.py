@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.scheduler.cache.directory import Directory, Key, SplitTable
-from safe_offload.scheduler.cache.eviction import POLICIES, EvictionPolicy
+from safe_offload.scheduler.cache.eviction import EvictionPolicy
+from safe_offload.scheduler.cache.policies import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
 
 
@@ -58,17 +59,6 @@ def test_what_is_filled_is_evicted_only_when_nothing_is_empty():
     assert pool.grant(1) == [2], "the tail of the prefix goes before its head"
     assert pool.directory.version > version
     assert pool.directory.find_run(0, hashes_of("a", "b", "c")) == [0, 1]
-
-
-def test_after_a_reset_slots_are_granted_from_the_first_on():
-    pool = pool_of(5)
-    first, second = fill(pool, "a", "b"), fill(pool, "c", "d", "e")
-    pool.release(second)
-    pool.release(first)
-    pool.lease([1, 4])
-    pool.release([4])
-    pool.forget_all()
-    assert pool.grant(5) == [0, 2, 3, 4]
 
 
 # ---- leases ------------------------------------------------------------------------------------
