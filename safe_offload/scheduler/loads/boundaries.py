@@ -42,8 +42,9 @@ class Boundaries:
         self._hash_block_size = geometry.hash_block_size
         self._num_step_tokens = num_step_tokens
         self.every = 0
-        needs = cache_hits.boundary_blocks(coordinator)
-        sizes = geometry.group_block_sizes
+        all_needs = cache_hits.boundary_blocks(coordinator)
+        needs = [all_needs[group_idx] for group_idx in geometry.group_ids]
+        sizes = [geometry.group_block_sizes[group_idx] for group_idx in geometry.group_ids]
         blocks_per_token = sum(
             1 / size for size, need in zip(sizes, needs, strict=True) if not need
         )
