@@ -25,6 +25,7 @@ from safe_offload.scheduler.blocks import (
     get_block_hash,
     hashes_of,
     missing_blocks,
+    slots_found,
 )
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -171,17 +172,21 @@ class EagerStores(StorePolicy):
         offers = getattr(block_state, "boundary_state_offloads", None)
         if not offers:
             return
-        blocks = []
         for request_id in output.num_scheduled_tokens:
             state = book.get(request_id)
             if state is None or request_id not in offers:
                 continue
+            blocks = []
             limit = state.limits.store_tokens
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-        for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, self._directory.tables):
-            self._stores.add(missing, None, is_intact=False)
+            hash_objects, tables = hashes_of(blocks), self._directory.tables
+            present = slots_found(hash_objects, tables)
+            if present:
+                self._stores.extend_prefix(state, self._directory.filled(present))
+            for missing in missing_blocks(blocks, hash_objects, self._gpu, tables):
+                self._stores.add(missing, state, is_intact=False)
 
     def _drop_given_away(self) -> None:
         """Forget of what found no slot what this step writes: it can be stored no more.
