@@ -193,6 +193,10 @@ class SlotPool:
         """A load reads these slots."""
         self._hit.update(slots)
 
+    def unread(self, slots: Sequence[int]) -> list[int]:
+        """Return those of the slots that no load has read since they were filled."""
+        return [slot for slot in slots if slot not in self._hit]
+
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""
         self._now_s = now_s

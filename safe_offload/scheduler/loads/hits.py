@@ -21,6 +21,7 @@ from safe_offload.scheduler.loads.boundaries import Boundaries
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
     from safe_offload.scheduler.cache.slots import SlotPool
 
@@ -184,6 +185,8 @@ class HostHits:
         self._hash_block_size = hash_block_size
         self._alignment_tokens = self.geometry.alignment_tokens
         self._is_plain = self.geometry.is_plain
+        self._reads_all = cache_hits.reads_all_before(self._coordinator)
+        self._num_end_blocks = sum(cache_hits.boundary_blocks(self._coordinator))
         self.parted_at = 0
         self._full_group = cache_hits.full_attention_group(self._coordinator, hash_block_size)
 
@@ -223,6 +226,27 @@ class HostHits:
                 return None
         as_of = self.directory.version, self.directory.num_forgets
         return Hit(slots_by_group, num_tokens, num_computed_tokens, end_max, as_of, self.parted_at)
+
+    def spare(self, request: Request, ends: Iterable[int], slots: Sequence[int]) -> list[int]:
+        """Return which of a request's slots no hit is known to need.
+
+        They have windows and states of positions before its end, which were kept in case that
+        another prompt goes on there, and which no load has read yet.
+
+        Args:
+            ends: tokens at which hits of this request end, beside the ends of prompt and answer.
+            slots: that the request holds.
+        """
+        group_of, reads_all = self.directory.group_of, self._reads_all
+        found = self.slots.unread([slot for slot in slots if not reads_all[group_of(slot)]])
+        if len(found) <= self._num_end_blocks:
+            return []
+        kept: set[int] = set()
+        for end in {request.num_prompt_tokens - 1, request.num_tokens, *ends}:
+            hit = self.find_hit(request.block_hashes, 0, end)
+            if hit is not None:
+                kept.update(hit.slots())
+        return [slot for slot in found if slot not in kept]
 
     def is_still_longest(
         self, hit: Hit, block_hashes: Sequence[bytes], num_computed_tokens: int, end_max: int
