@@ -148,10 +148,10 @@ def boundary_blocks(coordinator: Any) -> list[int]:
     return needs
 
 
-def reads_all_before(coordinator: Any) -> list[bool]:
-    """Return for each group whether a hit needs all of its blocks, not only those at its end."""
+def reads_ends(coordinator: Any) -> list[bool]:
+    """Return for each group whether a hit needs only the blocks at its end, or one state."""
     specs = (manager.kv_cache_spec for manager in coordinator.single_type_managers)
-    return [isinstance(spec, FullAttentionSpec) for spec in specs]
+    return [not isinstance(spec, FullAttentionSpec) for spec in specs]
 
 
 def uncached_tokens(found: tuple[Any, ...]) -> int:

@@ -32,7 +32,6 @@ __all__ = [
     "get_group_id",
     "hashes_of",
     "missing_blocks",
-    "slots_found",
 ]
 
 # The slot behind the property: thousands are read in one step, and a property is a Python call.
@@ -326,15 +325,6 @@ def missing_blocks(
             owned = block_set.intact()  # what was given away has the hashes of its next owner
             block_set.more_keys = find_more_keys(gpu, owned.blocks, owned.hashes)
     return missing
-
-
-def slots_found(
-    hash_objects: Iterable[bytes | None], tables: Sequence[Mapping[bytes, int]]
-) -> list[int]:
-    """Return the slots of those that the host has or is about to have; see `missing_blocks`."""
-    hashed = dict.fromkeys(h for h in hash_objects if h is not None)
-    slots = (tables[get_group_id(h)].get(get_block_hash(h)) for h in hashed)
-    return [slot for slot in slots if slot is not None]
 
 
 def find_more_keys(

@@ -25,7 +25,6 @@ from safe_offload.scheduler.blocks import (
     get_block_hash,
     hashes_of,
     missing_blocks,
-    slots_found,
 )
 from safe_offload.scheduler.loads.hits import needed
 from safe_offload.scheduler.requests import Phase, RequestBook, RequestState
@@ -181,11 +180,8 @@ class EagerStores(StorePolicy):
             for _, block_id, num_tokens in offers[request_id]:
                 if limit is None or num_tokens <= limit:
                     blocks.append(self._gpu.block(block_id))
-            hash_objects, tables = hashes_of(blocks), self._directory.tables
-            present = slots_found(hash_objects, tables)
-            if present:
-                self._stores.extend_prefix(state, self._directory.filled(present))
-            for missing in missing_blocks(blocks, hash_objects, self._gpu, tables):
+            tables = self._directory.tables
+            for missing in missing_blocks(blocks, hashes_of(blocks), self._gpu, tables):
                 self._stores.add(missing, state, is_intact=False)
 
     def _drop_given_away(self) -> None:

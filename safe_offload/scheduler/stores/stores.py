@@ -177,14 +177,19 @@ class Stores:
             self._release_whole(state)
 
     def _release_whole(self, state: RequestState) -> None:
-        """Release the prefix of a request that has ended; what no hit needs of it goes first."""
+        """Release the prefix of a request that has ended, with all that its hits need.
+
+        What they do not need goes first: windows and states that are spare.
+        """
         prefix = self._prefixes.get(state)
-        slots = prefix.slots if prefix is not None else []
+        spare: Sequence[int] = ()
+        if prefix is not None and not self._hits.geometry.is_plain:
+            spare, needed = self._hits.at_ends(state.request, state.hit_ends, prefix.slots)
+            if needed:
+                self._leases.extend(prefix, needed)
         self.release_prefix(state)
-        if slots and not self._hits.geometry.is_plain:
-            spare = self._hits.spare(state.request, state.hit_ends, slots)
-            if spare:
-                self._hits.slots.evict_first(spare)
+        if spare:
+            self._hits.slots.evict_first(spare)
 
     # ---- a step is planned ---------------------------------------------------------------------
 
