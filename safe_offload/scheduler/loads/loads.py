@@ -125,7 +125,8 @@ class Loads:
             hit = self._hits.find_hit(*wanted)
             if hit is None:
                 if not self._is_plain:
-                    self._boundaries.part(request, self._hits.parted_at)
+                    state.ends_hits_at(num_computed_tokens)
+                    self._boundaries.part(state, self._hits.parted_at)
                     self._boundaries.move(request, num_computed_tokens)
                 return 0
         ledger = self.ledger
@@ -140,7 +141,7 @@ class Loads:
             return 0
         if not self._admission.admits(state, num_computed_tokens + hit.num_tokens):
             self._counters[Count.POSTPONED_HITS] += 1
-            self._boundaries.part(request, hit.parted_at)
+            self._boundaries.part(state, hit.parted_at)
             self.drop_hit(state)
             return 0
         if hit is not progress.hit:
