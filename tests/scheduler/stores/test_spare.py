@@ -49,6 +49,12 @@ def hit_tokens(engine: PeerEngine, request: Any) -> int:
     return hit.num_tokens if hit else 0
 
 
+def crowd(engine: PeerEngine) -> None:
+    """Let something else take all empty slots and a few more."""
+    num_empty = engine.connector.side.hits.slots.num_empty
+    ask(engine, "other", prompt(7, (num_empty + 2) * BLOCK))
+
+
 def slots_of(groups: tuple[str, ...], **what: Any) -> tuple[int, int]:
     """Slots of one prompt in ample memory, and of those the ones that a hit at its end needs."""
     engine = make_engine(groups, 1000, **what)
@@ -81,7 +87,7 @@ def test_where_prompts_were_seen_to_part_the_windows_stay():
     stem = prompt(0, 20 * BLOCK)
     for number in range(2):  # the second parts from the first
         ask(engine, f"stem {number}", [*stem, *prompt(number, 15 * BLOCK)])
-    ask(engine, "other", prompt(7, 10 * BLOCK))
+    crowd(engine)
     third = engine.make_request([*stem, *prompt(2, 5 * BLOCK)], "third")
     assert hit_tokens(engine, third) == len(stem)
 
@@ -99,7 +105,7 @@ def test_windows_stay_where_others_begin_on_the_gpu():
         ask(engine, f"on the GPU {number}", [*stem, *prompt(number, 15 * BLOCK)])
         assert engine.num_computed - num_before == 15 * BLOCK
     assert not engine.counts["hit_tokens"]
-    ask(engine, "other", prompt(7, 10 * BLOCK))
+    crowd(engine)
     last = engine.make_request([*stem, *prompt(9, 5 * BLOCK)], "last")
     assert hit_tokens(engine, last) == len(stem)
 
