@@ -8,14 +8,14 @@ no object for each slot, and a batch, not a slot, is what moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from safe_offload.scheduler.cache.slot_queue import SlotQueue
 
 PROTECTED_SHARE = 0.2
 """Of the evictable slots. More holds more against a flood of one-off prompts, and loses hits where
 recency is all that counts (docs/benchmarks.md: eviction policies)."""
-NO_HASHES: Mapping[int, bytes] = {}
+Hashes = Sequence[bytes | None]
 
 
 class EvictionPolicy:
@@ -26,7 +26,7 @@ class EvictionPolicy:
     `hashes` has what each filled slot holds, for policies that know again what they evicted.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         # Mutable, here and in each policy: changed by the methods below and by nothing else.
         self._queue = SlotQueue(num_slots)
         self._age_s = 0.0
@@ -107,7 +107,7 @@ class Slru(EvictionPolicy):
     and that the share is of what is evictable, enforced when something is evicted.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         super().__init__(num_slots, hashes)  # its queue is the one on probation
         self._protected = SlotQueue(num_slots)
         self._was_hit = bytearray(num_slots)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from safe_offload.scheduler.cache.eviction import NO_HASHES, EvictionPolicy
+from safe_offload.scheduler.cache.eviction import EvictionPolicy, Hashes
 
 HORIZON_S = 60.0  # to `Returns` a use so much later is worth half as much
 GHOSTS_MAX = 4096  # evicted batches that `Returns` knows again
@@ -24,9 +24,9 @@ class Returns(EvictionPolicy):
     known again by the hash of their first block, so that what returns too late is learned of too.
     """
 
-    def __init__(self, num_slots: int, hashes: Mapping[int, bytes] = NO_HASHES) -> None:
+    def __init__(self, num_slots: int, hashes: Hashes = ()) -> None:
         super().__init__(num_slots, hashes)  # its queue has what was hurried
-        self._hashes = hashes
+        self._hashes = hashes or [None] * num_slots
         self._now_s = 0.0
         self._last_ticket = 0
         self._num_slots = 0  # in batches
@@ -131,7 +131,7 @@ class Returns(EvictionPolicy):
         """Add slots that follow on nothing, unless what they hold was evicted before."""
         if slots:
             kind = _NEW
-            ghost = self._ghosts.pop(self._hashes.get(slots[-1], b""), None)
+            ghost = self._ghosts.pop(self._hashes[slots[-1]] or b"", None)
             if ghost is not None:
                 gap_s = self._now_s - ghost.released_s
                 kind = self._used_again(ghost.kind & ~_SHARED, gap_s, ghost.size, was_gone=True)
@@ -171,7 +171,7 @@ class Returns(EvictionPolicy):
     def _bury(self, batch: _Batch, first_slot: int) -> None:
         self._drop(batch)
         self._worth.lose(_queue_of(batch.kind), batch.size)
-        first_hash = self._hashes.get(first_slot)
+        first_hash = self._hashes[first_slot]
         if first_hash is not None:
             self._ghosts[first_hash] = batch
             if len(self._ghosts) > GHOSTS_MAX:
