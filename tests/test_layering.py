@@ -101,6 +101,7 @@ FIELDS_OF_VLLM = {
 
 READS_PRIVATE = {
     "engine/children/held_stores.py": ("_run",),  # holds the copies of a real worker
+    "engine/children/poisoned.py": ("_run",),  # lets copies fail, or leave out a block
     "engine/faulty.py": ("_run",),  # lets the copies of a real server fail
     "scheduler/test_failures.py": ("_kv_cache_config",),  # of vLLM's base class
     "simulator/test_backend_contract.py": ("_is_closed",),  # of the simulator's own backend
