@@ -184,9 +184,11 @@ class Planner(SchedulerSide):
             self.policy = EagerStores(hits, gpu, self.stores, num_decoded)
         self.tiers: Tiers | NoTiers = NoTiers()
         if tiered_hits is not None and options.tiers:
-            what = hits, gpu, self.leases, transfer_ids, self.costs, counters, options.tiers
+            what = hits, gpu, self.leases, self.loads.ledger, transfer_ids, self.costs
             context = TierContext(
                 *what,
+                counters,
+                options.tiers,
                 num_ranks,
                 options.slot_bytes,
                 options.new_generation,

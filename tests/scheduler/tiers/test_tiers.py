@@ -617,7 +617,7 @@ def test_what_a_tier_refuses_is_counted_and_not_offered_again(make_tiers):
     rig.check_idle()
 
 
-EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, stores_evicted=True),)
+EVICTED = (TierConfig(Location("file", "/nowhere"), wait_s=WAIT_S, store="evicted"),)
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "returns"])
@@ -663,6 +663,45 @@ def test_where_only_what_is_evicted_is_spilled_what_was_fetched_is_not(make_tier
     assert len(hashes - stored(rig)) > 5, "most of it is evicted"
     assert rig.spills
     assert not fetched & set(keys_in(rig.spills))
+    rig.check_idle()
+
+
+HIT = tuple(replace(tier, store="hit") for tier in EVICTED)
+
+
+@pytest.mark.parametrize("groups", [("full",), ("window:10", "full@8")], ids=str)
+def test_where_only_what_was_hit_is_spilled_it_is_with_all_before_it(make_tiers, groups):
+    rig = make_tiers(groups=groups, num_blocks=150, num_slots=200, tiers=HIT)
+    rig.run_alone("a", rig.prompt(33, 0), max_tokens=1)
+    rig.run_alone("b", rig.prompt(33, 1), max_tokens=1)
+    rig.run_alone("c", [*rig.prompt(33, 0)[:32], 7], max_tokens=1)
+    assert not rig.spills, "the GPU had it"
+    rig.forget_gpu_cache()
+    rig.run_alone("d", rig.prompt(17, 0), max_tokens=1)  # 16 tokens, which the GPU now has
+    rig.run_alone("e", rig.prompt(33, 0), max_tokens=1)
+    rig.run_alone("f", rig.prompt(33, 0), max_tokens=1)
+    rig.drain()
+    asked = keys_in(rig.spills)
+    assert len(asked) == len(set(asked)), "each once"
+    assert len(asked) == rig.counts["spilled_blocks"] > 0
+    rig.check_idle()
+    again = make_tiers(groups=groups, num_blocks=150, tier=rig.tier, tiers=HIT)
+    assert again.run_alone("a", rig.prompt(33, 0), max_tokens=1) == 32
+    assert again.run_alone("b", rig.prompt(33, 1), max_tokens=1) == 0
+    again.forget_gpu_cache()
+    assert again.run_alone("a2", rig.prompt(33, 0), max_tokens=1) == 32
+    again.drain()
+    assert not again.spills, "the tier has it already"
+
+
+def test_where_only_what_was_hit_is_spilled_a_refusal_is_the_last_word(make_tiers):
+    rig = make_tiers(tiers=HIT)
+    rig.tier.refused = True
+    for name in "abc":
+        rig.run_alone(name, rig.prompt(33, 0), max_tokens=1)
+        rig.forget_gpu_cache()
+    rig.drain()
+    assert rig.counts['dropped_spill_blocks{reason="refused"}'] == len(keys_in(rig.spills)) == 8
     rig.check_idle()
 
 
@@ -772,7 +811,7 @@ def test_after_a_reset_nothing_is_kept(make_tiers):
 
 
 def test_where_only_what_is_evicted_is_written_it_is_kept_when_it_is(make_tiers):
-    evicted = tuple(replace(tier, stores_evicted=True) for tier in KEEPING)
+    evicted = tuple(replace(tier, store="evicted") for tier in KEEPING)
     rig = make_far(make_tiers, num_slots=64)
     rig = make_tiers(tier=rig.tier, tiers=evicted, num_slots=64)
     rig.run_alone("a", prompt(rig, 1), max_tokens=1)
