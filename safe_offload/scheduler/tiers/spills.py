@@ -38,16 +38,17 @@ class Spills:
     """Blocks that wait to be spilled, and those that are.
 
     Its state, which nothing else changes: the blocks that wait, by slot, in the order in which they
-X version of the directory all that is to be looked at has been.
+    came; the ledger; and, where not all is spilled, what tiers have of the slots, and as of which
+    version of the directory all that is to be looked at has been.
 
     What a tier has goes with its number, its origin; 0 stands for what none is known to have.
 
-    Args:
-        context: of the tiers.
-        private: hashes of blocks that are never spilled.
+        Args:
+            context: of the tiers.
+            private: hashes of blocks that are never spilled.
 
-    Attributes:
-        looks: in each plan it is looked at what is evicted next, or has been hit.
+        Attributes:
+            looks: in each plan it is looked at what is evicted next, or has been hit.
     """
 
     def __init__(self, context: TierContext, private: Set[bytes]) -> None:
