@@ -28,7 +28,9 @@ _FOREIGN_KEYS = ("do_remote_prefill", "do_remote_decode")
 
 
 class GuidedPlanner(Planner):
-    """See `Planner`. Its own state: the pins, and ended requests that are still to be demoted."""
+    """See `Planner`. Its own state: the pins, ended requests that are still to be demoted, and what
+    the clients of those that have ended since the last plan are told.
+    """
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class GuidedPlanner(Planner):
         self._nowhere: Present = tuple({} for _ in hits.geometry.group_block_sizes)
         self.pins = Pins(self.hits.slots, self.leases, self.options.pin_share)
         self._demoted: list[Request] = []
+        self._answers: dict[Request, dict[str, int]] = {}
 
     def on_new_request(self, request: Request) -> RequestState:
         """See `Planner`."""
@@ -55,6 +58,7 @@ class GuidedPlanner(Planner):
     def build_connector_meta(self, scheduler_output: SchedulerOutput, now_s: float) -> StepPlan:
         """See `Planner`."""
         self.pins.set_time(now_s)
+        self._answers.clear()
         if self._demoted:
             self._demoted = [request for request in self._demoted if not self._demote(request)]
         return super().build_connector_meta(scheduler_output, now_s)
@@ -63,7 +67,8 @@ class GuidedPlanner(Planner):
         """See `Planner`; return what was pinned, if it was to be."""
         state = self.book.find(request) or self.on_new_request(request)
         if state.finished:
-            return super().request_finished(request)
+            super().request_finished(request)
+            return self._answers.get(request)  # as it was (I4)
         limits = state.limits
         if limits.pin_s and not self._is_disabled and state not in self.outdated.tables:
             self.policy.store_now(state)
@@ -75,11 +80,13 @@ class GuidedPlanner(Planner):
             return None
         if not limits.pin_s:
             self.pins.remove(request.block_hashes)
-            return self._answer(request, 0, 0)
-        num_wanted, num_pinned = self._pin(request, limits.pin_s)
-        num_unpinned = max(0, num_wanted - num_pinned)
-        self._counters[Count.UNPINNED_TOKENS] += num_unpinned
-        return self._answer(request, num_pinned, num_unpinned)
+            self._answer(request, 0, 0)
+        else:
+            num_wanted, num_pinned = self._pin(request, limits.pin_s)
+            num_unpinned = max(0, num_wanted - num_pinned)
+            self._counters[Count.UNPINNED_TOKENS] += num_unpinned
+            self._answer(request, num_pinned, num_unpinned)
+        return self._answers.get(request)
 
     def _pin(self, request: Request, pin_s: float) -> tuple[int, int]:
         """Pin a request that has ended; return how many tokens it may be, and are."""
@@ -104,15 +111,15 @@ class GuidedPlanner(Planner):
             self.pins.add(key, more, pin_s)
         return num_wanted, max(num_pinned, num_all)
 
-    def _answer(self, request: Request, num_pinned: int, num_unpinned: int) -> Any:
-        """Return what vLLM hands on to the client, unless another connector answers."""
+    def _answer(self, request: Request, num_pinned: int, num_unpinned: int) -> None:
+        """Note what vLLM is to hand on to the client, unless another connector answers."""
         params = request.kv_transfer_params
         if not isinstance(params, dict) or any(params.get(key) for key in _FOREIGN_KEYS):
-            return None
+            return
         # Under MultiConnector the next connector of ours finds it gone: two answers are an error.
-        if params.pop(PIN_KEY, None) is None:
-            return None
-        return {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
+        if params.pop(PIN_KEY, None) is not None:
+            told = {"pinned_tokens": num_pinned, "unpinned_tokens": num_unpinned}
+            self._answers[request] = told
 
     def _demote(self, request: Request) -> bool:
         """Let what the host has of a request go first; False while it is still being stored."""
