@@ -96,6 +96,11 @@ class LazyStores(StorePolicy):
         if len(self._left_out_hashes) > self._sweep_at:
             self._sweep()
 
+    @property
+    def num_left_out(self) -> int:
+        """Hashes of which nothing is stored."""
+        return len(self._left_out_hashes)
+
     def _sweep(self) -> None:
         """Forget what the GPU has lost and what is not stored in its last moment either."""
         kept = self._gpu.cached_hashes()

@@ -1117,6 +1117,62 @@ def test_a_tier_that_is_slower_than_computing_is_not_asked_for_it(make_tiers):
     rig.check_idle()
 
 
+FETCH = {
+    "protocol_version": "0.1",
+    "actions": [{"action_type": "kv.fetch", "action_version": "1.0", "payload": {}}],
+}
+HINTED: dict[str, Any] = {"extra": {**AUTO["extra"], "kv_hints": True}}
+
+
+def test_a_hint_has_fetched_what_would_not_pay_before_its_request_comes(make_tiers):
+    """A request of one token warms the host: then the prompt is a hit of host memory."""
+    rig = make_measured(make_tiers, token_s=0.001, **HINTED)
+    for _ in range(8):
+        rig.planner.tiers.costs.add_fetch(1, NUM_BLOCKS, 10.0)
+    rig.kv_transfer_params = {"kv_hints": FETCH}
+    rig.run_alone("warm", prompt(rig, 1), max_tokens=1)
+    assert rig.counts["fetched_blocks"] == NUM_BLOCKS
+    assert rig.counts['hints{action="fetch"}'] == 1
+    rig.kv_transfer_params = None
+    rig.forget_gpu_cache()
+    assert rig.run_alone("a", prompt(rig, 2)) == PREFIX_TOKENS
+    assert len(rig.probes) == 1
+    rig.check_idle()
+
+
+def test_a_request_with_a_hint_waits_until_the_wait_is_over(make_tiers):
+    rig = make_measured(make_tiers, token_s=0.001, **HINTED)
+    rig.tier.held = {"fetch"}
+    rig.kv_transfer_params = {"kv_hints": FETCH}
+    times = times_of_waiting(rig, "a")
+    rig.add("a", prompt(rig, 1))
+    rig.step_until(lambda: "a" not in rig.scheduler.requests)
+    assert WAIT_S - 2 <= times[-1] - times[0] <= WAIT_S
+    rig.finish()
+
+
+def test_of_a_request_that_leaves_nothing_tiers_are_asked_nothing(make_tiers):
+    rig = make_warm(make_tiers)
+    rig.kv_transfer_params = {"store": "nothing"}
+    assert rig.run_alone("a", prompt(rig, 1)) == 0
+    rig.drain()
+    assert not rig.probes
+    assert not rig.spills
+    assert not stored(rig)
+
+
+def test_a_pin_ends_with_its_engine_and_what_it_kept_comes_from_the_tier(make_tiers):
+    first = make_tiers(extra={"pin_share": 0.3})
+    first.kv_transfer_params = {"pin_s": 600}
+    first.run_alone("a", prompt(first, 0), max_tokens=1)
+    first.drain()
+    assert first.planner.gauges()["pinned_slots"] == NUM_BLOCKS
+    again = make_tiers(tier=first.tier, extra={"pin_share": 0.3})
+    assert again.planner.gauges()["pins"] == 0
+    assert again.run_alone("a", prompt(first, 0), max_tokens=1) == PREFIX_TOKENS
+    again.check_idle()
+
+
 def test_what_does_not_pay_is_tried_now_and_then(make_tiers):
     rig = make_measured(make_tiers, token_s=1.0)
     for _ in range(8):
