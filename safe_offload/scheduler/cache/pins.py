@@ -167,9 +167,10 @@ class Pins:
             self._num_forgets = self._slots.directory.num_forgets
             held = self._slots.directory.hashes
             for pin in self._pins.values():
-                lost = [slot for slot in pin.lease.slots if slot not in held]
+                lost = [slot for slot in pin.lease.slots if held[slot] is None]
                 if lost:
-                    pin.lease.keep(LeaseKind.PIN, [s for s in pin.lease.slots if s in held])
+                    kept = [slot for slot in pin.lease.slots if held[slot] is not None]
+                    pin.lease.keep(LeaseKind.PIN, kept)
                     self._uncount(lost)
 
     def reset(self) -> None:

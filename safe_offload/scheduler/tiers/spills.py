@@ -98,7 +98,7 @@ class Spills:
         directory, message = self._directory, fetch.message
         origins = dict(zip(message.slot_ids, message.origins, strict=True))
         for slot in slots:
-            block_hash = directory.hashes.get(slot)
+            block_hash = directory.hashes[slot]
             if block_hash is None:
                 continue
             origin = origins[slot] if origins[slot] > self._nearest_kept else 0
@@ -132,6 +132,8 @@ class Spills:
         directory, hashes, spilled = self._directory, self._directory.hashes, self._spilled
         for slot in slots:
             block_hash = hashes[slot]
+            if block_hash is None:
+                continue
             known_hash, origin = spilled.get(slot, (b"", 0))
             if known_hash != block_hash:
                 self._queue[slot] = directory.group_of(slot), block_hash, 0
