@@ -207,7 +207,7 @@ class SlotPool:
 
     def unread(self, slots: Sequence[int]) -> list[int]:
         """Return those of the slots that no load has read since they were filled."""
-        return [slot for slot in slots if slot not in self._hit]
+        return [slot for slot in slots if not self._was_hit[slot]]
 
     def set_time(self, now_s: float) -> None:
         """Note the time; only the age of what is evicted depends on it."""
