@@ -188,6 +188,7 @@ class EngineCore(Stepper):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        **options: Any,
     ) -> Any:
         self.runner.sequels[request_id] = Sequel(prompt, cache_salt or "")
         return self.send(
@@ -197,6 +198,7 @@ class EngineCore(Stepper):
             arrival_time=self.clock.now_s,
             cache_salt=cache_salt,
             priority=priority,
+            **options,
         )
 
     def abort(self, request_id: str) -> None:
