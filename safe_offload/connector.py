@@ -27,6 +27,7 @@ from safe_offload.compat.base import (
 )
 from safe_offload.compat.live_weights import MODEL_LOADS, Adapters, watch
 from safe_offload.config.options import OffloadConfig
+from safe_offload.config.tenants import TenantsFile
 from safe_offload.errors import InvariantError
 from safe_offload.observe.counters import Count, Counters
 from safe_offload.observe.metrics import OffloadPromMetrics, OffloadStats, StatsReporter
@@ -37,8 +38,10 @@ from safe_offload.scheduler.cache.directory import Directory
 from safe_offload.scheduler.cache.events import NO_EVENTS, KvEvents, NoEvents, make_events
 from safe_offload.scheduler.cache.eviction import POLICIES
 from safe_offload.scheduler.cache.slots import SlotPool
+from safe_offload.scheduler.cache.tenants import TenantSlots
 from safe_offload.scheduler.loads.hits import HostHits
 from safe_offload.scheduler.planner import EstimatingPlanner, Planner, PlannerOptions
+from safe_offload.scheduler.tenants import EstimatingTenantPlanner, TenantPlanner
 from safe_offload.scheduler.tiers.tiered_hits import TieredHits
 from safe_offload.sides import SchedulerSide, Side, WorkerSide
 from safe_offload.start.advice import advise
@@ -134,8 +137,13 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_slots = config.num_slots_of(slot_bytes)
         self._events = make_events(vllm_config, kv_cache_config, is_lazy=config.lazy_offload)
         directory = Directory(num_slots, len(kv_cache_config.kv_cache_groups), self._events)
-        policy = POLICIES[config.eviction_policy](num_slots, directory.hashes)
-        slots = SlotPool(num_slots, directory, policy, self._counters)
+        make_policy = POLICIES[config.eviction_policy]
+        file = TenantsFile(config.tenants) if config.tenants is not None else None
+        slots = (
+            SlotPool(num_slots, directory, make_policy(num_slots, directory.hashes), self._counters)
+            if file is None
+            else TenantSlots(num_slots, directory, make_policy, self._counters)
+        )
         hits = HostHits(vllm_config, kv_cache_config, slots)
         info = advise(vllm_config, kv_cache_config, config, num_slots)
         self._stats = reporter = StatsReporter(self._counters, info)
@@ -161,7 +169,10 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         tiered_hits = TieredHits(vllm_config, kv_cache_config, hits) if config.tiers else None
         estimates = config.estimate_hit_rates and hits.geometry.is_plain
-        make = EstimatingPlanner if estimates else Planner
+        make: Callable[..., Planner] = EstimatingPlanner if estimates else Planner
+        if file is not None:
+            with_tenants = EstimatingTenantPlanner if estimates else TenantPlanner
+            make = functools.partial(with_tenants, file=file)
         return lambda gpu: make(hits, gpu, options, self._counters, tiered_hits)
 
     def _make_worker(self) -> WorkerSide:
@@ -397,6 +408,7 @@ class SafeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the worker's thread and free its memory; a second call does nothing."""
         self.worker.shutdown()
+        self.scheduler.shutdown()
         if self._served is not None:
             self._served.close()
 

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("preemption", "tokens computed again after preemptions, with and without us"),
         ("slow_tier", "whether a slow or dead tier makes any request later, on virtual time"),
         ("fleet", "two engines and a server that fails, or a bad network: right, and never late"),
+        ("tenants", "hit rates of those that chat beside a flood, with quotas and without"),
         ("policies", "hit rates of the eviction policies, and what they cost"),
     ):
         benchmarks.add_parser(name, help=what, module=f"tests.benchmarks.{name}")

@@ -52,8 +52,13 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """What a grant can take."""
+        """Slots that nothing leases."""
         return len(self._empty) + len(self._evictable)
+
+    @property
+    def num_grantable(self) -> int:
+        """What a grant can take for those that are served."""
+        return self.num_free
 
     @property
     def num_retired(self) -> int:
@@ -69,6 +74,9 @@ class SlotPool:
         if opened:
             self._empty[:0] = reversed(opened)
             self.num_usable = opened.stop
+
+    def serve(self, salt: str | None) -> None:
+        """What is granted from now on is for requests with this salt; see `TenantSlots`."""
 
     def grant(self, count: int) -> list[int]:
         """Take up to `count` slots, each under one lease of the caller's.

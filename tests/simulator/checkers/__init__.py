@@ -15,6 +15,7 @@ from tests.simulator.checkers.marks import MarkChecker
 from tests.simulator.checkers.progress import ProgressChecker
 from tests.simulator.checkers.references import ReferenceChecker
 from tests.simulator.checkers.slots import SlotChecker
+from tests.simulator.checkers.tenants import TenantChecker
 from tests.simulator.checkers.tiers import TierChecker
 from tests.simulator.checkers.waits import WaitChecker
 from tests.simulator.engine_core import EngineCore
@@ -35,6 +36,8 @@ class Checkers:
         self.progress = ProgressChecker(core, self.ledger)
         self.waits = WaitChecker(core, self.ledger)
         self.events = EventChecker(core)
+        if core.config.tenants is not None:
+            self.tenants = TenantChecker(core)
         if core.stores:
             self.tiers = TierChecker(core, self.ledger)
 
