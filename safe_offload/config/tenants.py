@@ -114,7 +114,7 @@ def _share(what: str, value: object) -> int:
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise ConfigError(f'the file of "tenants": {problem}. Fix: write it as {_EXAMPLE}.')
+    raise ConfigError(f'the file of "tenants": {problem}. Fix: write it as {_EXAMPLE}.') from None
 
 
 class TenantsFile:
